@@ -13,7 +13,7 @@ import numpy as np
 from kvtier import buffers
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena, Binder, Binding, Memory, View, send
+from kvtier.arena import Arena, Binder, Binding, CpuMemory, Memory, View, send
 from kvtier.chains import Prompt
 from kvtier.errors import (
     DeviceError,
@@ -427,6 +427,7 @@ class Holdings:
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
         await passing(fence, deadline)
         lease.require_live()
+        request.checksums = await _checksums(lease, request.slots)
         return await self._commit(lease, request, deadline)
 
     async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
@@ -435,6 +436,7 @@ class Holdings:
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
         request = self._request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
+        request.checksums = await _checksums(lease, request.slots)
         return await self._commit(lease, request, self._deadline(timeout))
 
     def _request(
@@ -579,6 +581,15 @@ class Holdings:
             if lease in self._in_use:
                 self._in_use.discard(lease)
                 self._session.give_back(lease.binding.session)
+
+
+async def _checksums(lease: WriteLease, slots: Sequence[int]) -> bytes:
+    """Of what stands in slots that are about to be committed, where the cache wants it and the CPU can read them."""
+    memory, digests = lease.memory, bytearray()
+    if lease.binding.info.options.checksum == "commit" and isinstance(memory, CpuMemory):
+        work = lambda: digests.extend(memory.checksums(lease.cache.group, slots))  # noqa: E731
+        await buffers.run_copy(work, len(slots) * lease.cache.block_bytes)
+    return bytes(digests)
 
 
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:

@@ -184,6 +184,9 @@ class CacheOptions:
     """Token ids are kept, and sent to watchers that may see them."""
     thresholds: Mapping[tuple[Tier, Tier], int] = field(default_factory=dict)
     """By edge, the least priority at which a block goes down it: 0 to 101, 101 = never."""
+    checksum: str = ""
+    """``disk``: a block's bytes are checked from their write to disk on. ``commit``: from their commit on, where they
+    are committed in the CPU's memory."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -325,6 +325,7 @@ def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
             caches_pb2.EdgeThreshold(to=tier_to_wire(below), min_priority=least, **{"from": tier_to_wire(above)})
             for (above, below), least in options.thresholds.items()
         ],
+        checksum=options.checksum,
     )
 
 
@@ -338,7 +339,8 @@ def options_from_wire(message: caches_pb2.CacheOptions) -> CacheOptions:
         (tier_from_wire(getattr(each, "from")), tier_from_wire(each.to)): each.min_priority
         for each in message.thresholds
     }
-    return CacheOptions(write_policy, message.eviction, message.event_hash, message.keep_tokens, thresholds)
+    kept = (message.eviction, message.event_hash, message.keep_tokens, thresholds, message.checksum)
+    return CacheOptions(write_policy, *kept)
 
 
 def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:

@@ -79,3 +79,10 @@ def name(request):
     """The test's own, fit for a cache."""
     node: pytest.Item = request.node
     return re.sub(r"[^A-Za-z0-9._-]", "-", node.name)
+
+
+@pytest.fixture
+def ending():
+    """Ends what a test has started, however the test ends."""
+    with ExitStack() as stack:
+        yield stack

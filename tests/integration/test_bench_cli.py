@@ -28,7 +28,8 @@ def test_client():
     found = results("client", "--block-bytes", "4096", "--block-bytes", "65536", "--rounds", "1", "--keys", "128")
     assert set(found) == {"client.store", "client.get", "client.prefix_length"}
     for name in ("client.store", "client.get"):
-        assert [result["params"]["block_bytes"] for result in found[name]] == [4096, 65536]
+        rows = [(result["params"]["block_bytes"], result["params"]["checksum"]) for result in found[name]]
+        assert rows == [(4096, "disk"), (4096, "commit"), (65536, "disk"), (65536, "commit")]
         assert all(result["floor"] > 0 for result in found[name])
 
 

@@ -16,11 +16,12 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, end):
+async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, ending, end):
     file = short_dir / "kvtierd.toml"
     file.write_text(f"host_bytes = {12 * SLOT_BYTES}")
     daemon = SupervisedDaemon(short_dir, {}, ["--config", str(file)])
     daemon.start()
+    ending.callback(daemon.close)
     keys = chain("kept", 4)
     async with await connect(daemon.address) as client:
         for name, slots in (("large", 8), ("small", 4)):
@@ -43,10 +44,11 @@ async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, end)
     assert daemon.stop() == 0
 
 
-async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_rest(short_dir):
+async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_rest(short_dir, ending):
     gpu = {"memory": 32 * MIB, "shared": str(short_dir)}
     daemon = supervised_gpu_daemon(short_dir, sizes(host=4), ["--device-bytes", "50%"], gpu=gpu)
     daemon.start()
+    ending.callback(daemon.close)
     engine_dir = short_dir / "e"
     engine_dir.mkdir()
     engine = gpu_daemon(engine_dir, {Tier.DEVICE: 12 * MIB}, gpu=gpu)
@@ -57,11 +59,11 @@ async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_
         await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
         await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
         engine.start()
+        ending.callback(engine.stop)
         async with await connect(engine.address) as other:
             await other.open_cache("engine", SPEC)
             await asyncio.to_thread(daemon.kill)
             assert_bytes(keys, await (await client.open_cache("c")).get(keys))
             assert (await client.open_cache("c")).slots(Tier.DEVICE) == 16 * MIB // SLOT_BYTES
-    engine.stop()
     assert "not adopted" not in daemon.log
     assert daemon.stop() == 0

@@ -16,7 +16,7 @@ def key(number: int) -> Key:
 
 def label_of(key: Key) -> Label | None:
     """What is told of a block besides its key; of some blocks nothing."""
-    return Label(key[:8], key[8:]) if key[0] % 4 else None
+    return Label(key[:8], key[8:], key[:16] if key[1] % 2 else b"") if key[0] % 4 else None
 
 
 def hash_of(key: Key) -> Label | None:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.abi.control import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
-from kvtierd.core.ids import KEY_BYTES, Key, SessionId, SlotId
+from kvtierd.core.ids import KEY_BYTES, NO_LABEL, Key, SessionId, SlotId
 from kvtierd.core.outcome import Content as Noted
 from tests.simulation.violation import Violation
 
@@ -81,15 +81,17 @@ class Memory:
 
     def _record(self, noted: Noted, key: Key, generation: int, order: int) -> None:
         (_, _, slot), _, parent, traits = noted
+        label = traits.label or NO_LABEL
         packed = SlotRecord(
             key=key,
             parent=parent,
             priority=traits.priority,
             duration_ms=traits.duration_ms,
             deadline_ns=traits.deadline_ns,
-            event_hash=traits.label.event_hash if traits.label is not None else b"",
+            event_hash=label.event_hash,
             generation=generation,
             order=order,
+            checksum=label.checksum,
         ).pack()
         self._records[slot, : len(packed)] = np.frombuffer(packed, np.uint8)
 

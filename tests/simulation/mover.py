@@ -21,6 +21,8 @@ from tests.simulation.violation import require
 
 FAILS_WHOLE: Final = 6
 FAILS_IN_PART: Final = 4
+CHANGED_IN_MEMORY: Final = 2
+"""Per cent of the writes to disk that find bytes changed since their commit."""
 BATCH: Final = 4
 """Most moves reported at once."""
 
@@ -132,6 +134,8 @@ class Mover:
         if journey.move.dst is None:
             self._retire(journey)
         elif journey.move.dst is Tier.DISK:
+            if choose is not None and choose.chance(CHANGED_IN_MEMORY):
+                journey.corrupt = frozenset(choose.each(range(len(journey.move.items)), 30)) - journey.failed
             self._write(journey)
         else:
             self._copy(journey, self._memories[journey.move.dst])
@@ -153,7 +157,7 @@ class Mover:
     def _write(self, journey: Journey) -> None:
         writes = {}
         for position, item in enumerate(journey.move.items):
-            if position not in journey.failed:
+            if position not in journey.failed | journey.corrupt:
                 content = self._copied(journey, position, item)
                 self._store.put_payload(_slot(item), content)
                 writes[item.key] = Write(item.key, item.parent, item.traits, _slot(item), content)

@@ -37,8 +37,9 @@ by these records; only the daemon reads and writes them::
      125  u8   priority            its own
      126  u8   event_hash_bytes    0, 8 or 32
      127  u8   (zero)
-     128  u32  crc                 CRC-32 (zlib) of the 128 bytes before
-     132  28   (zero)
+     128  16   checksum            xxh3-128 of its bytes at its commit; zero if it has none
+     144  u32  crc                 CRC-32 (zlib) of the 144 bytes before
+     148  12   (zero)
 
 The daemon writes the record before the slot's generation becomes the one that the record names. It makes the generation
 odd before the slot's bytes change. So a record is true if its generation is even and is the slot's. If the daemon dies
@@ -86,7 +87,7 @@ Slots = tuple[int, int, int]
 
 SLOT_RECORD_BYTES: Final = 160
 
-_BODY: Final = struct.Struct("<32s32s32sQQQIBBBx")
+_BODY: Final = struct.Struct("<32s32s32sQQQIBBBx16s")
 _HAS_PARENT: Final = 1
 _HASH_BYTES: Final = (0, 8, 32)
 _ROW: Final = np.dtype(
@@ -109,6 +110,7 @@ _FIELDS: Final = np.dtype(
         ("priority", "u1"),
         ("event_hash_bytes", "u1"),
         ("zero", "u1"),
+        ("checksum", "V16"),
     ]
 )
 _ORDER: Final = struct.Struct("<112xQ")
@@ -233,6 +235,7 @@ class SlotRecord(NamedTuple):
     event_hash: bytes
     generation: int
     order: int
+    checksum: bytes
 
     def pack(self) -> bytes:
         """The record without its last zeros."""
@@ -247,6 +250,7 @@ class SlotRecord(NamedTuple):
             0 if self.parent is None else _HAS_PARENT,
             self.priority,
             len(self.event_hash),
+            self.checksum,
         )
         return body + _CRC.pack(zlib.crc32(body))
 
@@ -269,6 +273,7 @@ class SlotContents:
     deadlines_ns: list[int] = field(default_factory=list)
     event_hashes: list[bytes] = field(default_factory=list)
     orders: list[int] = field(default_factory=list)
+    checksums: list[bytes] = field(default_factory=list)
 
     @classmethod
     def read(cls, records: NDArray[np.uint8], generations: NDArray[np.uint64]) -> SlotContents:
@@ -303,3 +308,4 @@ class SlotContents:
         hashes = zip(fields["event_hash"].tolist(), fields["event_hash_bytes"].tolist(), strict=True)
         self.event_hashes.extend(value[:length] for value, length in hashes)
         self.orders.extend(fields["order"].tolist())
+        self.checksums.extend(value if any(value) else b"" for value in fields["checksum"].tolist())

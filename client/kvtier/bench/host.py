@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event
 from kvtier.replay.private import PrivateDaemon, TierSlots
-from kvtier.types import BlockResult, Cursor, Tier
+from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
 
 CACHE: Final = "kvtier-bench"
 BATCH: Final = 64
@@ -94,14 +94,19 @@ class Place:
 
 @asynccontextmanager
 async def place(
-    spec: CacheSpec, slots: TierSlots, *, keep: Path | None = None, module: Sequence[str] = ("kvtierd.main",)
+    spec: CacheSpec,
+    slots: TierSlots,
+    *,
+    keep: Path | None = None,
+    module: Sequence[str] = ("kvtierd.main",),
+    options: CacheOptions | None = None,
 ) -> AsyncIterator[Place]:
     """A private daemon with one cache that has all its slots. ``keep``, ``module``: of :class:`PrivateDaemon`."""
     async with (
         PrivateDaemon(slots.as_bytes(spec), keep=keep, module=module) as daemon,
         await aio.connect(daemon.address, timeout=600) as client,
     ):
-        cache = await client.open_cache(CACHE, spec)
+        cache = await client.open_cache(CACHE, spec, options=options)
         for pool in (pool for tier in cache.arena.tiers for pool in cache.arena.pools(tier, 0)):
             if isinstance(pool, np.ndarray):
                 pool[:, :: mmap.PAGESIZE].max()  # maps every page, so that no round pays for it
@@ -156,9 +161,10 @@ def _memcpy(source: Sequence[Bytes], target: Sequence[Bytes]) -> float:
 
 async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[Result]:
     """Store and first get of 64 blocks of host memory, and the prefix length of so many keys among as many others."""
-    for block_bytes in sizes:
-        async with place(spec_of(block_bytes), TierSlots(0, 4 * BATCH, 0)) as here:
-            for result in await _copies(here, block_bytes, rounds):
+    for block_bytes, checksum in product(sizes, ("disk", "commit")):
+        options = CacheOptions(checksum=checksum)
+        async with place(spec_of(block_bytes), TierSlots(0, 4 * BATCH, 0), options=options) as here:
+            for result in await _copies(here, {"block_bytes": block_bytes, "checksum": checksum}, rounds):
                 yield result
     async with place(spec_of(PAGE), TierSlots(0, 2 * keys, 0)) as here:
         stored = list(islice(chains(keys), 2))
@@ -180,7 +186,8 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
         yield Result("client.prefix_length", {"keys": keys}, 1e6 * seconds, "us")
 
 
-async def _copies(here: Place, block_bytes: int, rounds: int) -> list[Result]:
+async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[Result]:
+    block_bytes = here.cache.block_bytes
     rows, out, fresh = _rows(block_bytes), _rows(block_bytes), chains()
 
     @asynccontextmanager
@@ -208,7 +215,7 @@ async def _copies(here: Place, block_bytes: int, rounds: int) -> list[Result]:
         async with stored() as chain, here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
             return _memcpy(here.slots(Tier.HOST, lease.slots), out)
 
-    params, nbytes = {"block_bytes": block_bytes}, BATCH * block_bytes
+    nbytes = BATCH * block_bytes
     return [
         Result.rate("client.store", params, nbytes, *await interleaved(rounds, store, bare_store)),
         Result.rate("client.get", params, nbytes, *await interleaved(rounds, get, bare_get)),

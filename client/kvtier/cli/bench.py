@@ -64,6 +64,8 @@ def _table(results: list[Result]) -> Table:
 
 
 def _shown(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
     return size(value) if name.endswith("_bytes") else f"{value:,}"
 
 

@@ -340,6 +340,7 @@ class CommitRequest(google.protobuf.message.Message):
     MM_BLOCKS_FIELD_NUMBER: builtins.int
     MM_OFFSETS_FIELD_NUMBER: builtins.int
     DURATIONS_MS_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
@@ -363,6 +364,8 @@ class CommitRequest(google.protobuf.message.Message):
     cache_salt: builtins.str
     mm_digests: builtins.bytes
     """with tokens: multimodal items, once for each block they cover, 32 bytes each"""
+    checksums: builtins.bytes
+    """xxh3-128 of each block's bytes, 16 bytes a block, for a cache with CacheOptions.checksum "commit"; none: without."""
     release: builtins.bool
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""
     @property
@@ -400,10 +403,11 @@ class CommitRequest(google.protobuf.message.Message):
         mm_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         mm_offsets: collections.abc.Iterable[builtins.int] | None = ...,
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
+        checksums: builtins.bytes = ...,
         release: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload

@@ -193,6 +193,7 @@ class CacheOptions(google.protobuf.message.Message):
     EVENT_HASH_FIELD_NUMBER: builtins.int
     KEEP_TOKENS_FIELD_NUMBER: builtins.int
     THRESHOLDS_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     write_policy: global___WritePolicy.ValueType
     eviction: builtins.str
     """"": the daemon's default; else the name of a policy, e.g. "lru" """
@@ -200,6 +201,8 @@ class CacheOptions(google.protobuf.message.Message):
     """"": blocks are named by their keys alone; v1_block_key, v2_sha256, v2_sha256_64 besides"""
     keep_tokens: builtins.bool
     """token ids are kept, and sent to watchers that may see them"""
+    checksum: builtins.str
+    """"disk": bytes are checked from the write to disk on; "commit": from the commit on"""
     @property
     def thresholds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EdgeThreshold]:
         """those not named: the daemon's defaults"""
@@ -212,8 +215,9 @@ class CacheOptions(google.protobuf.message.Message):
         event_hash: builtins.str = ...,
         keep_tokens: builtins.bool = ...,
         thresholds: collections.abc.Iterable[global___EdgeThreshold] | None = ...,
+        checksum: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["event_hash", b"event_hash", "eviction", b"eviction", "keep_tokens", b"keep_tokens", "thresholds", b"thresholds", "write_policy", b"write_policy"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "event_hash", b"event_hash", "eviction", b"eviction", "keep_tokens", b"keep_tokens", "thresholds", b"thresholds", "write_policy", b"write_policy"]) -> None: ...
 
 global___CacheOptions = CacheOptions
 

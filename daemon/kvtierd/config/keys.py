@@ -111,8 +111,9 @@ class Config(BaseSettings):
     )
     device_bytes: DeviceBytes = Field(
         ByteSize(0),
-        description="Size of the device tier. On a GPU it can be a share of the memory that is free at the first start, "
-        "such as `80%`; later starts take as many bytes. A tier exists if its size is above 0; at least one must exist.",
+        description="Size of the device tier. On a GPU it can be a share of the memory that is free at the first "
+        "start, such as `80%`; later starts take as many bytes. A tier exists if its size is above 0; at least one "
+        "must exist.",
     )
     host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier.")
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")

@@ -59,6 +59,7 @@ EVENT_HASH_BYTES: Final = (0, 8, 32)
 """Lengths that an event hash may have: none, 64 bits, a digest."""
 
 MAX_TOKEN_BYTES: Final = 1 << 16
+CHECKSUM_BYTES: Final = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,19 +67,23 @@ class Label:
     """How others know the block; the core only passes it on.
 
     ``event_hash``: the name that events give it besides its key. ``tokens``: packed, opaque, at most
-    ``MAX_TOKEN_BYTES``.
+    ``MAX_TOKEN_BYTES``. ``checksum``: of its bytes when it was committed, ``CHECKSUM_BYTES``.
     """
 
     event_hash: bytes = b""
     tokens: bytes = b""
+    checksum: bytes = b""
+
+
+NO_LABEL: Final = Label()
 
 
 class Traits(NamedTuple):
     """A tuple, because a restart makes one for every block on disk.
 
     ``priority``: the block's own. ``duration_ms``: how long it holds after the last release; 0 = for ever.
-    ``deadline_ns``: the wall time at which it falls; 0 where its clock stands. ``label``: None for a block without hash
-    and tokens, which costs nothing.
+    ``deadline_ns``: the wall time at which it falls; 0 where its clock stands. ``label``: None for a block without any
+    of them, which costs nothing.
     """
 
     priority: int

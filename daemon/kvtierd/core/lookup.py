@@ -154,6 +154,13 @@ def locate(state: GroupState, keys: Sequence[Key]) -> list[Location]:
     return [_location(state.index.get(key)) for key in keys]
 
 
+def checksum(state: GroupState, key: Key) -> bytes:
+    """Of a block's bytes when it was committed; empty where it has none, or is not indexed."""
+    block = state.index.get(key)
+    label = block.traits.label if block is not None else None
+    return label.checksum if label is not None else b""
+
+
 def _location(block: Block | None) -> Location:
     if block is None:
         return Location(0, (None, None, None))

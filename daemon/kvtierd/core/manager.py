@@ -159,6 +159,10 @@ class BlockManager:
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
         return lookup.locate(self._window(group).state, keys)
 
+    def checksum(self, group: GroupId, key: Key) -> bytes:
+        """Of a block's bytes when it was committed; empty where nobody said."""
+        return lookup.checksum(self._window(group).state, key)
+
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
         return lookup.listing(self._window(group).state, page, limit)
@@ -279,6 +283,17 @@ class BlockManager:
         window = self._window(group)
         window.uses.touch(keys, misses)
         self._pump(now, window)
+        return self._take(now)
+
+    def lose_bytes(self, group: GroupId, key: Key, tier: Tier, slot: SlotId, now: int) -> Outcome:
+        """The block's bytes in this slot are not what was committed: it loses the copy. Nothing happens where the
+        block has left the slot."""
+        window = self._window(group)
+        block = window.state.index.get(key)
+        copy = block.copies[tier] if block is not None else None
+        if block is not None and copy is not None and copy.valid and copy.slot == slot:
+            recovery.lose_bytes(window.state, block, tier, copy)
+            self._pump(now, window)
         return self._take(now)
 
     # -- moves -------------------------------------------------------------------------------------------------------

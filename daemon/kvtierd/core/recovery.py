@@ -144,8 +144,10 @@ def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
 
 
 def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
-    """A copy failed verification: the block loses it, and its slot is never used again."""
-    state.corrupt[tier].add(copy.slot)
+    """A copy failed verification: the block loses it. A disk's slot is never used again; memory that fails for good is
+    the machine's to report."""
+    if tier is DISK:
+        state.corrupt[DISK].add(copy.slot)
     if block.copies[tier] is copy:
         _lose_copy(state, block, tier, Cause.CORRUPT)
 

@@ -9,6 +9,8 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Final
 
+import xxhash
+
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier, Traits
 from kvtierd.core.outcome import Move
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
@@ -22,7 +24,8 @@ from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore
 class Ending:
     """The second half of a batch of ``items`` items.
 
-    ``places``: of the writes that have begun, in the batch. ``failed``: places of items that are not written.
+    ``places``: of the writes that have begun, in the batch. ``failed``: places of items that are not written, and
+    ``corrupt``: of those whose bytes are not what was committed.
     """
 
     disk: DiskStore
@@ -31,6 +34,7 @@ class Ending:
     places: Sequence[int]
     retires: Sequence[Retirement]
     failed: frozenset[int]
+    corrupt: frozenset[int]
 
     def __call__(self) -> Faults:
         return finish([self])
@@ -47,15 +51,17 @@ def finish(endings: Sequence[Finish]) -> Faults:
     """
     mine = [ending for ending in endings if isinstance(ending, Ending)]
     failed: set[int] = set()
+    corrupt: set[int] = set()
     places: list[int] = []
     base = 0
     for ending in mine:
         places += [base + place for place in ending.places]
         failed.update(base + place for place in ending.failed)
+        corrupt.update(base + place for place in ending.corrupt)
         base += ending.items
     retires = [retirement for ending in mine for retirement in ending.retires]
     unstored = mine[0].disk.finish([ending.begun for ending in mine], retires)
-    return Faults(failed=frozenset(failed.union(places[index] for index in unstored)))
+    return Faults(frozenset(failed.union(places[index] for index in unstored)), frozenset(corrupt))
 
 
 def write(batch: Batch) -> Finish:
@@ -70,21 +76,27 @@ def write(batch: Batch) -> Finish:
 
 
 def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool = False) -> Finish:
-    """As :func:`write`, with the records of the blocks by their places in the batch. A block without a record fails.
+    """As :func:`write`, with the records of the blocks by their places in the batch.
+
+    A block without a record fails. One whose bytes are not what was committed is not written.
 
     While one batch is made durable, the bytes of the next are written.
 
     Args:
         lent: the caller uses the records again when this returns, so it waits for the disk.
     """
-    disk = batch[0].runtime.store
+    runtime = batch[0].runtime
+    disk = runtime.store
     writes: list[DiskWrite] = []
     places: list[int] = []
     retires: list[Retirement] = []
     failed: set[int] = set()
+    corrupt: set[int] = set()
     for place, (move, item) in enumerate(items_of(batch)):
         if item.dst is None:
             retires.append((move.group, item.key, item.src))
+        elif place in parts and not _as_committed(runtime, move.group, item.traits, parts[place]):
+            corrupt.add(place)
         elif place in parts:
             writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.traits, parts[place]))
             places.append(place)
@@ -93,7 +105,20 @@ def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool
     begun = disk.begin(writes)
     if lent:
         wait(begun.moving)
-    return Ending(disk, sum(len(piece.items) for piece in batch), begun, places, retires, frozenset(failed))
+    items = sum(len(piece.items) for piece in batch)
+    return Ending(disk, items, begun, places, retires, frozenset(failed), frozenset(corrupt))
+
+
+def _as_committed(runtime: CacheRuntime, group: GroupId, traits: Traits, record: Sequence[memoryview]) -> bool:
+    """Whether a block's bytes have the checksum of its commit, if there is one. ``record``: in one view, or one a
+    pool."""
+    if traits.label is None or not traits.label.checksum:
+        return True
+    pools, digest, whole = runtime.arena.layout.groups[group].pools, xxhash.xxh3_128(), len(record) == 1
+    for number, pool in enumerate(pools):
+        start = pool.record_offset if whole else 0
+        digest.update(record[0 if whole else number][start : start + pool.block_bytes])
+    return digest.digest() == traits.label.checksum
 
 
 def read(batch: Batch) -> Faults:

@@ -6,6 +6,7 @@ Loop thread only. The executor carries out what the core decides.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Final, TypeVar
 
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager, DiskLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
@@ -40,6 +41,8 @@ from kvtierd.mover.executor import (
 )
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Edge
+
+_log = logging.getLogger(__name__)
 
 MOVE_SLICE: Final = 256
 """Blocks of one request that are on the way at a time, in so many parts that come one after another: while one lands
@@ -241,6 +244,13 @@ class Engine:
         """Blocks were read without a call, and ``misses`` others were asked for in vain."""
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.touch(group, keys, misses, self._clock()))
+
+    def lose_bytes(self, cache_id: CacheId, group: GroupId, key: Key, tier: Tier, slot: SlotId) -> None:
+        """A block's bytes in a slot of memory are not what was committed."""
+        cache = self._find(cache_id)
+        says = "bytes in memory have changed cache=%s tier=%s slot=%d key=%s"
+        _log.warning(says, cache.runtime.name, tier, slot, key.hex())
+        self._executor.apply(cache, cache.manager.lose_bytes(group, key, tier, slot, self._clock()))
 
     def drop(
         self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False

@@ -13,7 +13,7 @@ from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import caches_pb2
 from kvtierd.core.eviction import EVICTORS
-from kvtierd.core.ids import CacheId, Tier
+from kvtierd.core.ids import CHECKSUM_BYTES, CacheId, Tier
 from kvtierd.core.policy import NEVER, Policy, WritePolicy
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
@@ -24,6 +24,7 @@ from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
 EVICTION_POLICIES: Final = frozenset(EVICTORS)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
 """Hashes that events can have beside the keys."""
+CHECKSUMS: Final = frozenset({"disk", "commit"})
 
 _BYTES_A_TOKEN: Final = 4 + 8
 _OTHER_BYTES: Final = 128
@@ -42,6 +43,7 @@ class CacheOptions:
     Args:
         event_hash: Name of a hash that events have beside the keys; "" = none.
         thresholds: (from, to, least priority) of edges with their own threshold, in order.
+        checksum: Since when a block's bytes are checked: "disk" or "commit".
     """
 
     write_policy: WritePolicy = WritePolicy.BACK
@@ -49,11 +51,17 @@ class CacheOptions:
     event_hash: str = ""
     keep_tokens: bool = False
     thresholds: tuple[tuple[int, int, int], ...] = ()
+    checksum: str = "disk"
 
     def label_bytes(self, spec: CacheSpec) -> int:
         """Bytes of a block's hash and tokens on disk, with an extra id a token and a salt of usual length."""
         tokens = _BYTES_A_TOKEN * spec.tokens_per_block + _OTHER_BYTES if self.keep_tokens else 0
-        return HASH_BYTES.get(self.event_hash, 0) + tokens
+        return HASH_BYTES.get(self.event_hash, 0) + tokens + self.checksum_bytes
+
+    @property
+    def checksum_bytes(self) -> int:
+        """Bytes of a block's checksum from its commit on."""
+        return CHECKSUM_BYTES if self.checksum == "commit" else 0
 
     def to_wire(self) -> caches_pb2.CacheOptions:
         return caches_pb2.CacheOptions(
@@ -67,6 +75,7 @@ class CacheOptions:
                 )
                 for src, dst, least in self.thresholds
             ],
+            checksum=self.checksum,
         )
 
     def policy(self, defaults: Policy) -> Policy:
@@ -92,7 +101,11 @@ class CacheOptions:
         write_policy = WritePolicy(values.get("write_policy", WritePolicy.BACK))
         thresholds = tuple((int(src), int(dst), int(least)) for src, dst, least in values.get("thresholds", ()))
         options = cls(**{**values, "write_policy": write_policy, "thresholds": thresholds})
-        if options.eviction not in EVICTION_POLICIES or options.event_hash not in {"", *EVENT_HASHES}:
+        if (
+            options.eviction not in EVICTION_POLICIES
+            or options.event_hash not in {"", *EVENT_HASHES}
+            or options.checksum not in CHECKSUMS
+        ):
             raise ValueError(f"options that this daemon cannot do: {values}")
         return options
 
@@ -112,6 +125,8 @@ def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
         named["event_hash"] = _name("event_hash", message.event_hash, EVENT_HASHES)
     if message.keep_tokens:
         named["keep_tokens"] = True
+    if message.checksum:
+        named["checksum"] = _name("checksum", message.checksum, CHECKSUMS)
     if message.thresholds:
         named["thresholds"] = _thresholds(message.thresholds)
     return named

@@ -445,7 +445,8 @@ def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, Recovered]:
 
 
 def _traits(found: SlotContents) -> Iterator[Traits]:
-    labels = (Label(event_hash) if event_hash else None for event_hash in found.event_hashes)
+    named = zip(found.event_hashes, found.checksums, strict=True)
+    labels = (Label(hashed, b"", checksum) if hashed or checksum else None for hashed, checksum in named)
     return map(Traits, found.priorities, found.durations_ms, found.deadlines_ns, labels)
 
 

@@ -153,7 +153,7 @@ _ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
 
 def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
     """One label a block. Raises INVALID_ARGUMENT, also for a label that the cache does not keep."""
-    if not request.event_hashes and not request.tokens:
+    if not request.event_hashes and not request.tokens and not request.checksums:
         _require_no_scope(request)
         return [None] * count
     options, width = cache.options, cache.spec.tokens_per_block
@@ -163,6 +163,9 @@ def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Seque
     size = width * _TOKEN_BYTES if options.keep_tokens else 0
     of = f"{size} bytes a block of {width} tokens" if size else f"none: cache {cache.name} keeps no tokens"
     ids = _rows("tokens", request.tokens, size, count, of)
+    size = options.checksum_bytes
+    of = f"{size} bytes a block" if size else f"none: cache {cache.name} has no checksum from the commit on"
+    checksums = _rows("checksums", request.checksums, size, count, of)
     if request.tokens:
         tokens = [message.SerializeToString() for message in _messages(request, ids, width)]
         if (longest := max(map(len, tokens))) > MAX_TOKEN_BYTES:
@@ -170,8 +173,7 @@ def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Seque
     else:
         _require_no_scope(request)
         tokens = ids
-    rows = zip(hashes, tokens, strict=True)
-    return [Label(event_hash, payload) if event_hash or payload else None for event_hash, payload in rows]
+    return [Label(*row) if any(row) else None for row in zip(hashes, tokens, checksums, strict=True)]
 
 
 def _require_no_scope(request: blocks_pb2.CommitRequest) -> None:

@@ -29,7 +29,7 @@ from kvtier.abi.control import (
 )
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import AbiError
-from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import NO_LABEL, GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content
 from kvtierd.core.recovery import Recovered
 from kvtierd.tiers.base import Bytes, NotAdoptable
@@ -222,15 +222,17 @@ class Arena:
 
     def _record(self, content: Content, key: bytes, generation: int, order: int) -> None:
         (group, tier, slot), _, parent, traits = content
+        label = traits.label or NO_LABEL
         packed = SlotRecord(
             key=key,
             parent=parent,
             priority=traits.priority,
             duration_ms=traits.duration_ms,
             deadline_ns=traits.deadline_ns,
-            event_hash=traits.label.event_hash if traits.label is not None else b"",
+            event_hash=label.event_hash,
             generation=generation,
             order=order,
+            checksum=label.checksum,
         ).pack()
         start = slot * SLOT_RECORD_BYTES
         self._records[tier, group][start : start + len(packed)] = packed

@@ -23,6 +23,7 @@ records = st.builds(
     event_hash=st.sampled_from([b"", b"\1" * 8, b"\2" * 32]),
     generation=U64,
     order=U64,
+    checksum=st.sampled_from([b"", b"\3" * 16]),
 )
 
 
@@ -32,8 +33,8 @@ def read(*places, generations):
     rows = np.frombuffer(padded, np.uint8).reshape(-1, SLOT_RECORD_BYTES)
     found = SlotContents.read(rows, np.array(generations, np.uint64))
     return [
-        SlotRecord(key, parent, priority, duration, deadline, event_hash, generations[slot], order)
-        for slot, key, parent, priority, duration, deadline, event_hash, order in zip(
+        SlotRecord(key, parent, priority, duration, deadline, event_hash, generations[slot], order, checksum)
+        for slot, key, parent, priority, duration, deadline, event_hash, order, checksum in zip(
             found.slots,
             found.keys,
             found.parents,
@@ -42,6 +43,7 @@ def read(*places, generations):
             found.deadlines_ns,
             found.event_hashes,
             found.orders,
+            found.checksums,
             strict=True,
         )
     ]
@@ -59,7 +61,7 @@ def test_a_record_of_another_generation_tells_nothing(record):
     assert read(record.pack(), generations=[(record.generation + 2) % 2**64]) == []
 
 
-@given(records, records, st.integers(1, 131))
+@given(records, records, st.integers(1, 147))
 def test_a_torn_record_is_none(before, after, written):
     """Whatever part of the new one has been written over the old one when the writer died."""
     old, new = before.pack(), after.pack()
@@ -76,12 +78,12 @@ def test_a_place_never_written_holds_nothing():
 
 @pytest.mark.parametrize(("at", "value"), [(124, 2), (126, 9)], ids=["flags", "event_hash_bytes"])
 def test_a_whole_record_of_values_unknown_tells_nothing(at, value):
-    body = bytearray(SlotRecord(bytes(32), None, 35, 0, 0, b"", 2, 1).pack()[:128])
+    body = bytearray(SlotRecord(bytes(32), None, 35, 0, 0, b"", 2, 1, b"").pack()[:144])
     body[at] = value
     assert read(bytes(body) + struct.pack("<I", zlib.crc32(body)), generations=[2]) == []
 
 
 def test_more_records_than_are_read_at_a_time():
     count = 40_000
-    packed = [SlotRecord(slot.to_bytes(32, "big"), None, 35, 0, 0, b"", 2, slot).pack() for slot in range(count)]
+    packed = [SlotRecord(slot.to_bytes(32, "big"), None, 35, 0, 0, b"", 2, slot, b"").pack() for slot in range(count)]
     assert [record.order for record in read(*packed, generations=[2] * count)] == list(range(count))

@@ -50,7 +50,11 @@ def test_records_decode_together() -> None:
 
 
 def test_a_label_of_each_kind_comes_back() -> None:
-    labels = [Label(bytes(range(32))), Label(tokens=b"tokens"), Label(bytes(range(8)), bytes(MAX_TOKEN_BYTES))]
+    labels = [
+        Label(bytes(range(32))),
+        Label(tokens=b"tokens", checksum=bytes(range(16))),
+        Label(bytes(range(8)), bytes(MAX_TOKEN_BYTES)),
+    ]
     values = [records.encode_record(*PLACE, None, Traits(35, label=label)) for label in labels]
     assert [traits.label for traits in decoded(values)] == labels
 

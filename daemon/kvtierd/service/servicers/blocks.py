@@ -402,7 +402,8 @@ _Place = tuple[Tier, SlotId]
 async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequence[Key]) -> list[bytes]:
     """Checksums of blocks, made in a thread; :data:`UNKNOWN` for a block that is not in memory or has left its slot.
 
-    No lease holds the slots: their generations before and after tell whether they changed.
+    A block whose bytes are not what was committed loses them, and is UNKNOWN. No lease holds the slots: their
+    generations before and after tell whether they changed.
 
     Raises:
         UnknownCache: The cache was removed.
@@ -419,11 +420,17 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
         engine.runtime(cache)  # UnknownCache says more than an error of its memory
         raise
     engine.runtime(cache)  # a removed cache has no generations to compare
-    told = iter(
-        digest if runtime.arena.generation(tier, group, slot) == generation else UNKNOWN
-        for (tier, slot), generation, digest in zip(known, before, digests, strict=True)
-    )
-    return [UNKNOWN if place is None else next(told) for place in places]
+    found = iter(zip(before, digests, strict=True))
+    told = []
+    for key, place in zip(keys, places, strict=True):
+        generation, digest = next(found) if place is not None else (0, UNKNOWN)
+        if place is not None and runtime.arena.generation(place[0], group, place[1]) != generation:
+            digest = UNKNOWN
+        elif place is not None and engine.manager(cache).checksum(group, key) not in (b"", digest):
+            engine.lose_bytes(cache, group, key, *place)
+            digest = UNKNOWN
+        told.append(digest)
+    return told
 
 
 def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[], Sequence[Bytes]]:

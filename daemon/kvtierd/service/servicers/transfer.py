@@ -119,6 +119,8 @@ class TransferService:
             held.require_live()
             commit.lease_id = lease
             commit.slots.extend(grant.slots)
+            if cache.options.checksum_bytes:
+                commit.checksums = header.checksums
             done = await self._blocks.commit(session, commit)
             return transfer_pb2.PutResponse(results=done.results, as_of_event=done.as_of_event)
         except Unaccounted as error:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId, Traits
+from kvtierd.core.ids import CHECKSUM_BYTES, KEY_BYTES, GroupId, Key, SlotId, Traits
 from kvtierd.tiers.disk.index import Changes
-from kvtierd.tiers.disk.records import CHECKSUM_BYTES, Counters, encode_record, encode_touches
+from kvtierd.tiers.disk.records import Counters, encode_record, encode_touches
 from kvtierd.tiers.disk.slab import SlabShape
 
 

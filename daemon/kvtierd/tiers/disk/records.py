@@ -3,11 +3,13 @@
 ==================  ===================  ==========================================================================
 database            key                  value
 ==================  ===================  ==========================================================================
-records-<group>     the block key, 32    ``record``: u8 version = 1, u8 flags (bit 0: has a parent), u8 priority,
+records-<group>     the block key, 32    ``record``: u8 version = 1, u8 flags (bit 0: has a parent, bit 1: has a
+                                         checksum of its commit), u8 priority,
                                          u8 length of the event hash, u32 slot, u64 last use when written, u64
                                          bytes of the record in the slab, 16 bytes checksum, 32 bytes parent (zeros
                                          if none), u32 length of the tokens, u32 duration in ms, u64 deadline in
-                                         ns; then the event hash and the tokens
+                                         ns; then the event hash, the checksum of its commit,
+                                         16 bytes, and the tokens
 touches-<group>     u64 big-endian,      ``touches``: u8 version = 1, 7 bytes 0, u64 first, then u32 slots: the n-th
                     rising               slot was used at ``first`` + n
 recency-<group>     u32 big-endian,      ``recency``: u64 last use of up to ``RECENCY_SLOTS`` slots from this one on;
@@ -30,11 +32,20 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtierd.core.ids import EVENT_HASH_BYTES, KEY_BYTES, MAX_TOKEN_BYTES, Key, Label, SlotId, Traits
+from kvtierd.core.ids import (
+    CHECKSUM_BYTES,
+    EVENT_HASH_BYTES,
+    KEY_BYTES,
+    MAX_TOKEN_BYTES,
+    NO_LABEL,
+    Key,
+    Label,
+    SlotId,
+    Traits,
+)
 from kvtierd.core.ids import rows as rows_of
 
 VERSION: Final = 1
-CHECKSUM_BYTES: Final = 16
 RECENCY_SLOTS: Final = 240
 TOUCHES_PER_VALUE: Final = 470
 
@@ -42,6 +53,7 @@ Counters = NDArray[np.uint64]
 Slots = NDArray[np.uint32]
 
 _HAS_PARENT: Final = 1
+_HAS_CHECKSUM: Final = 2
 _HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQ")
 HEAD_BYTES: Final = _HEAD.size
 _TOUCHES_VERSION: Final = 1
@@ -69,22 +81,23 @@ RECORD_DTYPE: Final = np.dtype(
 def encode_record(slot: SlotId, last_use: int, size: int, checksum: bytes, parent: Key | None, traits: Traits) -> bytes:
     """The record of a block: ``size`` bytes in ``slot``, last used at counter ``last_use`` when written."""
     priority, duration_ms, deadline_ns, label = traits
-    event_hash, tokens = (b"", b"") if label is None else (label.event_hash, label.tokens)
+    label = label or NO_LABEL
+    flags = (_HAS_PARENT if parent is not None else 0) | (_HAS_CHECKSUM if label.checksum else 0)
     head = _HEAD.pack(
         VERSION,
-        0 if parent is None else _HAS_PARENT,
+        flags,
         priority,
-        len(event_hash),
+        len(label.event_hash),
         slot,
         last_use,
         size,
         checksum,
         parent or b"",
-        len(tokens),
+        len(label.tokens),
         duration_ms,
         deadline_ns,
     )
-    return head + event_hash + tokens
+    return head + label.event_hash + label.checksum + label.tokens
 
 
 def restated(value: bytes, traits: Traits) -> bytes:
@@ -102,8 +115,11 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
     heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
     rows = np.frombuffer(b"".join(heads), RECORD_DTYPE).copy()
     hash_bytes, token_bytes = rows["hash_bytes"].astype(np.int64), rows["token_bytes"].astype(np.int64)
+    checksum_bytes = _checksum_bytes(rows)
     sizes_fit = np.isin(hash_bytes, EVENT_HASH_BYTES) & (token_bytes <= MAX_TOKEN_BYTES)
-    whole = (rows["version"] == VERSION) & sizes_fit & (lengths == HEAD_BYTES + hash_bytes + token_bytes)
+    whole = (
+        (rows["version"] == VERSION) & sizes_fit & (lengths == HEAD_BYTES + hash_bytes + checksum_bytes + token_bytes)
+    )
     rows[~whole] = np.zeros((), RECORD_DTYPE)
     return rows
 
@@ -111,11 +127,18 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
 def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.intp]) -> list[Traits]:
     """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out."""
     labels: list[Label | None] = [None] * len(rows)
-    for place in np.flatnonzero(rows["hash_bytes"].astype(np.int64) + rows["token_bytes"]).tolist():
-        value, split = values[int(places[place])], HEAD_BYTES + int(rows["hash_bytes"][place])
-        labels[place] = Label(value[HEAD_BYTES:split], value[split:])
+    hash_ends = HEAD_BYTES + rows["hash_bytes"].astype(np.int64)
+    ends = hash_ends + _checksum_bytes(rows)
+    for place in np.flatnonzero(ends - HEAD_BYTES + rows["token_bytes"]).tolist():
+        value, hash_end, end = values[int(places[place])], hash_ends[place], ends[place]
+        labels[place] = Label(value[HEAD_BYTES:hash_end], value[end:], value[hash_end:end])
     columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
     return list(rows_of(Traits, *columns, labels))
+
+
+def _checksum_bytes(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """Of the checksum of each block's commit."""
+    return np.where(rows["flags"] & _HAS_CHECKSUM, np.int64(CHECKSUM_BYTES), np.int64(0))
 
 
 def parents_of(rows: NDArray[Any]) -> list[Key | None]:
