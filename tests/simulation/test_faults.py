@@ -26,6 +26,8 @@ def steps_until_caught(name: str, *, inspect: bool) -> int:
         try:
             steps += walk(seed, STEPS_A_WALK, inspect=inspect).steps
         except WalkFailed as failure:
+            stale = isinstance(failure.__cause__, TypeError | AttributeError)
+            assert not stale, f"what is planted does not fit the core as it is now: {failure}"
             return steps + failure.step
         assert steps < RARE.get(name, MOST_STEPS), f"not caught in {steps} steps"
     raise AssertionError("unreachable")
