@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import hypothesis.strategies as st
@@ -25,121 +26,74 @@ def chooser(data: st.DataObject) -> Chooser:
     return Chooser(lambda bound: int(data.draw(st.integers(0, bound - 1))))
 
 
-class CoreMachine(RuleBasedStateMachine):
-    """Every rule lets moves begin and end as they like, then takes one action."""
+def store(world: World, choose: Chooser) -> None:
+    actions.reserve(world, choose)
+    world.progress(choose)
+    actions.commit(world, choose)
 
+
+def report_more(world: World, choose: Chooser) -> None:
+    actions.report(world, choose)
+    world.progress(choose)
+    actions.report(world, choose)
+
+
+def answer_early(world: World, choose: Chooser) -> None:
+    choose.pick((actions.cancel, actions.expire))(world, choose)
+
+
+def lose_or_restore(world: World, choose: Chooser) -> None:
+    (actions.restore if world.disk_lost else actions.lose)(world, choose)
+
+
+def restart(world: World, choose: Chooser) -> None:
+    choose.pick((actions.stop_and_start, actions.crash))(world, choose)
+
+
+def take(action: Action) -> Callable[..., None]:
+    """A rule named like the action: moves begin and end as they like, then it is taken."""
+
+    def act(machine: CoreMachine, data: st.DataObject) -> None:
+        choose = chooser(data)
+        machine.world.progress(choose)
+        action(machine.world, choose)
+
+    act.__name__ = action.__name__
+    return rule(data=st.data())(act)
+
+
+class CoreMachine(RuleBasedStateMachine):
     world: World
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         self.world = World(Setup.draw(chooser(data)))
 
-    def take(self, action: Action, data: st.DataObject) -> None:
-        choose = chooser(data)
-        self.world.progress(choose)
-        action(self.world, choose)
-
-    @rule(data=st.data())
-    def reserve(self, data: st.DataObject) -> None:
-        self.take(actions.reserve, data)
-
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        self.take(actions.commit, data)
-
-    @rule(data=st.data())
-    def store(self, data: st.DataObject) -> None:
-        self.take(actions.reserve, data)
-        self.take(actions.commit, data)
-
-    @rule(data=st.data())
-    def scribble(self, data: st.DataObject) -> None:
-        self.take(actions.scribble, data)
-
-    @rule(data=st.data())
-    def acquire(self, data: st.DataObject) -> None:
-        self.take(actions.acquire, data)
-
-    @rule(data=st.data())
-    def acquire_across(self, data: st.DataObject) -> None:
-        self.take(actions.acquire_across, data)
-
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        self.take(actions.release, data)
-
-    @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
-        self.take(actions.move, data)
-
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        self.take(actions.drop, data)
-
-    @rule(data=st.data())
-    def touch(self, data: st.DataObject) -> None:
-        self.take(actions.touch, data)
-
-    @rule(data=st.data())
-    def retain(self, data: st.DataObject) -> None:
-        self.take(actions.retain, data)
-
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        self.take(actions.pin, data)
-
-    @rule(data=st.data())
-    def reset(self, data: st.DataObject) -> None:
-        self.take(actions.reset, data)
-
-    @rule(data=st.data())
-    def report(self, data: st.DataObject) -> None:
-        self.take(actions.report, data)
-
-    @rule(data=st.data())
-    def report_more(self, data: st.DataObject) -> None:
-        self.take(actions.report, data)
-        self.take(actions.report, data)
-
-    @rule(data=st.data())
-    def answer_early(self, data: st.DataObject) -> None:
-        self.take(actions.expire if data.draw(st.booleans()) else actions.cancel, data)
-
-    @rule(data=st.data())
-    def orphan(self, data: st.DataObject) -> None:
-        self.take(actions.orphan, data)
-
-    @rule(data=st.data())
-    def reattach(self, data: st.DataObject) -> None:
-        self.take(actions.reattach, data)
-
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        self.take(actions.end, data)
-
-    @rule(data=st.data())
-    def end_remnant(self, data: st.DataObject) -> None:
-        self.take(actions.end_remnant, data)
-
-    @rule(data=st.data())
-    def pass_time(self, data: st.DataObject) -> None:
-        self.take(actions.tick, data)
-
-    @rule(data=st.data())
-    def rot(self, data: st.DataObject) -> None:
-        self.take(actions.rot, data)
-
-    @rule(data=st.data())
-    def lose_or_restore(self, data: st.DataObject) -> None:
-        self.take(actions.restore if self.world.disk_lost else actions.lose, data)
-
-    @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        self.take(actions.settle, data)
-
-    @rule(data=st.data())
-    def restart(self, data: st.DataObject) -> None:
-        self.take(actions.crash if data.draw(st.booleans()) else actions.stop_and_start, data)
+    reserve = take(actions.reserve)
+    commit = take(actions.commit)
+    store = take(store)
+    scribble = take(actions.scribble)
+    acquire = take(actions.acquire)
+    acquire_across = take(actions.acquire_across)
+    release = take(actions.release)
+    move = take(actions.move)
+    drop = take(actions.drop)
+    touch = take(actions.touch)
+    retain = take(actions.retain)
+    pin = take(actions.pin)
+    reset = take(actions.reset)
+    report = take(actions.report)
+    report_more = take(report_more)
+    answer_early = take(answer_early)
+    orphan = take(actions.orphan)
+    reattach = take(actions.reattach)
+    end = take(actions.end)
+    end_remnant = take(actions.end_remnant)
+    pass_time = take(actions.tick)
+    rot = take(actions.rot)
+    lose_or_restore = take(lose_or_restore)
+    settle = take(actions.settle)
+    restart = take(restart)
 
 
 SETTINGS: Final = settings(
