@@ -1,0 +1,44 @@
+"""What an outcome says of the blocks in memory's slots, so that the next daemon finds there what there is."""
+
+from __future__ import annotations
+
+from kvtierd.core.events import Cause
+from kvtierd.core.ids import Tier, Traits
+from kvtierd.core.policy import Policy, WritePolicy
+from tests.slot_rows import begun, contents, restated
+from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, Bench, keys
+
+
+def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block() -> None:
+    bench = Bench(device=1, host=1, disk=1, recovered=[("a", None, 35)])
+    for tier in (HOST, DEVICE):
+        bench.acquire("a", tier=tier)
+        bench.land()
+    bench.end()
+    assert bench.where("a") == set(Tier)
+    _, outcome = bench.core.set_retention(ALICE, GROUP, keys("a"), [80], [9], now=1_000_000)
+    assert [content.ref.tier for content in restated(outcome)] == [DEVICE, HOST]
+    assert {content.traits for content in restated(outcome)} == {Traits(80, 9, 10_000_000)}
+    assert not contents(outcome)
+    outcome = bench.core.tick(now=10_000_000)
+    assert {content.traits for content in restated(outcome)} == {Traits(35)}, "and that it has ended"
+
+
+def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
+    """Its bytes stand until the copy has ended."""
+    bench = Bench(device=1, disk=1, policy=Policy(write_policy=WritePolicy.THROUGH))
+    bench.put("a")
+    assert len(bench.moves) == 1
+    _, outcome = bench.core.reset(ALICE, bench.now, force=True)
+    assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(DEVICE, None)]
+    assert not begun(outcome), "the copy reads on"
+
+
+def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -> None:
+    """Its tier is well and its bytes stand: only the record could bring it back, under an ancestor stored anew."""
+    bench = Bench(host=1, disk=1, recovered=[("a", None, 35)])
+    bench.store("b", HOST, under="a")
+    _, outcome = bench.core.lose_disk(bench.now)
+    assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.IO_ERROR]
+    assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(HOST, None)]
+    assert not begun(outcome), "who holds it reads on"
