@@ -6,8 +6,8 @@ import pytest
 
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
-from kvtierd.core.transfers import BlockResult, ChainRequest
-from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, keys
+from kvtierd.core.transfers import BlockResult
+from tests.unit.core.bench import DISK, HOST, Bench
 
 A_CALL = 4
 
@@ -47,13 +47,6 @@ def test_an_acquire_starts_the_clock_anew() -> None:
     assert bench.priority("a") == 35
 
 
-def test_a_low_priority_rises_to_the_default() -> None:
-    bench = Bench(device=1)
-    bench.put("a", priority=10, duration_ms=1)
-    bench.pass_ms(1)
-    assert bench.priority("a") == 35
-
-
 def test_expiry_is_told_once() -> None:
     bench = Bench(device=1)
     bench.put("a", priority=80, duration_ms=1000)
@@ -62,16 +55,6 @@ def test_expiry_is_told_once() -> None:
     bench.pass_ms(10_000)
     assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPIRED, "a")]
     assert bench.events[-1].blocks.priorities[0] == 35
-
-
-@pytest.mark.parametrize(("priority", "duration_ms"), [(35, 10), (80, 0)])
-def test_what_says_nothing_never_expires(priority: int, duration_ms: int) -> None:
-    bench = Bench(device=1)
-    bench.put("a", priority=priority, duration_ms=duration_ms)
-    since = len(bench.events)
-    bench.pass_ms(1_000_000)
-    assert list(bench.said(since)) == []
-    assert bench.priority("a") == priority
 
 
 def test_what_expires_goes_to_the_tail_of_its_queue() -> None:
@@ -142,23 +125,6 @@ def test_new_values_override() -> None:
     assert bench.priority("a") == 35
 
 
-def test_for_ever_stops_the_clock() -> None:
-    bench = Bench(device=1)
-    bench.put("a", priority=80, duration_ms=1000)
-    bench.retain("a", 80)
-    bench.pass_ms(10_000)
-    assert bench.priority("a") == 80
-
-
-def test_a_new_priority_is_told_with_all_that_follows_from_it() -> None:
-    bench = Bench(device=2)
-    bench.put("ab")
-    since = len(bench.events)
-    bench.retain("b", 50)
-    assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPLICIT, "ba")]
-    assert bench.priority("a") == 50
-
-
 def test_what_is_held_starts_its_clock_at_release() -> None:
     bench = Bench(device=1)
     lease = bench.store("a")
@@ -168,21 +134,6 @@ def test_what_is_held_starts_its_clock_at_release() -> None:
     bench.release(lease)
     bench.pass_ms(1000)
     assert bench.priority("a") == 35
-
-
-def test_an_acquire_may_bring_a_retention() -> None:
-    """For what is found of the chain; the duration counts from the release."""
-    bench = Bench(device=3)
-    bench.put("ab", priority=20)
-    chain = ChainRequest(keys("abc"), 0, (90, 80, 70), (0, 1000, 0))
-    (ticket,), outcome = bench.core.acquire(ALICE, GROUP, DEVICE, [chain], bench.now)
-    bench.apply(outcome)
-    assert (bench.priority("a"), bench.priority("b")) == (90, 80)
-    bench.pass_ms(1000)
-    assert bench.priority("b") == 80
-    bench.release(bench.lease(ticket))
-    bench.pass_ms(1000)
-    assert (bench.priority("a"), bench.priority("b")) == (90, 35)
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------
@@ -196,24 +147,18 @@ def test_a_move_carries_duration_and_deadline() -> None:
     assert item.traits == (80, 1000, 1_000_000_000, None)
 
 
-def test_a_recovered_clock_goes_on() -> None:
-    bench = Bench(disk=2, recovered=[("a", None, 80), ("b", None, 80)], retained={"a": (1000, 300_000_000)})
-    bench.pass_ms(299)
+@pytest.mark.parametrize(
+    ("deadline_ms", "left_ms"),
+    [
+        pytest.param(300, 300, id="it ran when the block was written"),
+        pytest.param(0, 1000, id="the block was held when it was written"),
+        pytest.param(1, 1, id="it ended while nobody ran"),
+    ],
+)
+def test_a_recovered_clock_goes_on(deadline_ms: int, left_ms: int) -> None:
+    retained = {"a": (1000, deadline_ms * 1_000_000)}
+    bench = Bench(disk=2, recovered=[("a", None, 80), ("b", None, 80)], retained=retained)
+    bench.pass_ms(left_ms - 1)
     assert bench.priority("a") == 80
     bench.pass_ms(1)
     assert (bench.priority("a"), bench.priority("b")) == (35, 80)
-
-
-def test_what_was_held_when_it_was_written_starts_its_clock_at_recovery() -> None:
-    bench = Bench(disk=1, recovered=[("a", None, 80)], retained={"a": (1000, 0)})
-    bench.pass_ms(999)
-    assert bench.priority("a") == 80
-    bench.pass_ms(1)
-    assert bench.priority("a") == 35
-
-
-def test_what_expired_while_nobody_ran_expires_at_the_first_tick() -> None:
-    bench = Bench(disk=1, recovered=[("a", None, 80)], retained={"a": (1000, 1)})
-    assert bench.priority("a") == 80
-    bench.pass_ms(1)
-    assert bench.priority("a") == 35

@@ -1,16 +1,13 @@
-"""Pins, dry runs and resets."""
+"""Pins and resets."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvtierd.core.errors import StillHeld
-from kvtierd.core.events import Cause, EventType
-from kvtierd.core.ids import Tier
-from kvtierd.core.outcome import Holder
 from kvtierd.core.policy import Policy
 from kvtierd.core.transfers import BlockResult
-from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
+from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench
 
 OK, HELD = BlockResult.OK, BlockResult.HELD
 
@@ -30,18 +27,6 @@ def reset(bench: Bench, *, force: bool = False) -> tuple[int, int]:
 # -- pins ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pinned_copy_stays_when_room_is_made() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("a")
-    bench.put("b")
-    assert bench.pin("a") == [OK]
-    bench.reserve(DEVICE, 1)
-    bench.land()
-    assert (bench.where("a"), bench.where("b")) == ({DEVICE}, {HOST})
-    full = bench.reserve(DEVICE, 2)
-    assert full in bench.refusals
-
-
 def test_pins_count() -> None:
     bench = Bench(device=2, host=2)
     bench.put("a")
@@ -57,16 +42,6 @@ def test_pins_count() -> None:
     assert bench.where("a") == {HOST}
 
 
-def test_only_what_is_there_can_be_pinned() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("a")
-    assert bench.pin("ax", HOST) == [BlockResult.NOT_READY, BlockResult.NOT_FOUND]
-    bench.move("a", HOST)
-    assert bench.pin("a", HOST) == [BlockResult.NOT_READY]
-    bench.land()
-    assert bench.pin("a", HOST) == [OK]
-
-
 def test_a_pin_during_a_demotion_keeps_both_copies() -> None:
     bench = Bench(device=1, host=1, policy=Policy(max_pinned=1.0))
     bench.put("a")
@@ -75,13 +50,6 @@ def test_a_pin_during_a_demotion_keeps_both_copies() -> None:
     bench.land()
     assert bench.where("a") == {DEVICE, HOST}
     assert waiting in bench.refusals
-
-
-def test_pins_have_a_cap_for_each_tier() -> None:
-    bench = Bench(device=4, policy=Policy(max_pinned=0.5))
-    bench.put("abcd")
-    assert bench.pin("abc") == [OK, OK, BlockResult.OVER_CAP]
-    assert bench.pin("a") == [OK]
 
 
 def test_a_pin_outlives_its_session() -> None:
@@ -105,67 +73,7 @@ def test_a_pinned_blocks_clock_stands() -> None:
     assert bench.priority("a") == 35
 
 
-def test_a_pin_ends_with_its_tier() -> None:
-    bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
-    bench.pin("a", DISK)
-    bench.lose_disk()
-    assert bench.stored() == ""
-    bench.restore_disk()
-    bench.put("a")
-    assert bench.drop("a") == ([OK], 1)
-
-
-def test_the_listing_shows_pins() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("ab")
-    bench.pin("b")
-    rows = bench.core.listing(GROUP, 0, 10).rows
-    assert [row.pinned for row in rows] == [0, Tier.DEVICE.bit]
-
-
-# -- drops that are only said ---------------------------------------------------------------------------------------
-
-
-def test_a_dry_drop_counts_and_changes_nothing() -> None:
-    bench = Bench(device=4)
-    bench.put("abc")
-    lease = bench.store("x")
-    since = len(bench.events)
-    report, outcome = bench.core.drop(ALICE, GROUP, keys("cbxq"), bench.now, dry_run=True)
-    bench.apply(outcome)
-    assert report.results == (OK, OK, HELD, BlockResult.NOT_FOUND)
-    assert report.dropped == 2
-    assert list(bench.said(since)) == []
-    bench.release(lease)
-
-
 # -- resets ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_reset_forgets_all_children_first() -> None:
-    bench = Bench(device=3, host=3, disk=3)
-    bench.put("abc")
-    bench.move("ab", DISK)
-    bench.land()
-    since = len(bench.events)
-    assert reset(bench) == (3, 0)
-    assert list(bench.said(since)) == [(EventType.REMOVED, Cause.RESET, "cba")]
-    bench.land()
-    assert bench.tier(DISK).held == 0
-    assert bench.stored() == ""
-
-
-def test_a_reset_is_refused_while_anything_is_leased() -> None:
-    bench = Bench(device=3)
-    bench.put("a")
-    blank = bench.blank(DEVICE, 2, BOB)
-    with pytest.raises(StillHeld) as caught:
-        bench.core.reset(ALICE, bench.now, force=False)
-    assert caught.value.holders == (Holder(BOB, 2),)
-    assert bench.stored() == "a"
-    assert blank.lease is not None
-    bench.release(blank.lease, session=BOB)
-    assert reset(bench) == (1, 0)
 
 
 def test_a_reset_is_refused_while_anything_is_pinned() -> None:
