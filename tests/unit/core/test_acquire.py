@@ -4,56 +4,7 @@ from __future__ import annotations
 
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import Policy
-from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, key
-
-
-def test_the_longest_stored_prefix_is_granted() -> None:
-    bench = Bench(device=3)
-    bench.put("ab")
-    grant = bench.grants[bench.acquire("abz")[0]]
-    assert (grant.matched, grant.found_in) == (2, (DEVICE.bit, DEVICE.bit))
-    assert grant.slots == (bench.slot("a", DEVICE), bench.slot("b", DEVICE))
-
-
-def test_nothing_stored_is_an_empty_grant_or_too_short_as_the_caller_said() -> None:
-    bench = Bench(device=1)
-    grant = bench.grants[bench.acquire("ab")[0]]
-    assert (grant.lease, grant.slots, grant.matched) == (None, (), 0)
-    refusal = bench.refusals[bench.acquire("ab", min_blocks=1)[0]]
-    assert (refusal.reason, refusal.matched) == (RefusalReason.TOO_SHORT, 0)
-
-
-def test_two_chains_of_one_call_do_not_evict_each_others_hits() -> None:
-    """Room for the first could be had by dropping the second: it is not."""
-    bench = Bench(device=2, host=2)
-    bench.put("x")
-    bench.put("a", HOST)
-    bench.put("b", HOST)
-    first, second, third = bench.acquire("a", "b", "x")
-    bench.land()
-    assert bench.grants[third].slots == (bench.slot("x", DEVICE),)
-    assert bench.where("x") >= {DEVICE}
-    granted = [ticket for ticket in (first, second) if ticket in bench.grants]
-    assert len(granted) == 1
-
-
-def test_an_acquire_is_shortened_to_what_the_tier_can_hold() -> None:
-    bench = Bench(device=2, host=3)
-    bench.put("abc", HOST)
-    (ticket,) = bench.acquire("abc")
-    bench.land()
-    grant = bench.grants[ticket]
-    assert (len(grant.slots), grant.matched) == (2, 3)
-    assert grant.found_in == (HOST.bit, HOST.bit)
-    assert bench.where("c") == {HOST}
-
-
-def test_an_acquire_is_never_shortened_under_its_minimum() -> None:
-    bench = Bench(device=2, host=3)
-    bench.put("abc", HOST)
-    refusal = bench.refusals[bench.acquire("abc", min_blocks=3)[0]]
-    assert (refusal.reason, refusal.matched) == (RefusalReason.TIER_FULL, 3)
-    assert bench.in_flight() == []
+from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, key
 
 
 def test_a_shortened_acquire_holds_nothing_of_the_rest() -> None:
@@ -62,12 +13,6 @@ def test_a_shortened_acquire_holds_nothing_of_the_rest() -> None:
     bench.acquire("abc")
     bench.land()
     assert bench.drop("c")[1] == 1
-
-
-def test_leases_of_others_count_as_there() -> None:
-    bench = Bench(device=2)
-    bench.store("ab", session=BOB)
-    assert len(bench.grants[bench.acquire("ab")[0]].slots) == 2
 
 
 def test_a_waiting_acquire_keeps_what_it_matched() -> None:
@@ -147,11 +92,12 @@ def test_hits_count_where_the_block_was_found_nearest() -> None:
     assert (stats.hits, stats.misses) == ({DEVICE: 1, HOST: 1, DISK: 1}, 1)
 
 
-def test_match_and_locate_touch_nothing() -> None:
+def test_looking_touches_nothing() -> None:
     bench = Bench(device=2)
     bench.put("a")
     bench.put("b")
     bench.core.match(GROUP, [key("a")])
     bench.core.locate(GROUP, [key("a")])
+    bench.core.explain(GROUP, key("a"))
     bench.blank(DEVICE, 1)
     assert bench.stored() == "b"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtierd.core.ids import TicketId
+from kvtierd.core.ids import GroupId, TicketId
 from kvtierd.core.outcome import RefusalReason
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, HOST, key
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
@@ -20,20 +20,6 @@ def stored(*, device: tuple[int, int], sliding: str = CHAIN) -> GroupsBench:
     bench.fill(FULL, CHAIN, CHAIN)
     bench.fill(SLIDING, sliding, CHAIN)
     return bench
-
-
-def test_what_is_there_is_granted_at_once() -> None:
-    bench = GroupsBench(host=(6, 6))
-    bench.fill(FULL, CHAIN, CHAIN)
-    bench.fill(SLIDING, "def", CHAIN)
-    (ticket,) = bench.across(CHAIN, tier=HOST)
-    assert bench.granted(ticket, CHAIN) == [CHAIN, "def"]
-    grant = bench.grants[ticket]
-    assert (grant.blocks, grant.matched) == (6, 6)
-    assert [part.found_in for part in grant.groups] == [(HOST.bit,) * 6, (HOST.bit,) * 3]
-    assert len(set(grant.leases)) == 2
-    bench.release(*grant.leases)
-    assert bench.tier(HOST).held == 0
 
 
 def test_every_group_fetches_what_it_needs() -> None:
@@ -53,27 +39,21 @@ def test_nothing_stored_is_an_empty_grant_or_too_short_as_the_caller_said() -> N
     assert (refusal.reason, refusal.matched, refusal.wanted) == (RefusalReason.TOO_SHORT, 0, 1)
 
 
-def test_a_full_group_that_is_short_of_room_moves_the_window_too() -> None:
-    bench = stored(device=(4, 3))
+@pytest.mark.parametrize(
+    ("device", "sliding", "granted"),
+    [
+        pytest.param((4, 3), CHAIN, ["abcd", "bcd"], id="the full group is short of room: the window moves too"),
+        pytest.param((6, 2), CHAIN, ["ab", "ab"], id="no room for a window: the prefix ends before it fills"),
+        pytest.param((4, 3), "adef", ["a", "a"], id="the window of three or four is not stored"),
+    ],
+)
+def test_it_is_shortened_to_a_prefix_that_every_group_can_serve(
+    device: tuple[int, int], sliding: str, granted: list[str]
+) -> None:
+    bench = stored(device=device, sliding=sliding)
     (ticket,) = bench.across(CHAIN)
     bench.land()
-    assert bench.granted(ticket, CHAIN) == ["abcd", "bcd"]
-    assert bench.grants[ticket].matched == 6
-
-
-def test_a_sliding_group_that_has_no_room_for_its_window_ends_the_prefix_before_it_fills() -> None:
-    bench = stored(device=(6, 2))
-    (ticket,) = bench.across(CHAIN)
-    bench.land()
-    assert bench.granted(ticket, CHAIN) == ["ab", "ab"]
-
-
-def test_a_shorter_prefix_must_be_covered_as_well() -> None:
-    """Room for four in the full group, but the sliding one has nothing of what three or four would need."""
-    bench = stored(device=(4, 3), sliding="adef")
-    (ticket,) = bench.across(CHAIN)
-    bench.land()
-    assert bench.granted(ticket, CHAIN) == ["a", "a"]
+    assert bench.granted(ticket, CHAIN) == granted
 
 
 def test_an_answer_is_never_under_its_minimum_and_then_nothing_is_held() -> None:
@@ -144,26 +124,16 @@ def test_it_touches_only_what_the_window_covers() -> None:
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_copy_shortens_it_and_the_other_group_fetches_what_that_needs() -> None:
+@pytest.mark.parametrize("failing", [FULL, SLIDING])
+def test_a_failed_copy_shortens_it_and_the_other_group_fetches_what_that_needs(failing: GroupId) -> None:
     bench = stored(device=(6, 6))
     (ticket,) = bench.across(CHAIN)
-    while bench.moves[0].group is not FULL:
+    while bench.moves[0].group is not failing:
         bench.moves.append(bench.moves.pop(0))
     bench.land_one(failed="e")
     bench.land()
     assert bench.granted(ticket, CHAIN) == ["abcd", "bcd"]
-    held = bench.tier(DEVICE).held
-    assert held == 7
-
-
-def test_a_failed_copy_in_the_window_shortens_the_prefix() -> None:
-    bench = stored(device=(6, 6))
-    (ticket,) = bench.across(CHAIN)
-    while bench.moves[0].group is not SLIDING:
-        bench.moves.append(bench.moves.pop(0))
-    bench.land_one(failed="e")
-    bench.land()
-    assert bench.granted(ticket, CHAIN) == ["abcd", "bcd"]
+    assert bench.tier(DEVICE).held == 7
 
 
 def test_copies_that_keep_failing_end_in_a_refusal() -> None:

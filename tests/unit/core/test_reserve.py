@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvtierd.core.errors import UnknownGroup
-from kvtierd.core.ids import GroupId
 from kvtierd.core.outcome import Holder, RefusalReason
 from kvtierd.core.slots import SlotState
-from tests.slot_rows import begun, owners
-from tests.unit.core.bench import ALICE, BOB, DEVICE, GROUP, HOST, Bench
-
-
-def test_slots_are_blank_different_and_owned() -> None:
-    bench = Bench(device=3)
-    ticket, outcome = bench.core.reserve(ALICE, GROUP, DEVICE, 2, 0)
-    bench.apply(outcome)
-    slots = bench.grants[ticket].slots
-    assert len(set(slots)) == 2
-    assert {ownership.ref.slot: ownership.session for ownership in owners(outcome)} == dict.fromkeys(slots, ALICE)
-    assert {ref.slot for ref in begun(outcome)} == set(slots)
-    assert outcome.events == ()
-    assert bench.states(DEVICE) == {SlotState.BLANK: 2, SlotState.FREE: 1}
+from tests.unit.core.bench import ALICE, BOB, DEVICE, HOST, Bench
 
 
 def test_all_or_nothing() -> None:
@@ -33,17 +16,6 @@ def test_all_or_nothing() -> None:
     assert bench.states(DEVICE) == {SlotState.FREE: 1, SlotState.RETIRING: 1}
     bench.land()
     assert len(bench.grants[waiting].slots) == 2
-
-
-def test_nobody_is_overtaken_not_even_by_who_wants_less() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("a")
-    first = bench.reserve(DEVICE, 2)
-    second = bench.reserve(DEVICE, 1, BOB)
-    assert not bench.answered(second)
-    bench.land()
-    assert first in bench.grants
-    assert second not in bench.grants
 
 
 def test_tiers_have_queues_of_their_own() -> None:
@@ -81,12 +53,6 @@ def test_a_refused_reserve_evicts_nothing() -> None:
     bench.put("b")
     assert bench.reserve(DEVICE, 2) in bench.refusals
     assert bench.stored() == "ab"
-
-
-def test_a_group_that_does_not_exist_is_refused() -> None:
-    bench = Bench(device=1)
-    with pytest.raises(UnknownGroup):
-        bench.core.reserve(ALICE, GroupId(7), DEVICE, 1, 0)
 
 
 def test_at_its_deadline_a_reserve_is_refused_and_the_next_in_line_served() -> None:

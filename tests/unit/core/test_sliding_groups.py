@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import LeaseId
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.transfers import BlockResult, CommitItem
+from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import ALICE, DISK, HOST, key, name_of
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 
 
 def held(bench: GroupsBench, lease: LeaseId) -> str:
     return "".join(name_of(block.key) for block in bench.core.leases[lease].held)
-
-
-def test_a_block_needs_no_parent_and_tells_of_it_all_the_same() -> None:
-    bench = GroupsBench(host=(4, 4))
-    bench.fill(SLIDING, "cd", "abcd")
-    (row, _) = bench.core.listing(SLIDING, 0, 10).rows
-    assert (row.key, row.parent) == (key("c"), key("b"))
-    _ticket, outcome = bench.core.reserve(ALICE, FULL, HOST, 1, 0)
-    grant = bench.apply(outcome).grants[0]
-    assert grant.lease is not None
-    results, outcome = bench.core.commit(ALICE, grant.lease, [CommitItem(grant.slots[0], key("c"), key("b"), 35)], 0)
-    bench.apply(outcome)
-    assert results == (BlockResult.PARENT_MISSING,)
 
 
 def test_a_block_goes_alone() -> None:
@@ -76,18 +62,6 @@ def test_a_lost_copy_takes_nothing_with_it() -> None:
 # -- what a writer holds -----------------------------------------------------------------------------------------------
 
 
-def test_a_writer_holds_what_the_newest_block_looks_back_on() -> None:
-    bench = GroupsBench(host=(6, 6))
-    lease = bench.write(SLIDING, "ab", "abcdef", slots=6)
-    assert held(bench, lease) == "ab"
-    bench.add(lease, "cd", "abcdef")
-    assert held(bench, lease) == "bcd"
-    bench.add(lease, "ef", "abcdef")
-    assert held(bench, lease) == "def"
-    assert bench.has(SLIDING) == "abcdef"
-    assert bench.core.leases[lease].blank == {}
-
-
 def test_what_a_writer_let_go_of_makes_room_for_others_at_once() -> None:
     bench = GroupsBench(host=(4, 4))
     bench.write(SLIDING, "abcd", "abcd")
@@ -108,37 +82,7 @@ def test_a_block_is_let_go_of_when_the_window_has_left_it_whole(window: int, tok
         assert shape.first_block(blocks) == first
 
 
-def test_chains_of_one_lease_slide_each_for_itself() -> None:
-    bench = GroupsBench((0, 2), host=(8, 8))
-    lease = bench.write(SLIDING, "axbycz", "abc", slots=8)
-    assert held(bench, lease) == "xbycz"
-
-
-def test_blocks_that_exist_already_slide_the_window_too() -> None:
-    bench = GroupsBench((0, 2), host=(8, 8))
-    bench.fill(SLIDING, "cd", "abcd")
-    lease = bench.write(SLIDING, "abcde", "abcde", slots=5)
-    assert held(bench, lease) == "e"
-
-
-def test_a_writer_of_a_full_group_holds_all_of_its_blocks() -> None:
-    bench = GroupsBench(host=(6, 6))
-    assert held(bench, bench.write(FULL, "abcdef", "abcdef")) == "abcdef"
-
-
 # -- letting go of a part ----------------------------------------------------------------------------------------------
-
-
-def test_a_release_may_let_go_of_the_first_blocks_only() -> None:
-    bench = GroupsBench(host=(4, 4))
-    lease = bench.write(FULL, "abc", "abc", slots=4)
-    bench.apply(bench.core.release(ALICE, [lease], 0, [2]))
-    assert (held(bench, lease), len(bench.core.leases[lease].blank)) == ("c", 1)
-    bench.apply(bench.core.release(ALICE, [lease], 0, [1]))
-    assert held(bench, lease) == ""
-    bench.apply(bench.core.release(ALICE, [lease], 0, [0]))
-    assert bench.core.leases == {}
-    assert bench.tier(HOST).held == 0
 
 
 def test_the_first_blocks_are_let_go_of_tail_first() -> None:
@@ -148,12 +92,3 @@ def test_the_first_blocks_are_let_go_of_tail_first() -> None:
     bench.release(lease)
     bench.fill(SLIDING, "xy", "xy")
     assert bench.has(SLIDING) == "bcxy"
-
-
-def test_a_malformed_partial_release_changes_nothing() -> None:
-    bench = GroupsBench(host=(4, 4))
-    one, two = bench.write(FULL, "a", "a"), bench.write(FULL, "bc", "bc")
-    for counts in ([1], [1, 3], [-1, 0], [1, 1, 1]):
-        with pytest.raises(BadArgument, match="first_blocks"):
-            bench.core.release(ALICE, [one, two], 0, counts)
-    assert (held(bench, one), held(bench, two)) == ("a", "bc")
