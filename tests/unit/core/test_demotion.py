@@ -44,14 +44,6 @@ def test_a_parent_goes_down_for_its_childs_sake() -> None:
     assert bench.where("b") == {HOST}
 
 
-def test_each_tier_has_its_threshold() -> None:
-    bench = Bench(device=1, host=1, disk=1, policy=Policy(thresholds={(DEVICE, HOST): 60, (DEVICE, DISK): 40}))
-    bench.put("a", priority=50)
-    bench.reserve(DEVICE, 1)
-    bench.land()
-    assert bench.where("a") == {DISK}
-
-
 def test_a_reserve_cascades_from_device_to_host_to_disk() -> None:
     bench = Bench(device=1, host=1, disk=1)
     bench.put("a")
@@ -65,14 +57,6 @@ def test_a_reserve_cascades_from_device_to_host_to_disk() -> None:
     bench.land_one()
     assert waiting in bench.grants
     assert (bench.where("a"), bench.where("b")) == ({DISK}, {HOST})
-
-
-def test_without_a_host_tier_blocks_go_straight_to_disk() -> None:
-    bench = Bench(device=1, disk=1)
-    bench.put("a")
-    bench.reserve(DEVICE, 1)
-    bench.land()
-    assert bench.where("a") == {DISK}
 
 
 def test_a_hit_during_a_demotion_keeps_both() -> None:

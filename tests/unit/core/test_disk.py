@@ -26,15 +26,6 @@ def test_a_leaf_takes_its_hot_ancestors_copies_along_and_they_stay_above() -> No
     assert [bench.where(name) for name in "abc"] == [{DEVICE, DISK}, {DEVICE, DISK}, {DISK}]
 
 
-def test_ancestors_are_never_in_a_later_move_than_their_descendants() -> None:
-    """What is queued first is committed first: the moves' order is the disk's."""
-    bench = Bench(device=1, host=2, disk=3)
-    bench.put("ab", HOST)
-    bench.put("c", under="b")
-    bench.move("c", DISK)
-    assert [name for name, _, _, _ in bench.in_flight()] == ["a", "b", "c"]
-
-
 def test_a_child_whose_ancestors_copy_failed_does_not_stay_on_disk() -> None:
     bench = Bench(device=3, disk=3, policy=Policy(degrade_after=100))
     bench.put("ab")
@@ -126,16 +117,6 @@ def test_a_disk_that_nothing_goes_to_gives_up_nothing() -> None:
     bench.put("x")
     bench.pass_ms(1000)
     assert bench.stored() == "abcdefghx"
-
-
-def test_the_disk_never_drops_a_parent_before_its_child() -> None:
-    bench = Bench(device=1, disk=3, recovered=CHAIN)
-    bench.put("x")
-    told = len(bench.events)
-    bench.reserve(DEVICE, 1)
-    bench.land()
-    assert (EventType.REMOVED, Cause.CAPACITY, "c") in bench.said(told)
-    assert bench.stored() == "abx"
 
 
 def test_a_corrupt_read_takes_the_block_and_what_is_under_it_children_first() -> None:

@@ -26,20 +26,6 @@ def test_the_subtree_goes_children_first() -> None:
     assert bench.states(DEVICE) == {SlotState.FREE: 4}
 
 
-def test_a_lease_anywhere_in_the_subtree_refuses_it() -> None:
-    bench = Bench(device=3)
-    bench.put("ab")
-    bench.store("c", under="b", session=BOB)
-    assert bench.drop("abc") == ([HELD, HELD, HELD], 0)
-    assert bench.stored() == "abc"
-
-
-def test_an_unknown_block_is_not_found_and_a_descendant_named_too_is_no_error() -> None:
-    bench = Bench(device=2)
-    bench.put("ab")
-    assert bench.drop("zab") == ([NOT_FOUND, OK, OK], 2)
-
-
 def test_a_waiting_request_refuses_it() -> None:
     bench = Bench(device=1, host=2)
     bench.put("x")
@@ -66,12 +52,3 @@ def test_a_dropped_blocks_disk_records_are_deleted_children_first() -> None:
     bench = Bench(disk=2, recovered=[("a", None, 35), ("b", "a", 35)])
     bench.drop("a")
     assert bench.in_flight() == [("b", DISK, None, Cause.CAPACITY), ("a", DISK, None, Cause.CAPACITY)]
-
-
-def test_a_dropped_block_can_be_stored_again_at_once() -> None:
-    bench = Bench(device=2, disk=1, recovered=[("a", None, 35)])
-    bench.drop("a")
-    bench.put("a")
-    assert bench.where("a") == {DEVICE}
-    bench.land()
-    assert bench.where("a") == {DEVICE}

@@ -37,14 +37,6 @@ def test_an_update_carries_the_residency_after_it_and_what_the_move_cost() -> No
     assert (change.key, change.parent, change.residency, change.priority) == (key("a"), None, HOST.bit, 40)
 
 
-def test_a_reservation_says_nothing() -> None:
-    bench = Bench(device=1)
-    told = len(bench.events)
-    bench.blank(DEVICE, 1)
-    bench.end()
-    assert len(bench.events) == told
-
-
 def test_ids_are_contiguous_over_all_caches() -> None:
     sequencer = EventSequencer(10)
     shape = GroupShape(GROUP, {Tier.DEVICE: 1}, {Tier.DEVICE: 4096})

@@ -82,13 +82,6 @@ def test_a_less_important_child_changes_nothing_above() -> None:
     assert list(bench.said(told)) == [(EventType.STORED, Cause.COMMIT, "b")]
 
 
-def test_release_makes_the_tail_older_than_the_prefix() -> None:
-    bench = Bench(device=2)
-    bench.release(bench.store("ab"))
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "a"
-
-
 def test_what_is_leased_does_not_go() -> None:
     bench = Bench(device=2)
     bench.put("a")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvtierd.core import explain as explaining
 from kvtierd.core.block import Phase
-from kvtierd.core.errors import UnknownGroup
 from kvtierd.core.explain import BlockNow, CopyNow
-from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.ids import Tier
 from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, SECOND, Bench, key
 
 
@@ -20,13 +16,6 @@ def explained(bench: Bench, name: str) -> BlockNow:
 
 def at(bench: Bench, name: str, tier: Tier = DEVICE) -> CopyNow:
     return next(copy for copy in explained(bench, name).copies if copy.tier is tier)
-
-
-def test_a_block_that_is_not_stored_has_nothing_to_explain() -> None:
-    bench = Bench(device=1)
-    assert bench.core.explain(GROUP, key("a")) is None
-    with pytest.raises(UnknownGroup):
-        bench.core.explain(GroupId(1), key("a"))
 
 
 def test_where_it_is_and_what_holds_it() -> None:
@@ -62,21 +51,3 @@ def test_a_victim_on_its_way_down_says_so() -> None:
     bench.put("a")
     bench.reserve(DEVICE, 1)
     assert at(bench, "a").phase is Phase.LEAVING
-
-
-def test_looking_changes_no_recency() -> None:
-    bench = Bench(device=3)
-    for name in "abc":
-        bench.put(name)
-    explained(bench, "a")
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "bc"
-
-
-def test_a_block_with_many_children_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "CHILDREN_COUNTED", 4)
-    bench = Bench(device=8)
-    bench.put("a")
-    for name in "bcdefg":
-        bench.put(name, under="a")
-    assert explained(bench, "a").children == 4

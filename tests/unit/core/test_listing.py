@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvtierd.core.transfers import ListingRow
-from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key, name_of
+from tests.unit.core.bench import GROUP, Bench, name_of
 
 
 def pages(bench: Bench, limit: int) -> list[str]:
@@ -15,16 +14,6 @@ def pages(bench: Bench, limit: int) -> list[str]:
         page = listing.next_page
         if page == 0:
             return found
-
-
-def test_a_row_says_all_of_a_block() -> None:
-    bench = Bench(device=1, host=1)
-    bench.put("a", HOST, priority=20)
-    bench.put("b", under="a", priority=50)
-    assert bench.core.listing(GROUP, 0, 10).rows == (
-        ListingRow(key("a"), None, HOST.bit, 50),
-        ListingRow(key("b"), key("a"), DEVICE.bit, 50),
-    )
 
 
 def test_pages_are_full_and_the_last_one_says_so() -> None:

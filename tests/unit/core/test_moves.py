@@ -4,29 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.events import Cause
 from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
-
-
-def test_a_prefetch_brings_blocks_up_and_holds_nothing() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("ab", HOST)
-    ticket = bench.move("ab", DEVICE)
-    assert bench.in_flight()[0] == ("a", HOST, DEVICE, Cause.PREFETCH)
-    bench.land()
-    assert bench.grants[ticket].results == (True, True)
-    assert bench.grants[ticket].lease is None
-    assert bench.tier(DEVICE).held == 0
-
-
-def test_a_move_down_frees_the_copies_above() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("a")
-    bench.move("a", HOST)
-    assert bench.in_flight() == [("a", DEVICE, HOST, Cause.EXPLICIT)]
-    bench.land()
-    assert bench.where("a") == {HOST}
 
 
 def test_a_move_down_leaves_what_is_leased_above() -> None:
@@ -64,13 +43,6 @@ def test_each_block_is_answered_for_itself() -> None:
     ticket = bench.move("azbc", DEVICE)
     bench.land(failed="c")
     assert bench.grants[ticket].results == (True, False, True, False)
-
-
-def test_a_move_that_finds_no_room_says_so() -> None:
-    bench = Bench(device=1, host=1)
-    bench.blank(DEVICE, 1, BOB)
-    bench.put("a", HOST)
-    assert bench.grants[bench.move("a", DEVICE)].results == (False,)
 
 
 @pytest.mark.parametrize("names", ["abcd", "abcdz", "zabcd"])

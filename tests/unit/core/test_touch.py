@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core import holds
-from kvtierd.core.errors import UnknownGroup
-from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.ids import Tier
 from kvtierd.core.policy import Policy, WritePolicy
 from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
-
-
-def test_what_was_read_outlives_what_was_not() -> None:
-    bench = Bench(device=3)
-    for name in "abc":
-        bench.put(name)
-    bench.tell_read("a")
-    bench.blank(DEVICE, 2)
-    assert bench.stored() == "a"
 
 
 def test_the_last_key_of_a_chain_stands_for_all_of_it() -> None:
@@ -38,16 +28,6 @@ def test_of_several_the_one_read_last_stays_longest() -> None:
     assert bench.stored() == "ab"
     bench.blank(DEVICE, 1)
     assert bench.stored() == "a"
-
-
-def test_keys_that_are_not_stored_are_passed_over() -> None:
-    bench = Bench(device=2)
-    bench.put("a")
-    bench.put("b")
-    bench.tell_read("zaz"[:2])
-    bench.blank(DEVICE, 1)
-    assert bench.stored() == "a"
-    assert bench.core.stats().hits[DEVICE] == 1
 
 
 def test_reads_and_misses_are_counted_like_those_of_an_acquire() -> None:
@@ -100,9 +80,3 @@ def test_a_call_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatc
     assert sum(bench.core.stats().hits[tier] for tier in (Tier.DEVICE,)) == 2
     bench.blank(DEVICE, 2)
     assert bench.stored() == "xy"
-
-
-def test_a_group_that_does_not_exist_is_refused() -> None:
-    bench = Bench(device=1)
-    with pytest.raises(UnknownGroup):
-        bench.core.touch(GroupId(7), keys("a"), 0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvtierd.core.eviction import Departed
 from kvtierd.core.policy import Policy
 from kvtierd.core.transfers import BlockResult, CommitItem
 from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench, key
@@ -112,23 +111,6 @@ def test_a_priority_that_changes_leaves_it_protected() -> None:
     bench.retain("a", 35)
     fill(bench, "bcdefghi")
     assert "a" in bench.stored()
-
-
-def test_only_the_last_keys_that_left_are_remembered() -> None:
-    departed = Departed(2)
-    for name in "abc":
-        departed.add(key(name))
-    assert [departed.recall(key(name)) for name in "abc"] == [None, 1, 0]
-    assert departed.recall(key("c")) is None
-
-
-def test_a_key_that_left_twice_is_remembered_from_the_second_time_on() -> None:
-    departed = Departed(3)
-    departed.add(key("a"))
-    assert departed.recall(key("a")) == 0
-    for name in "bac":
-        departed.add(key(name))
-    assert departed.recall(key("a")) == 1
 
 
 def test_a_commit_that_ends_its_lease_counts_all_that_came_back() -> None:
