@@ -10,7 +10,7 @@ from kvtierd.core.check import check
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal, SlotRef
+from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
 from kvtierd.core.slots import SlotState
@@ -199,9 +199,6 @@ class Bench:
     def orphan(self, session: SessionId = ALICE) -> None:
         self.apply(self.core.orphan_session(session, self.now))
 
-    def reattach(self, session: SessionId = ALICE) -> None:
-        self.apply(self.core.reattach_session(session, self.now))
-
     def drop(self, names: str, session: SessionId = ALICE) -> tuple[list[BlockResult], int]:
         report, outcome = self.core.drop(session, GROUP, keys(names), self.now)
         self.apply(outcome)
@@ -290,7 +287,3 @@ class Bench:
         """(type, cause, names of the blocks) of the events, from the ``since``-th on."""
         for event in self.events[since:]:
             yield event.type, event.cause, "".join(name_of(change.key) for change in event.blocks)
-
-
-def ref(tier: Tier, slot: int) -> SlotRef:
-    return SlotRef(GROUP, tier, SlotId(slot))

@@ -36,26 +36,21 @@ class GroupsBench(Bench):
         self.events.clear()
         self.apply(self.core.open({}, {}, unclean=False, restarted=False, now=self.now))
 
-    def write(self, group: GroupId, names: str, chain: str, tier: Tier = HOST, slots: int = 0) -> LeaseId:
-        """Commits these blocks of a chain, in this order, and keeps the lease; ``slots``: more than it needs."""
-        ticket, outcome = self.core.reserve(ALICE, group, tier, slots or len(names), self.now)
+    def write(self, group: GroupId, names: str, chain: str, tier: Tier = HOST) -> LeaseId:
+        """Commits these blocks of a chain, in this order, and keeps the lease."""
+        ticket, outcome = self.core.reserve(ALICE, group, tier, len(names), self.now)
         self.apply(outcome)
         grant = self.grants[ticket]
         assert grant.lease is not None
-        self.add(grant.lease, names, chain)
-        return grant.lease
-
-    def add(self, lease: LeaseId, names: str, chain: str) -> None:
-        """Commits these blocks in blank slots of the lease."""
         above = dict(zip(chain[1:], chain, strict=False))
-        slots = list(self.core.leases[lease].blank)
         items = [
             CommitItem(slot, key(name), key(above[name]) if name in above else None, 35)
-            for slot, name in zip(slots, names, strict=False)
+            for slot, name in zip(grant.slots, names, strict=True)
         ]
-        results, outcome = self.core.commit(ALICE, lease, items, self.now)
+        results, outcome = self.core.commit(ALICE, grant.lease, items, self.now)
         assert set(results) <= {BlockResult.OK, BlockResult.EXISTS}
         self.apply(outcome)
+        return grant.lease
 
     def fill(self, group: GroupId, names: str, chain: str, tier: Tier = HOST) -> None:
         """Stores these blocks of a chain and lets go of them."""

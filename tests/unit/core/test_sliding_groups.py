@@ -59,9 +59,6 @@ def test_a_lost_copy_takes_nothing_with_it() -> None:
     assert (bench.has(FULL), bench.has(SLIDING)) == ("a", "ac")
 
 
-# -- what a writer holds -----------------------------------------------------------------------------------------------
-
-
 def test_what_a_writer_let_go_of_makes_room_for_others_at_once() -> None:
     bench = GroupsBench(host=(4, 4))
     bench.write(SLIDING, "abcd", "abcd")
@@ -80,9 +77,6 @@ def test_a_block_is_let_go_of_when_the_window_has_left_it_whole(window: int, tok
     for blocks in range(20):
         first = max(0, blocks * tokens_per_block - window) // tokens_per_block
         assert shape.first_block(blocks) == first
-
-
-# -- letting go of a part ----------------------------------------------------------------------------------------------
 
 
 def test_the_first_blocks_are_let_go_of_tail_first() -> None:
