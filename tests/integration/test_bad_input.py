@@ -54,15 +54,31 @@ class Scene(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A call and what it must be answered. ``value`` and ``limit``: parts of the detail's."""
+    """A call and its refusal. ``value`` and ``limit``: parts of the detail's."""
 
     method: str
     request: Callable[[Scene], Message]
-    code: grpc.StatusCode
     field: str
-    value: str = ""
-    limit: str = ""
-    reason: str = "BAD_ARGUMENT"
+    value: str
+    limit: str
+    code: grpc.StatusCode
+    reason: str
+
+
+class Verb:
+    """Makes requests of one method with nothing wrong but what is said. A field's value may depend on the scene."""
+
+    def __init__(self, method: str, kind: type[Message], **good: Any) -> None:
+        self.method = method
+        self._kind = kind
+        self._good = good
+
+    def request(self, scene: Scene, **changes: Any) -> Message:
+        fields = self._good | changes
+        return self._kind(**{name: of(scene) if callable(of) else of for name, of in fields.items()})
+
+    def refused(self, field, value="", limit="", *, code=BAD, reason="BAD_ARGUMENT", **changes):
+        return Case(self.method, lambda scene: self.request(scene, **changes), field, value, limit, code, reason)
 
 
 @asynccontextmanager
@@ -70,10 +86,10 @@ async def setting(address, name):
     async with attached(address) as raw, attached(address) as other:
         cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=8))).cache_id
         await raw.commit(cache, stored := await raw.reserve(cache, Tier.DEVICE, 3), KEYS)
-        await release(raw, cache, stored.lease_id)
+        await give_back(raw, cache, stored.lease_id)
         mine = await raw.reserve(cache, Tier.HOST, 2)
         released = await raw.reserve(cache, Tier.HOST, 1)
-        await release(raw, cache, released.lease_id)
+        await give_back(raw, cache, released.lease_id)
         host_only = (await raw.open(f"{name}-host", budgets=sizes(host=2))).cache_id
         await other.open(name)
         unopened = (await other.open(f"{name}-other", budgets=sizes(host=1))).cache_id
@@ -91,56 +107,44 @@ async def scene(daemon):
         yield scene
 
 
-async def release(raw, cache, *leases):
+async def give_back(raw, cache, *leases):
     await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=leases))
 
 
-Build = Callable[[Scene], Message]
-
-
-def request(kind, **good):
-    """Makes requests of a kind with nothing wrong but what is said. Fields given as functions depend on the scene."""
-
-    def changed(**changes):
-        fields = good | changes
-        return lambda scene: kind(**{name: of(scene) if callable(of) else of for name, of in fields.items()})
-
-    return changed
-
-
-def its_cache(scene):
+def cache_of(scene):
     return scene.cache
 
 
-matching = request(blocks_pb2.MatchRequest, cache_id=its_cache, keys=PACKED)
-locating = request(blocks_pb2.LocateRequest, cache_id=its_cache, keys=PACKED)
-checking = request(blocks_pb2.ChecksumsRequest, cache_id=its_cache, keys=PACKED)
-touching = request(blocks_pb2.TouchRequest, cache_id=its_cache, keys=PACKED)
-reserving = request(blocks_pb2.ReserveRequest, cache_id=its_cache, tier=HOST, count=1)
-committing = request(
+def chains(*pairs):
+    """Keys and ``min_blocks`` of each."""
+    return [blocks_pb2.Chain(keys=keys, min_blocks=least) for keys, least in pairs]
+
+
+match = Verb("Match", blocks_pb2.MatchRequest, cache_id=cache_of, keys=PACKED)
+locate = Verb("Locate", blocks_pb2.LocateRequest, cache_id=cache_of, keys=PACKED)
+checksums = Verb("Checksums", blocks_pb2.ChecksumsRequest, cache_id=cache_of, keys=PACKED)
+touch = Verb("Touch", blocks_pb2.TouchRequest, cache_id=cache_of, keys=PACKED)
+reserve = Verb("Reserve", blocks_pb2.ReserveRequest, cache_id=cache_of, tier=HOST, count=1)
+commit = Verb(
+    "Commit",
     blocks_pb2.CommitRequest,
-    cache_id=its_cache,
-    lease_id=lambda s: s.lease,
-    slots=lambda s: s.slots,
+    cache_id=cache_of,
+    lease_id=lambda scene: scene.lease,
+    slots=lambda scene: scene.slots,
     keys=PACKED_NEW,
     parents=ROOT_PARENT + NEW[0],
 )
-releasing = request(blocks_pb2.ReleaseRequest, cache_id=its_cache, lease_ids=lambda s: [s.lease])
-moving = request(blocks_pb2.MoveRequest, cache_id=its_cache, to=DISK, keys=PACKED)
-dropping = request(blocks_pb2.DropRequest, cache_id=its_cache, keys=PACKED)
-listing = request(blocks_pb2.ListBlocksRequest, cache_id=its_cache)
-opening = request(caches_pb2.OpenRequest, name="never-made", spec=spec_to_wire(SPEC))
-closing = request(caches_pb2.CloseRequest, cache_id=its_cache)
+acquire = Verb("Acquire", blocks_pb2.AcquireRequest, cache_id=cache_of, tier=DEVICE, chains=chains((PACKED, 0)))
+release = Verb("Release", blocks_pb2.ReleaseRequest, cache_id=cache_of, lease_ids=lambda scene: [scene.lease])
+move = Verb("Move", blocks_pb2.MoveRequest, cache_id=cache_of, to=DISK, keys=PACKED)
+drop = Verb("Drop", blocks_pb2.DropRequest, cache_id=cache_of, keys=PACKED)
+listing = Verb("List", blocks_pb2.ListBlocksRequest, cache_id=cache_of)
+open_ = Verb("Open", caches_pb2.OpenRequest, name="never-made", spec=spec_to_wire(SPEC))
+close = Verb("Close", caches_pb2.CloseRequest, cache_id=cache_of)
 
-
-def acquiring(*chains, **changes):
-    """Chains are keys and min_blocks."""
-    listed = [blocks_pb2.Chain(keys=keys, min_blocks=least) for keys, least in chains]
-    return request(blocks_pb2.AcquireRequest, cache_id=its_cache, tier=DEVICE, chains=listed)(**changes)
-
-
-def acquiring_stored(**changes):
-    return acquiring((PACKED, 0), **changes)
+BY_KEYS = (match, locate, checksums, touch, move, drop)
+BY_GROUP = (*BY_KEYS, reserve, acquire, listing)
+BY_CACHE = (*BY_GROUP, commit, release, close)
 
 
 def budgets(*pairs):
@@ -169,273 +173,113 @@ def sliding(tokens):
     return message
 
 
-TIMEOUTS = [
-    ("an hour and a bit", HOUR_NS + 1),
-    ("minus one", MAX64),
-]
+UNKNOWN_CACHE = {"code": MISSING, "reason": "UNKNOWN_CACHE"}
+UNKNOWN_LEASE = {"code": MISSING, "reason": "UNKNOWN_LEASE"}
+FOREIGN_LEASE = {"code": Code.PERMISSION_DENIED, "reason": "FOREIGN_LEASE"}
+TOO_LONG_NS = HOUR_NS + 1
+MANY = b"".join(chain("many", MAX_KEYS + 1))
 
-CASES = {
-    # whose cache
-    "match: unknown cache": Case("Match", matching(cache_id=999), MISSING, "cache_id", "999", reason="UNKNOWN_CACHE"),
-    "match: no cache": Case("Match", matching(cache_id=0), MISSING, "cache_id", "0", reason="UNKNOWN_CACHE"),
-    "match: negative cache": Case(
-        "Match", matching(cache_id=MAX64), MISSING, "cache_id", str(MAX64), reason="UNKNOWN_CACHE"
+NAMES = ("", "x" * 129, "../../etc", "a/b", "a b", "a\n", ".a", "-rf", "caché", "..", "a\0b")
+
+CASES = [
+    *(verb.refused("cache_id", "12345", cache_id=12345, **UNKNOWN_CACHE) for verb in BY_CACHE),
+    *(
+        verb.refused("cache_id", cache_id=lambda scene: scene.unopened, code=NOT_NOW, reason="CACHE_NOT_OPENED")
+        for verb in BY_CACHE
     ),
-    **{
-        f"{method}: cache not opened": Case(
-            method, build(cache_id=lambda s: s.unopened), NOT_NOW, "cache_id", reason="CACHE_NOT_OPENED"
+    match.refused("cache_id", str(MAX64), cache_id=MAX64, **UNKNOWN_CACHE),
+    *(verb.refused("group", str(group), "0 to 0", group=group) for verb in BY_GROUP for group in (1, MAX32)),
+    *(
+        refusal
+        for verb in (*BY_KEYS, commit)
+        for refusal in (
+            verb.refused("keys", "0 bytes", "keys of 32 bytes", keys=b""),
+            verb.refused("keys", "95 bytes", "keys of 32 bytes", keys=PACKED[:-1]),
+            verb.refused("keys", f"{MAX_KEYS + 1} keys", f"at most {MAX_KEYS} keys", keys=MANY),
         )
-        for method, build in {
-            "Match": matching,
-            "Locate": locating,
-            "Checksums": checking,
-            "Touch": touching,
-            "Reserve": reserving,
-            "Commit": committing,
-            "Acquire": acquiring_stored,
-            "Release": releasing,
-            "Move": moving,
-            "Drop": dropping,
-            "List": listing,
-            "Close": closing,
-        }.items()
-    },
-    **{
-        f"{method}: unknown cache": Case(
-            method, build(cache_id=12345), MISSING, "cache_id", "12345", reason="UNKNOWN_CACHE"
-        )
-        for method, build in {
-            "Reserve": reserving,
-            "Commit": committing,
-            "Acquire": acquiring_stored,
-            "Release": releasing,
-            "Move": moving,
-            "Drop": dropping,
-            "List": listing,
-            "Close": closing,
-        }.items()
-    },
-    # which group
-    **{
-        f"{method}: group {number}": Case(method, build(group=number), BAD, "group", str(number), "0 to 0")
-        for number in (1, MAX32)
-        for method, build in {
-            "Match": matching,
-            "Locate": locating,
-            "Checksums": checking,
-            "Touch": touching,
-            "Reserve": reserving,
-            "Acquire": acquiring_stored,
-            "Move": moving,
-            "Drop": dropping,
-            "List": listing,
-        }.items()
-    },
-    # keys
-    **{
-        f"{method}: {what}": Case(method, build(keys=keys), BAD, "keys", value, limit)
-        for what, keys, value, limit in (
-            ("no keys", b"", "0 bytes", "keys of 32 bytes"),
-            ("a short key", PACKED[:-1], "95 bytes", "keys of 32 bytes"),
-            ("one byte", b"x", "1 bytes", "keys of 32 bytes"),
-            ("too many keys", bytes(32 * (MAX_KEYS + 1)), f"{MAX_KEYS + 1} keys", f"at most {MAX_KEYS} keys"),
-        )
-        for method, build in {
-            "Match": matching,
-            "Locate": locating,
-            "Checksums": checking,
-            "Touch": touching,
-            "Move": moving,
-            "Drop": dropping,
-            "Commit": committing,
-        }.items()
-    },
-    **{
-        f"{method}: a key twice": Case(
-            method, build(keys=PACKED + KEYS[1]), BAD, "keys[3]", KEYS[1].hex(), "different from keys[1]"
-        )
-        for method, build in {
-            "Match": matching,
-            "Locate": locating,
-            "Checksums": checking,
-            "Touch": touching,
-            "Move": moving,
-            "Drop": dropping,
-        }.items()
-    },
+    ),
+    *(verb.refused("keys[3]", KEYS[1].hex(), "different from keys[1]", keys=PACKED + KEYS[1]) for verb in BY_KEYS),
     # reserve
-    "reserve: none": Case("Reserve", reserving(count=0), BAD, "count", "0", "1 to 4"),
-    "reserve: more than the tier has": Case("Reserve", reserving(count=5), BAD, "count", "5", "1 to 4"),
-    "reserve: minus one": Case("Reserve", reserving(count=MAX32), BAD, "count", str(MAX32), "1 to 4"),
-    "reserve: on disk": Case("Reserve", reserving(tier=DISK), BAD, "tier", "disk", "device or host"),
-    "reserve: in no tier": Case("Reserve", reserving(tier=0), BAD, "tier", "TIER_UNSPECIFIED", "device or host"),
-    "reserve: in a tier of the future": Case("Reserve", reserving(tier=9), BAD, "tier", "9", "device or host"),
-    "reserve: in a tier that the cache lacks": Case(
-        "Reserve", reserving(cache_id=lambda s: s.host_only, tier=DEVICE), BAD, "tier", "device", "host"
+    reserve.refused("count", "0", "1 to 4", count=0),
+    reserve.refused("count", "5", "1 to 4", count=5),
+    reserve.refused("count", str(MAX32), "1 to 4", count=MAX32),
+    reserve.refused("tier", "disk", "device or host", tier=DISK),
+    reserve.refused("tier", "TIER_UNSPECIFIED", "device or host", tier=0),
+    reserve.refused("tier", "9", "device or host", tier=9),
+    reserve.refused("tier", "device", "host", cache_id=lambda scene: scene.host_only, tier=DEVICE),
+    *(
+        verb.refused("timeout_ns", str(ns), f"0 to {HOUR_NS}", timeout_ns=ns)
+        for verb in (reserve, acquire, move)
+        for ns in (TOO_LONG_NS, MAX64)
     ),
-    **{
-        f"reserve: {what}": Case("Reserve", reserving(timeout_ns=ns), BAD, "timeout_ns", str(ns), f"0 to {HOUR_NS}")
-        for what, ns in TIMEOUTS
-    },
     # commit
-    "commit: unknown lease": Case("Commit", committing(lease_id=10**6), MISSING, "", reason="UNKNOWN_LEASE"),
-    "commit: no lease": Case("Commit", committing(lease_id=0), MISSING, "", reason="UNKNOWN_LEASE"),
-    "commit: another session's lease": Case(
-        "Commit", committing(lease_id=lambda s: s.foreign), Code.PERMISSION_DENIED, "", reason="FOREIGN_LEASE"
-    ),
-    "commit: a lease that ended with its session": Case(
-        "Commit", committing(lease_id=lambda s: s.ended), MISSING, "", reason="UNKNOWN_LEASE"
-    ),
-    "commit: a released lease": Case(
-        "Commit", committing(lease_id=lambda s: s.released), MISSING, "", reason="UNKNOWN_LEASE"
-    ),
-    "commit: a key twice": Case(
-        "Commit", committing(keys=NEW[0] * 2), BAD, "keys[1]", NEW[0].hex(), "different from keys[0]"
-    ),
-    "commit: fewer slots than keys": Case(
-        "Commit", committing(slots=lambda s: s.slots[:1]), BAD, "slots", "1 slots", "2 slots"
-    ),
-    "commit: more slots than keys": Case(
-        "Commit", committing(keys=NEW[0], parents=ROOT_PARENT), BAD, "slots", "2 slots", "1 slots"
-    ),
-    "commit: a slot twice": Case(
-        "Commit", committing(slots=lambda s: [s.slots[0]] * 2), BAD, "slots", "", "each slot once"
-    ),
-    "commit: a slot of another lease": Case(
-        "Commit", committing(slots=lambda s: [s.slots[0], 6 - sum(s.slots)]), BAD, "slots", "", "a blank slot of lease"
-    ),
-    "commit: a slot that does not exist": Case(
-        "Commit", committing(slots=lambda s: [s.slots[0], MAX32]), BAD, "slots", str(MAX32), "a blank slot of lease"
-    ),
-    "commit: too few parents": Case("Commit", committing(parents=ROOT_PARENT), BAD, "parents", "32 bytes", "64 bytes"),
-    "commit: no parents": Case("Commit", committing(parents=b""), BAD, "parents", "0 bytes", "64 bytes"),
-    "commit: its own parent": Case(
-        "Commit", committing(parents=ROOT_PARENT + NEW[1]), BAD, "parents[1]", NEW[1].hex(), "not its own parent"
-    ),
-    "commit: too few priorities": Case(
-        "Commit", committing(priorities=b"\x01"), BAD, "priorities", "1 bytes", "2 bytes"
-    ),
-    "commit: a priority of 101": Case(
-        "Commit", committing(priorities=bytes([100, 101])), BAD, "priorities[1]", "101", "0 to 100"
-    ),
-    "commit: a priority of 255": Case(
-        "Commit", committing(priorities=bytes([255, 0])), BAD, "priorities[0]", "255", "0 to 100"
-    ),
+    commit.refused("", lease_id=10**6, **UNKNOWN_LEASE),
+    commit.refused("", lease_id=lambda scene: scene.foreign, **FOREIGN_LEASE),
+    commit.refused("", lease_id=lambda scene: scene.ended, **UNKNOWN_LEASE),
+    commit.refused("", lease_id=lambda scene: scene.released, **UNKNOWN_LEASE),
+    commit.refused("keys[1]", NEW[0].hex(), "different from keys[0]", keys=NEW[0] * 2),
+    commit.refused("slots", "1 slots", "2 slots", slots=lambda scene: scene.slots[:1]),
+    commit.refused("slots", "2 slots", "1 slots", keys=NEW[0], parents=ROOT_PARENT),
+    commit.refused("slots", "", "each slot once", slots=lambda scene: [scene.slots[0]] * 2),
+    commit.refused("slots", "", "a blank slot of lease", slots=lambda scene: [scene.slots[0], 6 - sum(scene.slots)]),
+    commit.refused("slots", str(MAX32), "a blank slot of lease", slots=lambda scene: [scene.slots[0], MAX32]),
+    commit.refused("parents", "32 bytes", "64 bytes", parents=ROOT_PARENT),
+    commit.refused("parents[1]", NEW[1].hex(), "not its own parent", parents=ROOT_PARENT + NEW[1]),
+    commit.refused("priorities", "1 bytes", "2 bytes", priorities=b"\x01"),
+    commit.refused("priorities[1]", "101", "0 to 100", priorities=bytes([100, 101])),
     # acquire
-    "acquire: no chains": Case("Acquire", acquiring(), BAD, "chains", "0", "1 to 1024"),
-    "acquire: too many chains": Case("Acquire", acquiring(*[(PACKED, 0)] * 1025), BAD, "chains", "1025", "1 to 1024"),
-    "acquire: a chain without keys": Case(
-        "Acquire", acquiring((PACKED, 0), (b"", 0)), BAD, "chains[1].keys", "0 bytes", "32 bytes"
-    ),
-    "acquire: a short key": Case("Acquire", acquiring((PACKED[1:], 0)), BAD, "chains[0].keys", "95 bytes", "32 bytes"),
-    "acquire: a key twice in a chain": Case(
-        "Acquire", acquiring((KEYS[0] * 2, 0)), BAD, "chains[0].keys[1]", KEYS[0].hex(), "different from"
-    ),
-    "acquire: more than there are": Case("Acquire", acquiring((PACKED, 4)), BAD, "chains[0].min_blocks", "4", "0 to 3"),
-    "acquire: minus one block": Case(
-        "Acquire", acquiring((PACKED, MAX32)), BAD, "chains[0].min_blocks", str(MAX32), "0 to 3"
-    ),
-    "acquire: too many keys over all chains": Case(
-        "Acquire",
-        acquiring((b"".join(chain("many", MAX_KEYS)), 0), (PACKED, 0)),
-        BAD,
-        "chains[1].keys",
-        "3 keys",
-        "at most 0 keys",
-    ),
-    "acquire: on disk": Case("Acquire", acquiring((PACKED, 0), tier=DISK), BAD, "tier", "disk", "device or host"),
-    "acquire: in no tier": Case("Acquire", acquiring((PACKED, 0), tier=0), BAD, "tier", "TIER_UNSPECIFIED"),
-    **{
-        f"acquire: {what}": Case("Acquire", acquiring((PACKED, 0), timeout_ns=ns), BAD, "timeout_ns", str(ns))
-        for what, ns in TIMEOUTS
-    },
+    acquire.refused("chains", "0", "1 to 1024", chains=[]),
+    acquire.refused("chains", "1025", "1 to 1024", chains=chains((PACKED, 0)) * 1025),
+    acquire.refused("chains[1].keys", "0 bytes", "32 bytes", chains=chains((PACKED, 0), (b"", 0))),
+    acquire.refused("chains[0].keys", "95 bytes", "32 bytes", chains=chains((PACKED[1:], 0))),
+    acquire.refused("chains[0].keys[1]", KEYS[0].hex(), "different from", chains=chains((KEYS[0] * 2, 0))),
+    acquire.refused("chains[0].min_blocks", "4", "0 to 3", chains=chains((PACKED, 4))),
+    acquire.refused("chains[1].keys", "3 keys", "at most 0 keys", chains=chains((MANY[32:], 0), (PACKED, 0))),
+    acquire.refused("tier", "disk", "device or host", tier=DISK),
+    acquire.refused("tier", "TIER_UNSPECIFIED", tier=0),
     # release
-    "release: nothing": Case("Release", releasing(lease_ids=[]), BAD, "lease_ids", "0", "1 to"),
-    "release: unknown": Case("Release", releasing(lease_ids=[10**6]), MISSING, "", reason="UNKNOWN_LEASE"),
-    "release: a second time": Case(
-        "Release", releasing(lease_ids=lambda s: [s.released]), MISSING, "", reason="UNKNOWN_LEASE"
-    ),
-    "release: a part of more than was leased": Case(
-        "Release", releasing(first_blocks=[10**6]), BAD, "first_blocks", str(10**6), "0 to"
-    ),
-    "release: parts of too many": Case(
-        "Release", releasing(first_blocks=[0, 0]), BAD, "first_blocks", "2", "one a lease"
-    ),
-    "release: twice in a call": Case(
-        "Release", releasing(lease_ids=lambda s: [s.lease, s.lease]), BAD, "lease_ids", "", "each lease once"
-    ),
-    "release: one's own and another's": Case(
-        "Release",
-        releasing(lease_ids=lambda s: [s.lease, s.foreign]),
-        Code.PERMISSION_DENIED,
-        "",
-        reason="FOREIGN_LEASE",
-    ),
-    "release: one's own and one that is gone": Case(
-        "Release", releasing(lease_ids=lambda s: [s.lease, s.ended]), MISSING, "", reason="UNKNOWN_LEASE"
-    ),
-    "release: too many": Case(
-        "Release", releasing(lease_ids=range(1, 16_386)), BAD, "lease_ids", "16385", "1 to 16384"
-    ),
+    release.refused("lease_ids", "0", "1 to", lease_ids=[]),
+    release.refused("lease_ids", "16385", "1 to 16384", lease_ids=range(1, 16_386)),
+    release.refused("lease_ids", "", "each lease once", lease_ids=lambda scene: [scene.lease, scene.lease]),
+    release.refused("first_blocks", str(10**6), "0 to", first_blocks=[10**6]),
+    release.refused("first_blocks", "2", "one a lease", first_blocks=[0, 0]),
+    release.refused("", lease_ids=[10**6], **UNKNOWN_LEASE),
+    release.refused("", lease_ids=lambda scene: [scene.released], **UNKNOWN_LEASE),
+    release.refused("", lease_ids=lambda scene: [scene.lease, scene.ended], **UNKNOWN_LEASE),
+    release.refused("", lease_ids=lambda scene: [scene.lease, scene.foreign], **FOREIGN_LEASE),
     # move
-    "move: to no tier": Case("Move", moving(to=0), BAD, "to", "TIER_UNSPECIFIED", "device or host or disk"),
-    "move: to a tier of the future": Case("Move", moving(to=4), BAD, "to", "4", "device or host or disk"),
-    "move: to a tier that the cache lacks": Case(
-        "Move", moving(cache_id=lambda s: s.host_only), BAD, "to", "disk", "host"
-    ),
-    **{f"move: {what}": Case("Move", moving(timeout_ns=ns), BAD, "timeout_ns", str(ns)) for what, ns in TIMEOUTS},
+    move.refused("to", "TIER_UNSPECIFIED", "device or host or disk", to=0),
+    move.refused("to", "4", "device or host or disk", to=4),
+    move.refused("to", "disk", "host", cache_id=lambda scene: scene.host_only),
     # open
-    **{
-        f"open: name {what}": Case("Open", opening(name=name), BAD, "name", name[:8], "1 to 128 of")
-        for what, name in {
-            "empty": "",
-            "too long": "x" * 129,
-            "path": "../../etc",
-            "with a slash": "a/b",
-            "with a space": "a b",
-            "with a newline": "a\n",
-            "hidden": ".a",
-            "flag": "-rf",
-            "not ASCII": "caché",
-            "dots": "..",
-            "zero byte": "a\0b",
-        }.items()
-    },
-    "open: without a spec": Case("Open", opening(spec=caches_pb2.CacheSpec()), BAD, "spec.model"),
-    **{
-        f"open: {what}": Case("Open", opening(spec=changed), BAD, f"spec.{field}", value)
-        for what, changed, field, value in (
-            ("no model", spec(model=""), "model", ""),
-            ("a long model", spec(model="x" * 1000), "model", "xxx"),
-            ("an unknown dtype", spec(dtype="float64"), "dtype", "float64"),
-            ("no tokens", spec(tokens_per_block=0), "tokens_per_block", "0"),
-            ("minus one token", spec(tokens_per_block=MAX32), "tokens_per_block", str(MAX32)),
-            ("a rank beyond the world", spec(rank=3, world_size=2), "rank", "3"),
-            ("an empty world", spec(world_size=0), "world_size", "0"),
-            ("no groups", spec(groups=[]), "groups", "0"),
-            ("two groups alike", spec(groups=[group(), group()]), "groups[1].window_tokens", "0"),
-            ("two windows alike", spec(groups=[sliding(64), group(), sliding(64)]), "groups[2].window_tokens", "64"),
-            ("an endless window", spec(groups=[sliding(2**31)]), "groups[0].window_tokens", str(2**31)),
-            ("seventeen groups", spec(groups=[sliding(tokens) for tokens in range(17)]), "groups", "17"),
-            ("a pool of a dtype of its own", spec(groups=[group(dtype="fp8")]), "groups[0].pools[0].dtype", "fp8"),
-            ("no pools", spec(groups=[caches_pb2.WindowGroupSpec()]), "groups[0].pools", "0"),
-            ("no layers", spec(groups=[group(layers=0)]), "groups[0].pools[0].layers", "0"),
-            ("minus one head", spec(groups=[group(kv_heads=MAX32)]), "groups[0].pools[0].kv_heads", str(MAX32)),
-            ("a factor of three", spec(groups=[group(kv_factor=3)]), "groups[0].pools[0].kv_factor", "3"),
-            ("a gigantic block", spec(groups=[group(layers=4096, kv_heads=4096, head_size=65536)]), "groups[0]", ""),
+    *(open_.refused("name", name[:8], "1 to 128 of", name=name) for name in NAMES),
+    *(
+        open_.refused(f"spec.{field}", value, spec=changed)
+        for field, value, changed in (
+            ("model", "", caches_pb2.CacheSpec()),
+            ("model", "xxx", spec(model="x" * 1000)),
+            ("dtype", "float64", spec(dtype="float64")),
+            ("tokens_per_block", "0", spec(tokens_per_block=0)),
+            ("tokens_per_block", str(MAX32), spec(tokens_per_block=MAX32)),
+            ("rank", "3", spec(rank=3, world_size=2)),
+            ("world_size", "0", spec(world_size=0)),
+            ("groups", "0", spec(groups=[])),
+            ("groups", "17", spec(groups=[sliding(tokens) for tokens in range(17)])),
+            ("groups[1].window_tokens", "0", spec(groups=[group(), group()])),
+            ("groups[2].window_tokens", "64", spec(groups=[sliding(64), group(), sliding(64)])),
+            ("groups[0].window_tokens", str(2**31), spec(groups=[sliding(2**31)])),
+            ("groups[0].pools", "0", spec(groups=[caches_pb2.WindowGroupSpec()])),
+            ("groups[0].pools[0].dtype", "fp8", spec(groups=[group(dtype="fp8")])),
+            ("groups[0].pools[0].layers", "0", spec(groups=[group(layers=0)])),
+            ("groups[0].pools[0].kv_heads", str(MAX32), spec(groups=[group(kv_heads=MAX32)])),
+            ("groups[0].pools[0].kv_factor", "3", spec(groups=[group(kv_factor=3)])),
+            ("groups[0]", "", spec(groups=[group(layers=4096, kv_heads=4096, head_size=65536)])),
         )
-    },
-    "open: a budget of no tier": Case(
-        "Open", opening(budgets=budgets((0, SLOT_BYTES))), BAD, "budgets[0].tier", "TIER_UNSPECIFIED"
     ),
-    "open: a budget twice": Case(
-        "Open", opening(budgets=budgets((2, SLOT_BYTES), (2, SLOT_BYTES))), BAD, "budgets[1].tier", "host", "once"
-    ),
-    "open: a budget of nothing": Case("Open", opening(budgets=budgets((2, 0))), BAD, "budgets[host]", "0", "1 to"),
-    "open: a budget of less than a slot": Case(
-        "Open", opening(budgets=budgets((2, SLOT_BYTES - 1))), BAD, "budgets[host]", str(SLOT_BYTES - 1), "1 to"
-    ),
-}
+    open_.refused("budgets[0].tier", "TIER_UNSPECIFIED", budgets=budgets((0, SLOT_BYTES))),
+    open_.refused("budgets[1].tier", "host", "once", budgets=budgets((2, SLOT_BYTES), (2, SLOT_BYTES))),
+    open_.refused("budgets[host]", str(SLOT_BYTES - 1), "1 to", budgets=budgets((2, SLOT_BYTES - 1))),
+]
 
 
 def stub(raw, method):
@@ -443,7 +287,7 @@ def stub(raw, method):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.method}-{case.field or case.reason}")
 async def test_refused(scene, case):
     raw = scene.raw
     before = await state(raw)
@@ -460,8 +304,8 @@ async def test_refused(scene, case):
 async def test_refused_calls_leave_a_lease_usable(daemon, name):
     async with setting(daemon.address, name) as scene:
         raw = scene.raw
-        for case in CASES.values():
+        for case in CASES:
             if case.method in ("Commit", "Release"):
                 await raw.refusal(stub(raw, case.method), case.request(scene))
-        assert (await raw.call(raw.stubs.blocks.Commit, committing()(scene))).results == bytes(2)
-        await raw.call(raw.stubs.blocks.Release, releasing()(scene))
+        assert (await raw.call(raw.stubs.blocks.Commit, commit.request(scene))).results == bytes(2)
+        await raw.call(raw.stubs.blocks.Release, release.request(scene))
