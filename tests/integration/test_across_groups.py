@@ -6,20 +6,7 @@ import random
 
 import pytest
 
-from kvtier import (
-    BlockResult,
-    Client,
-    Event,
-    EventType,
-    InvalidArgument,
-    LeaseError,
-    SnapshotEnd,
-    SnapshotSlice,
-    Tier,
-    TierFull,
-    TooShort,
-    connect,
-)
+from kvtier import BlockResult, Client, InvalidArgument, LeaseError, Tier, TierFull, TooShort, connect
 from tests.integration.blocks import chain
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
@@ -65,12 +52,6 @@ def daemon(start_for):
 
 
 @pytest.fixture
-async def client(daemon):
-    async with await connect(daemon.address) as client:
-        yield client
-
-
-@pytest.fixture
 async def cache(client):
     return await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, device=32, host=32, disk=32))
 
@@ -86,31 +67,6 @@ async def test_a_prefix_needs_each_group_s_window_and_no_more(cache):
     }
     # Shorter ones want sliding blocks that nobody has stored.
     assert (await cache.across.match(KEYS[:23])).blocks == 0
-
-
-async def test_events_and_snapshots_tell_a_watcher_what_a_match_goes_by(client, cache):
-    """Tokens a block and every group's window: also those of groups without blocks, which decide as much."""
-    await cache.in_group(1).put(KEYS[:4], content(VSWA, 1, KEYS[:4]))
-    windows = (64, 0, 100)
-    created: dict[int, Event] = {}
-    async with client.watch(oldest=True, types=[EventType.CREATED], caches=[cache.name]) as watch:
-        while len(created) < 3:
-            event = await anext(watch)
-            assert isinstance(event, Event)
-            created[event.group] = event
-    assert {(each.tokens_per_block, each.all_window_tokens) for each in created.values()} == {(16, windows)}
-    async with client.watch(snapshot=True, caches=[cache.name]) as watch:
-        items = [item async for item in until_snapshot_end(watch)]
-    slices = [item for item in items if isinstance(item, SnapshotSlice)]
-    assert [(each.group, len(each.residency)) for each in slices] == [(0, 0), (1, 4), (2, 0)]
-    assert {(each.tokens_per_block, each.all_window_tokens) for each in slices} == {(16, windows)}
-
-
-async def until_snapshot_end(watch):
-    async for item in watch:
-        yield item
-        if isinstance(item, SnapshotEnd):
-            return
 
 
 async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache):
@@ -184,16 +140,6 @@ async def test_groups_are_counted_apart(client, cache):
         for tier in stats.tiers:
             parts = [each for group in stats.groups for each in group.tiers if each.tier is tier.tier]
             assert (tier.capacity, tier.ready) == (sum(p.capacity for p in parts), sum(p.ready for p in parts))
-
-
-async def test_get_copies_the_prefix_out(cache):
-    await put(cache, KEYS)
-    found = await cache.across.get([*KEYS, *chain("more", 2)])
-    assert found.blocks == 24
-    for group, arrays in found.groups.items():
-        assert_content(VSWA, group, KEYS[first_block(group, 24) :], arrays)
-    nothing = await cache.across.get(chain("absent", 2))
-    assert (nothing.blocks, nothing.groups) == (0, {0: [], 1: [], 2: []})
 
 
 def test_the_synchronous_client_does_the_same(daemon):

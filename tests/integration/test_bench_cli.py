@@ -69,8 +69,6 @@ def test_gpu_on_the_fake(monkeypatch):
 
 
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
-    said = kvtier("bench", "gpu", "--device", "the fast one", status=1)
-    assert "there is no GPU to measure" in said.stderr
     for variable, value in fake_environment().items():
         monkeypatch.setenv(variable, value)
     said = kvtier("bench", "gpu", "--device", "cuda:7", status=1)

@@ -17,15 +17,13 @@ from kvtier import CacheOptions, Tier, connect, event_hashes
 from kvtier.bridge.publisher import END
 from kvtier.bridge.vllm import MEDIA
 from kvtier.types import tiers_of
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.vllm_reader import Router
 
 NAME = "llama"
 STEP = SPEC.tokens_per_block
 PATIENCE_MS = int(PATIENCE_S * 1000)
-
-Listing = dict[tuple[int | None, int | bytes], set[str]]
 
 
 @dataclass
@@ -112,13 +110,13 @@ def bridge(daemon, *options):
         process.communicate()
 
 
-def name_of(key):
-    return int.from_bytes(key[:8], "big")
+def ended(command):
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
 async def listed(cache):
     rows = [row async for row in cache.blocks()]
-    return {(0, name_of(row.key)): {MEDIA[tier] for tier in tiers_of(row.residency)} for row in rows}
+    return {(0, int.from_bytes(row.key[:8], "big")): {MEDIA[tier] for tier in tiers_of(row.residency)} for row in rows}
 
 
 async def assert_knows(follower, cache):
@@ -130,8 +128,14 @@ async def assert_knows(follower, cache):
     await eventually(differences, lambda found: not found)
 
 
-async def opened(client):
-    return await client.open_cache(NAME, SPEC, budgets=sizes(device=16, host=32, disk=64))
+@pytest.fixture
+def daemon(start_daemon):
+    return start_daemon(device=16, host=32, disk=64)
+
+
+@pytest.fixture
+async def cache(client):
+    return await client.open_cache(NAME, SPEC)
 
 
 async def some_life(cache, name):
@@ -144,50 +148,44 @@ async def some_life(cache, name):
     await cache.drop(chain(f"{name}/1", 1))
 
 
-async def test_a_router_follows_from_a_snapshot_through_life(start_daemon):
-    daemon = start_daemon(device=16, host=32, disk=64)
-    async with await connect(daemon.address) as client:
-        cache = await opened(client)
-        await some_life(cache, "before")
-        with bridge(daemon) as process:
-            follower = process.follower()
-            await assert_knows(follower, cache)
-            assert follower.router.listing, "there was something to know"
-            await some_life(cache, "after")
-            await assert_knows(follower, cache)
-            await cache.reset()
-            await assert_knows(follower, cache)
-            assert follower.router.listing == {}
-            follower.close()
+async def test_a_router_follows_from_a_snapshot_through_life(daemon, cache):
+    await some_life(cache, "before")
+    with bridge(daemon) as process:
+        follower = process.follower()
+        await assert_knows(follower, cache)
+        assert follower.router.listing, "there was something to know"
+        await some_life(cache, "after")
+        await assert_knows(follower, cache)
+        await cache.reset()
+        await assert_knows(follower, cache)
+        assert follower.router.listing == {}
+        follower.close()
 
 
 @pytest.mark.parametrize("steps", ["10000", "1"])
-async def test_the_daemon_is_killed_and_the_router_ends_up_right(start_daemon, steps):
+async def test_the_daemon_is_killed_and_the_router_ends_up_right(daemon, client, cache, steps):
     """Also one that comes only then, to whom the beginning is no longer told as it was."""
-    daemon = start_daemon(device=16, host=32, disk=64)
-    async with await connect(daemon.address) as client:
-        cache = await opened(client)
-        with bridge(daemon, "--buffer-steps", steps) as process:
-            follower = process.follower()
-            await some_life(cache, "before")
+    with bridge(daemon, "--buffer-steps", steps) as process:
+        follower = process.follower()
+        await some_life(cache, "before")
+        await assert_knows(follower, cache)
+        for number in range(2):
+            daemon.kill()
+            await asyncio.to_thread(daemon.start)
+            cache = await client.open_cache(NAME, SPEC)
+            await some_life(cache, f"after {number}")
             await assert_knows(follower, cache)
-            for number in range(2):
-                daemon.kill()
-                await asyncio.to_thread(daemon.start)
-                cache = await opened(client)
-                await some_life(cache, f"after {number}")
-                await assert_knows(follower, cache)
-            late = process.follower()
-            await assert_knows(late, cache)
-            for each in (follower, late):
-                each.close()
+        late = process.follower()
+        await assert_knows(late, cache)
+        for each in (follower, late):
+            each.close()
 
 
 async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_daemon):
     """The daemon holds few events, and logs none: what the bridge slept through is gone."""
     daemon = start_daemon("--event-ring-bytes", "16KiB", "--event-log-bytes", "0", device=16, host=32, disk=64)
     async with await connect(daemon.address) as client:
-        cache = await opened(client)
+        cache = await client.open_cache(NAME, SPEC)
         with bridge(daemon) as process:
             follower = process.follower()
             await some_life(cache, "before")
@@ -202,72 +200,52 @@ async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_da
             follower.close()
 
 
-async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(start_daemon, short_dir):
-    daemon = start_daemon(device=16, host=32, disk=64)
+async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(daemon, cache, short_dir):
     places = ("--endpoint", f"ipc://{short_dir}/events", "--replay-endpoint", f"ipc://{short_dir}/replay")
-    async with await connect(daemon.address) as client:
-        cache = await opened(client)
-        with bridge(daemon, *places) as process:
-            follower = process.follower()
-            await some_life(cache, "before")
-            await assert_knows(follower, cache)
-        await some_life(cache, "between")
-        with bridge(daemon, *places, "--heartbeat", "0.2"):
-            await some_life(cache, "after")
-            await assert_knows(follower, cache)
-            follower.close()
+    with bridge(daemon, *places) as process:
+        follower = process.follower()
+        await some_life(cache, "before")
+        await assert_knows(follower, cache)
+    await some_life(cache, "between")
+    with bridge(daemon, *places, "--heartbeat", "0.2"):
+        await some_life(cache, "after")
+        await assert_knows(follower, cache)
+        follower.close()
 
 
-async def test_tokens_and_hashes_as_routers_want_them(start_daemon):
-    daemon = start_daemon(device=16, host=32, disk=64)
+async def test_tokens_and_hashes_as_routers_want_them(daemon, client):
     ids = list(range(1000, 1000 + 3 * STEP))
     packed = event_hashes("v1_block_key", ids, STEP)
     hashes = [int.from_bytes(packed[start : start + 8], "big") for start in range(0, len(packed), 8)]
     options = CacheOptions(event_hash="v1_block_key", keep_tokens=True)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache(NAME, SPEC, budgets=sizes(device=16, host=32, disk=64), options=options)
-        prompt = cache.prompt(ids)
-        await cache.put(prompt.keys, blocks([prompt.keys[:32]] * 3), prompt=prompt)
-        await cache.move(prompt.keys, Tier.HOST)
-        with bridge(daemon, "--tokens") as process, bridge(daemon) as other:
-            seeing, blind = process.follower(), other.follower()
-            expected = {(0, number): {"CPU"} for number in hashes}
-            for follower, tokens in ((seeing, ids), (blind, [])):
+    cache = await client.open_cache(NAME, SPEC, options=options)
+    prompt = cache.prompt(ids)
+    await cache.put(prompt.keys, blocks([prompt.keys[:32]] * 3), prompt=prompt)
+    await cache.move(prompt.keys, Tier.HOST)
+    with bridge(daemon, "--tokens") as process, bridge(daemon) as other:
+        seeing, blind = process.follower(), other.follower()
+        expected = {(0, number): {"CPU"} for number in hashes}
+        for follower, tokens in ((seeing, ids), (blind, [])):
 
-                async def told(follower=follower):
-                    await asyncio.to_thread(follower.catch_up)
-                    return follower.router.listing
+            async def told(follower=follower):
+                await asyncio.to_thread(follower.catch_up)
+                return follower.router.listing
 
-                assert await eventually(told, lambda listing: listing == expected)
-                said = [token for number in hashes for token in follower.router.tokens.get((0, number), [])]
-                assert said == tokens
-                follower.close()
+            assert await eventually(told, lambda listing: listing == expected)
+            said = [token for number in hashes for token in follower.router.tokens.get((0, number), [])]
+            assert said == tokens
+            follower.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--endpoint", "tcp://0.0.0.0:5557"), "--insecure-any"),
-        (("--lora-name", "x", "y"), "not a valid integer"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_anything_is_bound(start_daemon, options, says):
-    done = subprocess.run(
-        command(start_daemon(host=4), *options), check=False, capture_output=True, text=True, timeout=60
-    )
+def test_a_place_that_other_hosts_reach_is_asked_for(daemon):
+    done = ended(command(daemon, "--endpoint", "tcp://0.0.0.0:5557"))
     assert done.returncode == 2
-    assert says in done.stderr
+    assert "--insecure-any" in done.stderr
 
 
 def test_without_the_extra_it_says_what_to_install():
     code = "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "bridge", "zmq", "--cache", NAME],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = ended([sys.executable, "-c", code, "bridge", "zmq", "--cache", NAME])
     assert (done.returncode, done.stderr) == (1, "Error: zmq is not installed: pip install 'kvtier[zmq]'\n")
 
 
@@ -278,6 +256,6 @@ def test_who_may_not_watch_is_refused(start_daemon, tmp_path):
     flags = ("--config", str(tmp_path / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure")
     daemon = start_daemon(*flags, host=4)
     insecure = ("--address", f"tcp://{daemon.tcp_address}", "--insecure", "--endpoint", "tcp://127.0.0.1:*")
-    done = subprocess.run([*command(daemon), *insecure], check=False, capture_output=True, text=True, timeout=60)
+    done = ended([*command(daemon), *insecure])
     assert done.returncode == 1
     assert "the right to watch" in done.stderr
