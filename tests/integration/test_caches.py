@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,7 @@ from kvtier import (
     WritePolicy,
     connect,
 )
-from kvtier.v1 import caches_pb2
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.raw import attached
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
 
@@ -38,8 +35,15 @@ SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
 
 
-async def info_of(client, name):
-    return next((cache for cache in await client.caches() if cache.name == name), None)
+@pytest.fixture
+def daemon(start_daemon):
+    return start_daemon(**SLOTS)
+
+
+@pytest.fixture
+async def other(daemon):
+    async with await connect(daemon.address) as other:
+        yield other
 
 
 async def put(client, name, budgets=None):
@@ -59,40 +63,22 @@ async def segments(daemon):
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
-async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon):
-    daemon = start_daemon(**SLOTS)
-    async with await connect(daemon.address) as client:
-        await put(client, "known")
-        link = await client._session.link(None)
+async def test_both_clients_open_what_there_is_by_its_name(daemon, client, other):
+    with pytest.raises(NotFound) as missing:
+        await client.open_cache("known")
+    assert missing.value.reason == "UNKNOWN_CACHE"
+    await put(other, "known", sizes(device=8, host=8, disk=16))
+    cache = await client.open_cache("known")
+    assert (cache.spec, cache.block_bytes) == (SPEC, SPEC.block_bytes(0))
+    assert_bytes(KEYS, await cache.get(KEYS))
 
-        async def by_name(name):
-            return await link.stubs.caches.Open(caches_pb2.OpenRequest(name=name), metadata=link.metadata)
+    def work():
+        with Client(daemon.address) as blocking:
+            found = blocking.open_cache("known", write=False)
+            assert found.spec == SPEC
+            assert_bytes(KEYS, found.get(KEYS))
 
-        found = await by_name("known")
-        assert (found.created, found.info.blocks, found.info.spec.model) == (False, len(KEYS), SPEC.model)
-    async with attached(daemon.address) as raw:
-        refusal = await raw.refusal(raw.stubs.caches.Open, caches_pb2.OpenRequest(name="unknown"))
-        assert (refusal.code.name, refusal.reason) == ("NOT_FOUND", "UNKNOWN_CACHE")
-
-
-async def test_both_clients_open_what_there_is_by_its_name(start_daemon):
-    daemon = start_daemon(**SLOTS)
-    async with await connect(daemon.address) as owner, await connect(daemon.address) as client:
-        with pytest.raises(NotFound) as missing:
-            await client.open_cache("known")
-        assert missing.value.reason == "UNKNOWN_CACHE"
-        await put(owner, "known", sizes(device=8, host=8, disk=16))
-        cache = await client.open_cache("known")
-        assert (cache.spec, cache.block_bytes) == (SPEC, SPEC.block_bytes(0))
-        assert_bytes(KEYS, await cache.get(KEYS))
-
-        def work():
-            with Client(daemon.address) as blocking:
-                found = blocking.open_cache("known", write=False)
-                assert found.spec == SPEC
-                assert_bytes(KEYS, found.get(KEYS))
-
-        await asyncio.to_thread(work)
+    await asyncio.to_thread(work)
 
 
 async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon(start_daemon):
@@ -110,110 +96,85 @@ async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon
             await cache.match(KEYS)
 
 
-async def test_opening_one_cache_does_not_wait_for_another(start_daemon):
-    """The second is there already: it is found while the first is still being made."""
-    daemon = start_daemon(host=20_000)
-    async with await connect(daemon.address) as client:
-        await client.open_cache("small", SPEC, budgets=sizes(host=4))
-        large = asyncio.create_task(client.open_cache("large", SPEC, budgets=sizes(host=16_000)))
-        await client.open_cache("small", SPEC)
-        await client.open_cache("small", SPEC)
-        await large
-
-
 # -- removed -----------------------------------------------------------------------------------------------------------
-async def test_a_removed_cache_leaves_nothing_behind(start_daemon):
-    daemon = start_daemon(**SLOTS)
-    async with await connect(daemon.address) as client:
-        cache = await put(client, "doomed")
-        await cache.move(KEYS[:2], Tier.DISK)
-        stats = await client.stats()
-        await cache.close()
-        expected = {tier: count * SLOT_BYTES for tier, count in zip(Tier, SLOTS.values(), strict=True)}
-        planned = await client.remove_cache("doomed", dry_run=True)
-        assert (planned.blocks, dict(planned.freed)) == (len(KEYS), expected)
-        assert (await info_of(client, "doomed")) is not None
-        assert await client.remove_cache("doomed") == planned
-        assert await client.caches() == []
-        assert not directory(daemon, "doomed").exists()
-        await eventually(lambda: segments(daemon), lambda mapped: not mapped)
-        async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
-            assert isinstance(item, Event)
-            assert (item.cache, item.cause) == ("doomed", Cause.EXPLICIT)
-            break
-        # Name and room are free again, also for something else.
-        again = await client.open_cache("doomed", SPEC)
-        assert [again.slots(tier) for tier in Tier] == list(SLOTS.values())
-        assert (await again.match(KEYS)).blocks == 0
-        await again.close()
-        await client.remove_cache("doomed")
+async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
+    cache = await put(client, "doomed")
+    await cache.move(KEYS[:2], Tier.DISK)
+    stats = await client.stats()
+    await cache.close()
+    expected = {tier: count * SLOT_BYTES for tier, count in zip(Tier, SLOTS.values(), strict=True)}
+    planned = await client.remove_cache("doomed", dry_run=True)
+    assert (planned.blocks, dict(planned.freed)) == (len(KEYS), expected)
+    assert [cache.name for cache in await client.caches()] == ["doomed"]
+    assert await client.remove_cache("doomed") == planned
+    assert await client.caches() == []
+    assert not directory(daemon, "doomed").exists()
+    await eventually(lambda: segments(daemon), lambda mapped: not mapped)
+    async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
+        assert isinstance(item, Event)
+        assert (item.cache, item.cause) == ("doomed", Cause.EXPLICIT)
+        break
+    # Name and room are free again, also for something else.
+    again = await client.open_cache("doomed", SPEC)
+    assert [again.slots(tier) for tier in Tier] == list(SLOTS.values())
+    assert (await again.match(KEYS)).blocks == 0
+    await again.close()
+    await client.remove_cache("doomed")
     await asyncio.to_thread(daemon.stop)
     await asyncio.to_thread(daemon.start)
-    async with await connect(daemon.address) as client:
-        assert await client.caches() == []
-        with pytest.raises(NotFound):
-            await client.remove_cache("doomed")
+    assert await client.caches() == []
+    with pytest.raises(NotFound):
+        await client.remove_cache("doomed")
 
 
-async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(start_daemon):
-    daemon = start_daemon(**SLOTS)
-    async with await connect(daemon.address) as user, await connect(daemon.address) as operator:
-        cache = await put(user, "used")
+async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(client, other):
+    cache = await put(client, "used")
+    with pytest.raises(CallerError) as refused:
+        await other.remove_cache("used")
+    assert refused.value.reason == "CACHE_IN_USE"
+    async with cache.acquire(KEYS):
         with pytest.raises(CallerError) as refused:
-            await operator.remove_cache("used")
-        assert refused.value.reason == "CACHE_IN_USE"
-        async with cache.acquire(KEYS):
-            with pytest.raises(CallerError) as refused:
-                await operator.remove_cache("used", force=True)
-            assert refused.value.reason == "LEASES_HELD"
-        await operator.remove_cache("used", force=True)
-        with pytest.raises(NotFound):
-            await cache.match(KEYS)
-        assert await operator.caches() == []
+            await other.remove_cache("used", force=True)
+        assert refused.value.reason == "LEASES_HELD"
+    await other.remove_cache("used", force=True)
+    with pytest.raises(NotFound):
+        await cache.match(KEYS)
+    assert await other.caches() == []
 
 
-async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon):
-    daemon = start_daemon(**SLOTS)
-    async with await connect(daemon.address) as client:
-        await (await put(client, "doomed")).move(KEYS, Tier.DISK)
+async def test_a_removal_that_a_crash_cut_short_is_finished(daemon, client):
+    await (await put(client, "doomed")).move(KEYS, Tier.DISK)
     daemon.kill()
     directory(daemon, "doomed").rename(directory(daemon, ".gone-doomed"))
     daemon.start()
     assert os.listdir(daemon.disk_dir / "caches") == []
-    async with await connect(daemon.address) as client:
-        assert await client.caches() == []
+    assert await client.caches() == []
 
 
-async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(start_daemon):
-    daemon = start_daemon(**SLOTS)
-    async with await connect(daemon.address) as client:
-        cache = await put(client, "stuck")
-        budgets = {tier.tier: tier.capacity for tier in (await cache_stats(client, "stuck")).tiers}
-        await cache.close()
-        in_the_way = directory(daemon, ".gone-stuck")
-        in_the_way.touch()
-        with pytest.raises(KvtierError):
-            await client.remove_cache("stuck")
-        in_the_way.unlink()
-        removal = await client.remove_cache("stuck", force=True)
-        assert removal.freed[Tier.HOST] == SLOTS["host"] * SLOT_BYTES
-        await put(client, "next")
-        assert {tier.tier: tier.capacity for tier in (await cache_stats(client, "next")).tiers} == budgets
+async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(daemon, client):
+    cache = await put(client, "stuck")
+    budgets = {tier.tier: tier.capacity for tier in (await cache_stats(client, "stuck")).tiers}
+    await cache.close()
+    in_the_way = directory(daemon, ".gone-stuck")
+    in_the_way.touch()
+    with pytest.raises(KvtierError):
+        await client.remove_cache("stuck")
+    in_the_way.unlink()
+    removal = await client.remove_cache("stuck", force=True)
+    assert removal.freed[Tier.HOST] == SLOTS["host"] * SLOT_BYTES
+    await put(client, "next")
+    assert {tier.tier: tier.capacity for tier in (await cache_stats(client, "next")).tiers} == budgets
 
 
-@pytest.mark.parametrize("eviction", ["lru", "2q"])
-async def test_options_are_told_and_outlive_the_daemon(start_daemon, eviction):
-    options = CacheOptions(write_policy=WritePolicy.BACK, eviction=eviction)
-    daemon = start_daemon(host=4, disk=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, options=options)
-        assert cache.info.options == options
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
-        (listed,) = await client.caches()
-        assert listed.options == options
-        assert (await client.open_cache("c", SPEC, options=options)).info.options == options
-        assert (await client.open_cache("c", SPEC)).info.options == options
+async def test_options_of_a_cache_on_disk_outlive_the_daemon(daemon, client):
+    options = CacheOptions(write_policy=WritePolicy.BACK, eviction="2q")
+    cache = await client.open_cache("c", SPEC, options=options)
+    assert cache.info.options == options
+    await asyncio.to_thread(daemon.stop)
+    await asyncio.to_thread(daemon.start)
+    (listed,) = await client.caches()
+    assert listed.options == options
+    assert (await client.open_cache("c", SPEC)).info.options == options
 
 
 async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemon):
@@ -239,13 +200,11 @@ async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemo
         assert (await client.open_cache("c", other)).info.options == defaults
 
 
-async def test_options_that_there_are_not_are_refused_and_make_no_cache(start_daemon):
-    daemon = start_daemon(host=4)
-    async with await connect(daemon.address) as client:
-        with pytest.raises(InvalidArgument) as refused:
-            await client.open_cache("c", SPEC, options=CacheOptions(eviction="random"))
-        assert (refused.value.field, refused.value.value) == ("options.eviction", "random")
-        assert await client.caches() == []
+async def test_options_that_there_are_not_are_refused_and_make_no_cache(client):
+    with pytest.raises(InvalidArgument) as refused:
+        await client.open_cache("c", SPEC, options=CacheOptions(eviction="random"))
+    assert (refused.value.field, refused.value.value) == ("options.eviction", "random")
+    assert await client.caches() == []
 
 
 async def refused(cache, count, tier=Tier.HOST):
@@ -255,14 +214,10 @@ async def refused(cache, count, tier=Tier.HOST):
     return refusal.value
 
 
-async def other(cache, client):
-    return await client.open_cache(cache.name, SPEC)
-
-
 async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", device=8, host=8)
     async with await connect(daemon.address) as first, await connect(daemon.address) as second:
-        cache = await first.open_cache("shared", SPEC)
+        cache, theirs = [await each.open_cache("shared", SPEC) for each in (first, second)]
         async with cache.reserve(3, tier=Tier.HOST) as lease:
             error = await refused(cache, 2)
             assert (error.reason, error.tier, error.wanted, error.free) == ("OVER_CAP", Tier.HOST, 2, 1)
@@ -271,24 +226,13 @@ async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
             async with cache.reserve(1, tier=Tier.HOST):
                 assert (await refused(cache, 1)).free == 0
             # Each tier has its own, and so has each session.
-            async with cache.reserve(4, tier=Tier.DEVICE), (await other(cache, second)).reserve(4, tier=Tier.HOST):
+            async with cache.reserve(4, tier=Tier.DEVICE), theirs.reserve(4, tier=Tier.HOST):
                 pass
             # What is committed is not blank any more.
             keys = chain("committed", 3)
             assert await lease.commit(keys) == [BlockResult.OK] * 3
             async with cache.reserve(4, tier=Tier.HOST):
                 pass
-
-
-async def test_calls_at_the_same_time_count_together(start_daemon):
-    daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("shared", SPEC)
-        async with AsyncExitStack() as stack:
-            asked = [stack.enter_async_context(cache.reserve(3, tier=Tier.HOST)) for _ in range(4)]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            refusals = [answer for answer in answers if isinstance(answer, TierFull)]
-            assert [refusal.reason for refusal in refusals] == ["OVER_CAP"] * 3
 
 
 async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):

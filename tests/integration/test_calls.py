@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import grpc
@@ -13,15 +11,15 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from kvtier import BlockResult, Cache, Tier, arena, connect
+from kvtier import BlockResult, DeadlineExceeded, Tier, arena, connect
 from kvtier.errors import LeaseError
-from kvtier.lease import ReadLease, WriteLease
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.raw import attached, commit_request
 from tests.integration.seeing import cache_stats, edge_stats, state, tier_stats
 from tests.integration.stuck import stuck_disk
+from tests.integration.touching import write_into
 from tests.integration.waiting import eventually
 
 HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
@@ -87,19 +85,18 @@ async def test_a_refused_call_has_changed_nothing_and_runs_anew(raw, name):
     assert len((await twice(raw, raw.stubs.blocks.Reserve, request)).slots) == 1
 
 
-@pytest.mark.parametrize("difference", ["count", "method"])
-async def test_a_number_belongs_to_one_call(raw, name, difference):
+async def test_a_number_belongs_to_one_call(raw, name):
     wire = raw.stubs.blocks
     cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
-    first = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=77)
-    await raw.call(wire.Reserve, first)
+    await raw.call(wire.Reserve, blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=77))
     before = await state(raw)
-    if difference == "count":
-        fault = await raw.refusal(wire.Reserve, blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=2, seq=77))
-    else:
-        fault = await raw.refusal(wire.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=PACKED, seq=77))
-    assert (fault.code, fault.detail.field, fault.detail.value) == (grpc.StatusCode.INVALID_ARGUMENT, "seq", "77")
-    assert await state(raw) == before
+    for method, request in (
+        (wire.Reserve, blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=2, seq=77)),
+        (wire.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=PACKED, seq=77)),
+    ):
+        fault = await raw.refusal(method, request)
+        assert (fault.code, fault.detail.field, fault.detail.value) == (grpc.StatusCode.INVALID_ARGUMENT, "seq", "77")
+        assert await state(raw) == before
 
 
 async def test_sessions_number_their_calls_for_themselves(daemon, raw, name):
@@ -111,20 +108,6 @@ async def test_sessions_number_their_calls_for_themselves(daemon, raw, name):
         theirs = await other.call(other.stubs.blocks.Reserve, request)
     assert mine.lease_id != theirs.lease_id
     assert list(mine.slots) != list(theirs.slots)
-
-
-async def test_calls_without_a_number_are_calls_of_their_own(raw, name):
-    cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
-    leases = {(await raw.reserve(cache, Tier.HOST, 1)).lease_id for _ in range(3)}
-    assert len(leases) == 3
-
-
-async def test_a_repeat_while_the_first_still_runs_is_the_same_call(raw, name):
-    cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=16))).cache_id
-    await raw.commit(cache, await raw.reserve(cache, Tier.DEVICE, 2), KEYS)
-    request = blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=PACKED, seq=9)
-    answers = await asyncio.gather(*(raw.call(raw.stubs.blocks.Move, request) for _ in range(8)))
-    assert len({answer.SerializeToString() for answer in answers}) == 1
 
 
 async def test_what_a_cancelled_call_got_is_learned_by_asking_again(client, raw, name):
@@ -151,7 +134,7 @@ async def test_the_client_gives_back_what_its_cancelled_calls_got(client, name):
     async def take():
         await (cache.reserve(1, Tier.HOST) if generator.random() < 0.5 else cache.acquire(KEYS, Tier.HOST))
 
-    await put_two(cache)
+    await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
     for _ in range(60):
         task = asyncio.create_task(take())
         for _ in range(generator.randrange(10)):
@@ -161,11 +144,6 @@ async def test_the_client_gives_back_what_its_cancelled_calls_got(client, name):
     await cache.release_all()
     stats = await eventually(lambda: tier_stats(client, name, Tier.HOST), lambda stats: not stats.held)
     assert stats.blank == 0
-
-
-async def put_two(cache):
-    async with cache.reserve(2, Tier.HOST) as lease:
-        await lease.commit(KEYS, parents=[None, KEYS[0]])
 
 
 @pytest.fixture
@@ -178,13 +156,8 @@ async def test_a_commit_can_end_its_lease(client, small_cache):
     await small_cache.put(keys[:1], blocks(keys[:1]))
     lease = await small_cache.reserve(5, Tier.HOST)
     for index, key in enumerate(keys):
-        begin = 0
-        whole = blocks([key])[0]
-        for part in lease.view(index):
-            part[:] = whole[begin : begin + part.size]
-            begin += part.size
+        write_into(lease.view(index), block(key))
     assert await lease.commit(keys, release=True) == [BlockResult.EXISTS, BlockResult.OK, BlockResult.OK]
-
     assert lease.released
     assert await client.leases(cache=small_cache.name) == []
     with pytest.raises(LeaseError):
@@ -223,25 +196,18 @@ async def test_all_others_are_released_beside_one_that_has_not_answered(client, 
         assert commit.cancelled() or commit.exception() is None or isinstance(commit.exception(), LeaseError)
 
 
-GIVEN_UP = chain("given up", 2)
-Take = Callable[[Cache], Awaitable[WriteLease | ReadLease]]
-
-
-@pytest.fixture
-def small_daemon(start_daemon):
-    return start_daemon(host=8)
-
-
 @pytest.mark.parametrize(
     "take",
-    [lambda cache: cache.reserve(2, Tier.HOST), lambda cache: cache.acquire(GIVEN_UP, Tier.HOST)],
+    [lambda cache: cache.reserve(2, Tier.HOST), lambda cache: cache.acquire(KEYS, Tier.HOST)],
     ids=["reserve", "acquire"],
 )
-async def test_a_daemon_that_hangs_when_a_call_is_given_up(small_daemon, take, monkeypatch, caplog):
+async def test_what_a_given_up_call_got_comes_back_from_a_daemon_that_hangs(start_daemon, take, monkeypatch):
+    """The answer is lost, and while the daemon hangs no attempt to give back what was granted can succeed."""
     monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
-    async with await connect(small_daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(host=8))
-        await cache.put(GIVEN_UP, blocks(GIVEN_UP))
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(KEYS, blocks(KEYS))
         granted, send = asyncio.Event(), arena.send
 
         async def unheard(*call):
@@ -253,24 +219,13 @@ async def test_a_daemon_that_hangs_when_a_call_is_given_up(small_daemon, take, m
             deaf.setattr(arena, "send", unheard)
             taking = asyncio.ensure_future(take(cache))
             await granted.wait()
-            small_daemon.pause()
+            daemon.pause()
             taking.cancel()
             await asyncio.wait([taking])
-        try:
-            with caplog.at_level(logging.DEBUG, "kvtier.arena"):
-                await eventually(_records(caplog), lambda said: len(said) > 0)
-        finally:
-            small_daemon.resume()
+        with pytest.raises(DeadlineExceeded):
+            await client.stats(timeout=0.5)
+        daemon.resume()
         await eventually(client.leases, lambda held: not held)
-
-
-def _records(caplog):
-    """What was said of attempts to give back that did not succeed."""
-
-    async def said():
-        return [record.getMessage() for record in caplog.records if "give" in record.getMessage()]
-
-    return said
 
 
 async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon):
