@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 
 import click
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from kvtier import Tier, connect
 from kvtier.cli import main
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.test_cli import DEADLINE_S, KVTIER
+from tests.integration.test_cli import kvtier
 from tests.tls import Authority
 
 RULES = """
@@ -44,15 +43,6 @@ def daemon(start_daemon, files, short_dir):
         host=8,
         disk=8,
     )
-
-
-def kvtier(*arguments, env, status=0):
-    done = subprocess.run(
-        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=env
-    )
-    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done
 
 
 @pytest.fixture
