@@ -7,12 +7,9 @@ end. So only the end of the process frees slots, and at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -30,6 +27,7 @@ from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.raw import close_all
 from tests.integration.seeing import session_of, tier_stats
+from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
@@ -45,13 +43,6 @@ async def cache(client, name):
     return cache
 
 
-def status(daemon):
-    """The sessions as ``kvtier status`` shows them, by pid."""
-    command = [sys.executable, "-m", "kvtier.cli", "status", "--json", "--address", daemon.address]
-    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout)
-    return {session["pid"]: session for session in shown["sessions"]}
-
-
 async def test_a_killed_clients_slots_come_back(client, daemon, cache):
     with Actor(
         "hold",
@@ -61,16 +52,15 @@ async def test_a_killed_clients_slots_come_back(client, daemon, cache):
         acquire={"DEVICE": ["read by the doomed", 3]},
     ) as doomed:
         said = doomed.says()
-        shown = status(daemon)[doomed.pid]
-        assert (shown["session_id"], shown["attached"]) == (said["session"], True)
-        assert (shown["leases"], shown["held_slots"], shown["uid"]) == (2, 5, os.getuid())
-        assert "tests.integration.actors" in str(shown["command"])
+        shown = await session_of(client, doomed.pid)
+        assert (shown.session_id, shown.attached) == (said["session"], True)
+        assert (shown.leases, shown.held_slots, shown.uid) == (2, 5, os.getuid())
+        assert "tests.integration.actors" in shown.command
         assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 2
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 3
         assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
         doomed.kill()
         await eventually(lambda: session_of(client, doomed.pid), lambda session: session is None)
-    assert doomed.pid not in status(daemon)
     for tier in (Tier.HOST, Tier.DEVICE):
         stats = await tier_stats(client, cache.name, tier)
         assert (stats.blank, stats.held, stats.orphaned) == (0, 0, 0)
@@ -120,14 +110,6 @@ async def test_a_stopped_client_keeps_what_it_holds(client, daemon, cache):
         assert [holder.pid for holder in full.value.holders] == [stopped.pid]
 
 
-async def test_a_client_that_ends_without_a_word_leaves_nothing(client, daemon, cache):
-    """SIGTERM, no goodbye: the kernel tells the daemon all the same."""
-    with Actor("hold", address=daemon.address, cache=cache.name, reserve={"HOST": 6}, acquire={}) as doomed:
-        doomed.says()
-        doomed.signal(signal.SIGTERM)
-        await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.free == 6)
-
-
 # -- broken connections ------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +121,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     close_all(fds)
     reserved = await raw.reserve(cache_id, Tier.HOST, 3)
     read = (await raw.acquire(cache_id, Tier.DEVICE, KEYS)).chains[0]
-    write(arena, reserved.slots[0], keys[0])
+    write_into(arena.view(Tier.HOST, 0, reserved.slots[0], write=True), block(keys[0]))
 
     raw.detach()
     stats = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 3)
@@ -158,7 +140,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     crowd = chain("crowd", 12)
     await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
     assert (await tier_stats(client, cache.name, Tier.HOST)).orphaned == 3
-    assert_slot(arena, reserved.slots[0], keys[0])
+    assert_bytes(keys[:1], [bytes_in(arena.view(Tier.HOST, 0, reserved.slots[0], write=False))])
     assert list(arena.generations(Tier.DEVICE, 0, np.array(read.slots))) == list(read.generations)
 
     welcome = raw.attach_again()
@@ -167,20 +149,9 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     back = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 0)
     assert back.blank == 3
     for slot, key in zip(reserved.slots[1:], keys[1:], strict=True):
-        write(arena, slot, key)
+        write_into(arena.view(Tier.HOST, 0, slot, write=True), block(key))
     assert set((await raw.commit(cache_id, reserved, keys)).results) == {OK}
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
-
-
-def write(arena, slot, key):
-    start = 0
-    for part in arena.view(Tier.HOST, 0, slot, write=True):
-        part[:] = block(key)[start : start + part.size]
-        start += part.size
-
-
-def assert_slot(arena, slot, key):
-    assert_bytes([key], [np.concatenate(arena.view(Tier.HOST, 0, slot, write=False))])
 
 
 async def test_orphaned_slots_are_free_when_the_process_dies(client, daemon, cache):
@@ -194,8 +165,8 @@ async def test_orphaned_slots_are_free_when_the_process_dies(client, daemon, cac
     ) as doomed:
         doomed.says()
         await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 4)
-        shown = status(daemon)[doomed.pid]
-        assert (shown["attached"], shown["held_slots"]) == (False, 6)
+        shown = await session_of(client, doomed.pid)
+        assert (shown.attached, shown.held_slots) == (False, 6)
         doomed.kill()
         stats = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 0)
     assert (stats.free, stats.held) == (6, 0)
@@ -222,10 +193,8 @@ async def test_the_client_heals_a_broken_connection_by_itself(client, cache):
     session = client.session_id
     async with cache.reserve(2, Tier.HOST) as lease, cache.acquire(KEYS) as held:
         await break_connection(client)
-        pools = lease.arena.pools(Tier.HOST, 0)
-        for slot, data in zip(lease.slots, blocks(keys), strict=True):
-            pools[0][slot] = data[: pools[0].shape[1]]
-            pools[1][slot] = data[pools[0].shape[1] :]
+        for index, key in enumerate(keys):
+            write_into(lease.view(index), block(key))
         assert await lease.commit(keys) == [OK, OK]
         assert held.unchanged()
         await break_connection(client)
