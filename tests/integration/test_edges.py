@@ -61,32 +61,6 @@ async def test_a_move_goes_along_its_edge(client, name, edge):
     assert_bytes(keys, await cache.get(keys, tier=dst if dst is not Tier.DISK else Tier.HOST))
 
 
-@pytest.mark.parametrize("edge", [edge for edge in EDGES if edge[1] is not Tier.DISK], ids=ids)
-async def test_an_acquire_goes_along_its_edge(client, name, edge):
-    src, dst = edge
-    cache = await client.open_cache(name, SPEC, budgets=sizes(device=COUNT, host=COUNT, disk=2 * COUNT))
-    keys = chain(name, COUNT)
-    await stored_in(cache, src, keys)
-    before = await counted(client, cache, src, dst)
-    assert_bytes(keys, await cache.get(keys, tier=dst))
-    after = await counted(client, cache, src, dst)
-    assert [b - a for a, b in zip(before, after, strict=True)] == [COUNT, COUNT * SLOT_BYTES, 0]
-
-
-async def test_eviction_cascades_down_to_the_disk_and_everything_comes_back(client, name):
-    cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=64))
-    prompts = [chain(f"{name} {index}", 4) for index in range(10)]
-    for keys in prompts:
-        assert set(await cache.put(keys, blocks(keys))) == {BlockResult.OK}
-    for keys in prompts:
-        assert_bytes(keys, await cache.get(keys))
-    stats = await cache_stats(client, name)
-    moved = {edge.edge: edge.blocks for edge in stats.edges}
-    assert min(moved[edge] for edge in ("device>host", "host>disk", "disk>device")) > 0
-    assert sum(edge.failures for edge in stats.edges) == 0
-    assert (stats.blocks, stats.removed) == (40, 0)
-
-
 async def test_late_copies_are_waited_for(start_daemon, name):
     """Every slot that is freed is poisoned, and copies end late: whoever reads too early, reads poison."""
     daemon = start_daemon("--chaos-seed", "7", device=6, host=8, disk=96)

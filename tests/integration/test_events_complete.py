@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise, permutations
@@ -19,19 +18,17 @@ import pytest
 from kvtier import BlockResult, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
-from tests.integration.books import Books, Told, moved
+from tests.integration.books import Books, moved
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.test_disk_faults import flip_a_bit
+from tests.integration.test_disk_faults import flip_a_bit, limit_files, slab
 from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = Tier
-EVERY: Final = DEVICE.bit | HOST.bit | DISK.bit
 SLOTS: Final = {"device": 24, "host": 24, "disk": 48}
 SMALL: Final = sizes(device=6, host=6, disk=12)
 
 Test = TypeVar("Test", bound=Callable[..., object])
-Wanted = Callable[[Told], bool]
 
 NOT_DRIVEN: Final = {
     Cause.QUOTA: "slots are given out when a cache is opened, so a full cache makes room in itself: capacity",
@@ -50,6 +47,22 @@ def drives(*said):
 
 STORED, REMOVED, UPDATED = EventType.STORED, EventType.REMOVED, EventType.UPDATED
 CREATED, CLEARED = EventType.CREATED, EventType.CLEARED
+
+
+@pytest.fixture
+def daemon(start_fresh):
+    return start_fresh(**SLOTS)
+
+
+@pytest.fixture
+async def books(client):
+    async with Books(client) as books:
+        yield books
+
+
+@pytest.fixture
+async def cache(client):
+    return await client.open_cache("c", SPEC, budgets=SMALL)
 
 
 @asynccontextmanager
@@ -102,134 +115,124 @@ async def say(books, *said):
 
 
 @drives((CREATED, Cause.EXPLICIT), (STORED, Cause.COMMIT), (UPDATED, Cause.COMMIT))
-async def test_what_a_commit_does(start_fresh):
-    async with kept(start_fresh(**SLOTS)) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+async def test_what_a_commit_does(books, cache):
+    await books.agree(cache)
+    for tier in (DEVICE, HOST):
+        keys = await put(cache, f"in {tier}", 2, tier=tier)
         await books.agree(cache)
-        for tier in (DEVICE, HOST):
-            keys = await put(cache, f"in {tier}", 2, tier=tier)
-            await books.agree(cache)
-            child = chain("more", 1)
-            await cache.put(child, blocks(child), parent=keys[-1], tier=tier, priorities=80)
-            await books.agree(cache)
-            assert await cache.put(child, blocks(child), parent=keys[-1], tier=tier) == [BlockResult.EXISTS]
-            await books.agree(cache)
-            await say(books, (STORED, Cause.COMMIT, 0, tier.bit), (UPDATED, Cause.COMMIT, tier.bit, tier.bit))
-            await cache.drop(child)
-        await say(books, (CREATED, Cause.EXPLICIT, 0, 0))
+        child = chain("more", 1)
+        await cache.put(child, blocks(child), parent=keys[-1], tier=tier, priorities=80)
+        await books.agree(cache)
+        assert await cache.put(child, blocks(child), parent=keys[-1], tier=tier) == [BlockResult.EXISTS]
+        await books.agree(cache)
+        await say(books, (STORED, Cause.COMMIT, 0, tier.bit), (UPDATED, Cause.COMMIT, tier.bit, tier.bit))
+        await cache.drop(child)
+    await say(books, (CREATED, Cause.EXPLICIT, 0, 0))
 
 
 @drives((UPDATED, Cause.DEMAND), (UPDATED, Cause.PREFETCH), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.WRITE_THROUGH))
-async def test_every_edge_up_and_down_by_call(start_fresh):
-    async with kept(start_fresh(**SLOTS)) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL)
-        for src, dst in permutations(Tier, 2):
-            keys = await put(cache, f"from {src} to {dst}", 2)
-            await move(cache, keys, src)
-            await books.agree(cache)
-            await move(cache, keys[1:], dst)
-            await books.agree(cache)
-            cause = Cause.PREFETCH if dst < src else Cause.EXPLICIT
-            assert cause in await books.causes(moved(src, dst)), (src, dst)
-            await cache.drop(keys[:1])
-        for src, dst in ((HOST, DEVICE), (DISK, DEVICE), (DISK, HOST), (DEVICE, HOST)):
-            keys = await put(cache, f"wanted from {src} in {dst}", 2)
-            await move(cache, keys, src)
-            await hold(cache, keys, dst)
-            await books.agree(cache)
-            assert Cause.DEMAND in await books.causes(moved(src, dst)), (src, dst)
-            await cache.drop(keys[:1])
-        keys = await put(cache, "takes its parent along", 2)
-        await move(cache, keys[1:], DISK)
+async def test_every_edge_up_and_down_by_call(books, cache):
+    for src, dst in permutations(Tier, 2):
+        keys = await put(cache, f"from {src} to {dst}", 2)
+        await move(cache, keys, src)
         await books.agree(cache)
-        await say(books, (UPDATED, Cause.WRITE_THROUGH, DEVICE.bit, DEVICE.bit | DISK.bit))
-        await hold(cache, keys, DEVICE)
-        await move(cache, keys, DISK)  # which is there: only the copies above go
+        await move(cache, keys[1:], dst)
         await books.agree(cache)
-        await say(books, (UPDATED, Cause.EXPLICIT, DEVICE.bit | DISK.bit, DISK.bit))
+        cause = Cause.PREFETCH if dst < src else Cause.EXPLICIT
+        assert cause in await books.causes(moved(src, dst)), (src, dst)
+        await cache.drop(keys[:1])
+    for src, dst in ((HOST, DEVICE), (DISK, DEVICE), (DISK, HOST), (DEVICE, HOST)):
+        keys = await put(cache, f"wanted from {src} in {dst}", 2)
+        await move(cache, keys, src)
+        await hold(cache, keys, dst)
+        await books.agree(cache)
+        assert Cause.DEMAND in await books.causes(moved(src, dst)), (src, dst)
+        await cache.drop(keys[:1])
+    keys = await put(cache, "takes its parent along", 2)
+    await move(cache, keys[1:], DISK)
+    await books.agree(cache)
+    await say(books, (UPDATED, Cause.WRITE_THROUGH, DEVICE.bit, DEVICE.bit | DISK.bit))
+    await hold(cache, keys, DEVICE)
+    await move(cache, keys, DISK)  # which is there: only the copies above go
+    await books.agree(cache)
+    await say(books, (UPDATED, Cause.EXPLICIT, DEVICE.bit | DISK.bit, DISK.bit))
 
 
 @drives((REMOVED, Cause.EXPLICIT), (REMOVED, Cause.ANCESTOR), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.EXPIRED))
-async def test_drops_and_retention_in_every_tier(start_fresh):
-    async with kept(start_fresh(**SLOTS)) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL)
-        for tier in Tier:
-            keys = await put(cache, f"in {tier}", 4)
-            await move(cache, keys, tier)
-            await cache.set_retention(keys[3:], 90)
-            await books.agree(cache)
-            await cache.set_retention(keys[3:], 90)  # as it is: nothing to tell
-            await cache.set_retention(keys[:1], 50)  # its child has more: nothing to see
-            await books.agree(cache)
-            await cache.set_retention(keys[3:], 60, 0.01)
-            expired = is_(UPDATED, Cause.EXPIRED, before=tier.bit, after=tier.bit)
-            await eventually(lambda: books.causes(expired), bool)  # noqa: B023
-            await books.agree(cache)
-            await cache.pin(keys[2:3], tier)
-            assert (await cache.drop(keys)).dropped == 1
-            await cache.unpin(keys[2:3], tier)
-            await books.agree(cache)
-            await cache.drop(keys[1:2])
-            await books.agree(cache)
-            await say(
-                books,
-                (UPDATED, Cause.EXPLICIT, tier.bit, tier.bit),
-                (REMOVED, Cause.EXPLICIT, tier.bit, 0),
-                (REMOVED, Cause.ANCESTOR, tier.bit, 0),
-            )
-            await cache.drop(keys[:1])
+async def test_drops_and_retention_in_every_tier(books, cache):
+    for tier in Tier:
+        keys = await put(cache, f"in {tier}", 4)
+        await move(cache, keys, tier)
+        await cache.set_retention(keys[3:], 90)
+        await books.agree(cache)
+        await cache.set_retention(keys[3:], 90)  # as it is: nothing to tell
+        await cache.set_retention(keys[:1], 50)  # its child has more: nothing to see
+        await books.agree(cache)
+        await cache.set_retention(keys[3:], 60, 0.01)
+        expired = is_(UPDATED, Cause.EXPIRED, before=tier.bit, after=tier.bit)
+        await eventually(lambda: books.causes(expired), bool)  # noqa: B023
+        await books.agree(cache)
+        await cache.pin(keys[2:3], tier)
+        assert (await cache.drop(keys)).dropped == 1
+        await cache.unpin(keys[2:3], tier)
+        await books.agree(cache)
+        await cache.drop(keys[1:2])
+        await books.agree(cache)
+        await say(
+            books,
+            (UPDATED, Cause.EXPLICIT, tier.bit, tier.bit),
+            (REMOVED, Cause.EXPLICIT, tier.bit, 0),
+            (REMOVED, Cause.ANCESTOR, tier.bit, 0),
+        )
+        await cache.drop(keys[:1])
 
 
 @drives((REMOVED, Cause.RESET), (UPDATED, Cause.RESET))
-async def test_a_reset_and_what_it_leaves(start_fresh):
-    async with kept(start_fresh(**SLOTS)) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL)
-        for tier in Tier:
-            await move(cache, await put(cache, f"in {tier}", 2), tier)
-        keys = await put(cache, "held", 1)
-        more = chain("important", 1)
-        await cache.put(more, blocks(more), parent=keys[0], priorities=90)
-        async with cache.acquire(keys):
-            await cache.reset(force=True)
-            await books.agree(cache)
-        await cache.reset()
+async def test_a_reset_and_what_it_leaves(books, cache):
+    for tier in Tier:
+        await move(cache, await put(cache, f"in {tier}", 2), tier)
+    keys = await put(cache, "held", 1)
+    more = chain("important", 1)
+    await cache.put(more, blocks(more), parent=keys[0], priorities=90)
+    async with cache.acquire(keys):
+        await cache.reset(force=True)
         await books.agree(cache)
-        await say(books, *((REMOVED, Cause.RESET, tier.bit, 0) for tier in Tier), (UPDATED, Cause.RESET, 1, 1))
+    await cache.reset()
+    await books.agree(cache)
+    await say(books, *((REMOVED, Cause.RESET, tier.bit, 0) for tier in Tier), (UPDATED, Cause.RESET, 1, 1))
 
 
 @drives((UPDATED, Cause.CAPACITY), (REMOVED, Cause.CAPACITY))
 @pytest.mark.parametrize("tiers", [(DEVICE, HOST, DISK), (DEVICE, DISK), (HOST, DISK), (DEVICE, HOST), (DEVICE,)])
-async def test_room_is_made_in_every_tier(start_fresh, tiers):
-    async with kept(start_fresh(**SLOTS)) as (client, books):
-        few = {str(tier): 4 for tier in tiers}
-        cache = await client.open_cache("c", SPEC, budgets=sizes(**few))
-        longest = 3 if len(tiers) > 1 else 1
-        for number in range(4 * len(tiers) + 4):
-            await insist(cache, str(number), 1 + number % longest, tier=tiers[0], priorities=35 + number % 2)
+async def test_room_is_made_in_every_tier(client, books, tiers):
+    few = {str(tier): 4 for tier in tiers}
+    cache = await client.open_cache("c", SPEC, budgets=sizes(**few))
+    longest = 3 if len(tiers) > 1 else 1
+    for number in range(4 * len(tiers) + 4):
+        await insist(cache, str(number), 1 + number % longest, tier=tiers[0], priorities=35 + number % 2)
+    await books.agree(cache)
+    for src, dst in pairwise(tiers):
+        assert Cause.CAPACITY in await books.causes(moved(src, dst)), (src, dst)
+    await say(books, (REMOVED, Cause.CAPACITY, tiers[-1].bit, 0))
+    if len(tiers) > 1:  # what is below as well goes without a copy
+        keys = await put(cache, "twice", 1, tier=tiers[0])
+        await move(cache, keys, tiers[1])
+        await hold(cache, keys, tiers[0])
+        for number in range(4):
+            await put(cache, f"again {number}", 1, tier=tiers[0])
         await books.agree(cache)
-        for src, dst in pairwise(tiers):
-            assert Cause.CAPACITY in await books.causes(moved(src, dst)), (src, dst)
-        await say(books, (REMOVED, Cause.CAPACITY, tiers[-1].bit, 0))
-        if len(tiers) > 1:  # what is below as well goes without a copy
-            keys = await put(cache, "twice", 1, tier=tiers[0])
-            await move(cache, keys, tiers[1])
-            await hold(cache, keys, tiers[0])
-            for number in range(4):
-                await put(cache, f"again {number}", 1, tier=tiers[0])
-            await books.agree(cache)
 
 
 @drives((UPDATED, Cause.WRITE_THROUGH))
 @pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.SELECTIVE])
-async def test_what_is_written_down_by_policy(start_fresh, policy):
-    async with kept(start_fresh(**SLOTS)) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL, options=CacheOptions(write_policy=policy))
-        for tier in (DEVICE, HOST):
-            keys = await put(cache, f"in {tier}", 2, tier=tier)
-            await hold(cache, keys, tier)
-            await eventually(lambda: books.causes(moved(tier, DISK)), bool)  # noqa: B023
-            await books.agree(cache)
-            assert await books.causes(moved(tier, DISK)) == {Cause.WRITE_THROUGH}
+async def test_what_is_written_down_by_policy(client, books, policy):
+    cache = await client.open_cache("c", SPEC, budgets=SMALL, options=CacheOptions(write_policy=policy))
+    for tier in (DEVICE, HOST):
+        keys = await put(cache, f"in {tier}", 2, tier=tier)
+        await hold(cache, keys, tier)
+        await eventually(lambda: books.causes(moved(tier, DISK)), bool)  # noqa: B023
+        await books.agree(cache)
+        assert await books.causes(moved(tier, DISK)) == {Cause.WRITE_THROUGH}
 
 
 @drives((UPDATED, Cause.WATERMARK))
@@ -247,17 +250,14 @@ async def test_slots_are_kept_clean(start_fresh):
 
 
 @drives((REMOVED, Cause.CORRUPT), (REMOVED, Cause.ANCESTOR))
-async def test_bytes_that_are_not_what_they_were(start_fresh):
-    daemon = start_fresh(**SLOTS)
-    async with kept(daemon) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL)
-        keys = await put(cache, "rots", 4)
-        await move(cache, keys, DISK)
-        await hold(cache, keys[:1], DEVICE)
-        flip_a_bit(daemon, keys[1])
-        assert len(await cache.get(keys)) == 1
-        await books.agree(cache)
-        await say(books, (REMOVED, Cause.CORRUPT, DISK.bit, 0), (REMOVED, Cause.ANCESTOR, DISK.bit, 0))
+async def test_bytes_that_are_not_what_they_were(daemon, books, cache):
+    keys = await put(cache, "rots", 4)
+    await move(cache, keys, DISK)
+    await hold(cache, keys[:1], DEVICE)
+    flip_a_bit(daemon, keys[1])
+    assert len(await cache.get(keys)) == 1
+    await books.agree(cache)
+    await say(books, (REMOVED, Cause.CORRUPT, DISK.bit, 0), (REMOVED, Cause.ANCESTOR, DISK.bit, 0))
 
 
 @drives((REMOVED, Cause.IO_ERROR), (UPDATED, Cause.IO_ERROR), (REMOVED, Cause.ANCESTOR))
@@ -273,10 +273,8 @@ async def test_a_disk_that_is_given_up(start_fresh):
         child = chain("under it, in memory", 1)
         await cache.put(child, blocks(child), parent=both[-1])
         await books.agree(cache)
-        slab = daemon.disk_dir / "caches" / "c" / "group-0.slab"
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
-        os.truncate(slab, 0)
+        limit_files(daemon, SLOT_BYTES)
+        os.truncate(slab(daemon), 0)
         assert await cache.get(only) == []
         await eventually(client.stats, lambda stats: any("out of service" in each for each in stats.problems))
         await books.agree(cache)
@@ -285,7 +283,7 @@ async def test_a_disk_that_is_given_up(start_fresh):
             (REMOVED, Cause.IO_ERROR, DISK.bit, 0),
             (UPDATED, Cause.IO_ERROR, DEVICE.bit | DISK.bit, DEVICE.bit),
         )
-        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        limit_files(daemon)
         await eventually(client.stats, lambda stats: not stats.problems)
         await move(cache, await put(cache, "again", 2), DISK)
         await books.agree(cache)
@@ -293,34 +291,29 @@ async def test_a_disk_that_is_given_up(start_fresh):
 
 @drives((CLEARED, Cause.SHUTDOWN), (CREATED, Cause.RECOVERED), (STORED, Cause.RECOVERED), (CLEARED, Cause.LOST))
 @pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
-async def test_a_restart(start_fresh, cause):
-    daemon = start_fresh(**SLOTS)
-    async with kept(daemon) as (client, books):
-        cache = await client.open_cache("on-disk", SPEC, budgets=SMALL)
-        memory = await client.open_cache("in-memory", SPEC, budgets=sizes(device=4, host=4))
-        await move(cache, await put(cache, "kept", 2), DISK)
-        raised = await put(cache, "raised", 2)
-        await cache.set_retention(raised[1:], 80)
-        await move(cache, raised, DISK)
-        await put(cache, "not kept", 2)
-        await put(memory, "not kept", 2)
-        await books.agree(cache, memory)
-        await asyncio.to_thread(daemon.kill if cause is Cause.LOST else daemon.stop)
-        recorded = len(stored_in(daemon.disk_dir / "caches" / "on-disk"))
-        await asyncio.to_thread(daemon.start)
-        await books.agree(cache)
-        assert not books.has("in-memory")
-        assert bool(books.gaps) is (cause is Cause.LOST)
-        await say(
-            books,
-            (CLEARED, cause, DEVICE.bit, 0),
-            (CREATED, Cause.RECOVERED, 0, 0),
-            (STORED, Cause.RECOVERED, 0, DISK.bit),
-        )
-        assert (
-            sum(n for told, n in books.told.items() if told.cause is Cause.RECOVERED and told.type is STORED)
-            == recorded
-        )
+async def test_a_restart(daemon, client, books, cause):
+    cache = await client.open_cache("on-disk", SPEC, budgets=SMALL)
+    memory = await client.open_cache("in-memory", SPEC, budgets=sizes(device=4, host=4))
+    await move(cache, await put(cache, "kept", 2), DISK)
+    raised = await put(cache, "raised", 2)
+    await cache.set_retention(raised[1:], 80)
+    await move(cache, raised, DISK)
+    await put(cache, "not kept", 2)
+    await put(memory, "not kept", 2)
+    await books.agree(cache, memory)
+    await asyncio.to_thread(daemon.kill if cause is Cause.LOST else daemon.stop)
+    recorded = len(stored_in(daemon.disk_dir / "caches" / "on-disk"))
+    await asyncio.to_thread(daemon.start)
+    await books.agree(cache)
+    assert not books.has("in-memory")
+    assert bool(books.gaps) is (cause is Cause.LOST)
+    await say(
+        books,
+        (CLEARED, cause, DEVICE.bit, 0),
+        (CREATED, Cause.RECOVERED, 0, 0),
+        (STORED, Cause.RECOVERED, 0, DISK.bit),
+    )
+    assert sum(n for told, n in books.told.items() if told.cause is Cause.RECOVERED and told.type is STORED) == recorded
 
 
 @drives((STORED, Cause.RECOVERED), (UPDATED, Cause.RECOVERED))
@@ -350,15 +343,12 @@ async def test_memory_that_is_taken_over(short_dir, cause):
 
 
 @drives((CLEARED, Cause.EXPLICIT))
-async def test_a_cache_is_removed(start_fresh):
-    daemon = start_fresh(**SLOTS)
-    async with kept(daemon) as (client, books):
-        cache = await client.open_cache("c", SPEC, budgets=SMALL)
-        await put(cache, "removed", 2)
-        await cache.close()
-        await client.remove_cache("c")
-        await say(books, (CLEARED, Cause.EXPLICIT, 0, 0))
-        assert not books.has("c")
+async def test_a_cache_is_removed(client, books, cache):
+    await put(cache, "removed", 2)
+    await cache.close()
+    await client.remove_cache("c")
+    await say(books, (CLEARED, Cause.EXPLICIT, 0, 0))
+    assert not books.has("c")
 
 
 def test_every_cause_is_driven_or_has_a_reason_not_to_be():
