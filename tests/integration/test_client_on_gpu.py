@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from kvtier import (
 )
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.memory import DeviceMemory
-from kvtier.abi.cuda.views import DeviceView
 from kvtier.gpu import PASSED, Gpu
 from tests.fake_cuda import load_fake
 from tests.forking import in_child
@@ -117,10 +115,6 @@ def touch(parts, data, *, read):
         start += part.nbytes
 
 
-def right(rows, keys):
-    return all(np.array_equal(row, block(key)) for row, key in zip(rows, keys, strict=True))
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -138,20 +132,6 @@ async def test_blocks_go_in_and_come_out(client, daemon, cache):
         view: Any = lease.view(1)[0]
         assert (view.address, view.readonly) == (pool.address(lease.slots[1]), True)
         assert lease.unchanged()
-
-
-async def test_across_groups_likewise(cache):
-    assert await cache.across.put(KEYS, {0: blocks(KEYS)}, tier=Tier.DEVICE) == {0: OK}
-    assert_bytes(KEYS, (await cache.across.get(KEYS)).groups[0])
-    async with cache.across.acquire(KEYS, Tier.DEVICE) as lease:
-        assert isinstance(lease.groups[0].view(0)[0], DeviceView)
-
-
-async def test_puts_that_follow_each_other_fill_slots_that_came_along(daemon, cache):
-    keys = chain("stock", 8)
-    for parent, key in zip([None, *keys], keys, strict=False):
-        assert await cache.put([key], [block(key)], parent=parent, tier=Tier.DEVICE) == [BlockResult.OK]
-    assert_bytes(keys, await cache.get(keys))
 
 
 async def test_the_device_is_found_whatever_its_number_here(short_dir, monkeypatch):
@@ -246,73 +226,45 @@ async def test_arrays_on_the_gpu_go_in_and_come_out(daemon, cache):
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-async def committed_beside(fake, cache, stream, monkeypatch=None):
-    """What a reader finds of blocks that a kernel was still to write when their commit was asked for."""
+@pytest.mark.parametrize("named", [True, False], ids=["named", "torchs-current"])
+async def test_a_block_is_committed_when_its_kernel_has_written_it(fake, client, cache, monkeypatch, named):
     kernels = Kernels(fake, cache)
-    if monkeypatch is not None:
+    stream = SimpleNamespace(cuda_stream=kernels.stream)
+    if not named:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=kernels.stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     lease = await cache.reserve(3, Tier.DEVICE)
     kernels.write(lease, KEYS)
-    waits = stream is not PASSED
-    named = SimpleNamespace(cuda_stream=kernels.stream) if waits and monkeypatch is None else stream
-    committing = asyncio.create_task(lease.commit(KEYS, stream=named))
-    if not waits:
-        assert await committing == OK
-        found = await cache.get(KEYS)
-        kernels.go()
-    else:
-        await asyncio.sleep(0)
-        assert (await cache.match(KEYS)).blocks == 0
-        kernels.go()
-        assert await committing == OK
-        found = await cache.get(KEYS)
+    committing = asyncio.create_task(lease.commit(KEYS, stream=stream if named else None))
+    await client.stats()  # a commit that waited for nothing would have been sent by now
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).blank == 3
+    kernels.go()
+    assert await committing == OK
+    assert_bytes(KEYS, await cache.get(KEYS))
     await lease.release(stream=kernels.stream)
-    return found
 
 
-async def test_a_block_is_committed_when_its_kernel_has_written_it(fake, cache):
-    assert right(await committed_beside(fake, cache, None), KEYS)
+async def overwrite(cache):
+    """Another owner has all slots, and writes."""
+    taken = await cache.reserve(8, Tier.DEVICE)
+    for index in range(8):
+        touch(taken.view(index), np.full(BLOCK_BYTES, 0xEE, np.uint8), read=False)
+    await taken.release(stream=PASSED)
 
 
-async def test_by_default_the_kernel_on_torchs_current_stream(fake, cache, monkeypatch):
-    assert right(await committed_beside(fake, cache, None, monkeypatch), KEYS)
-
-
-async def test_without_the_fence_readers_find_other_bytes(fake, cache):
-    """What the two tests before would see."""
-    assert not right(await committed_beside(fake, cache, PASSED), KEYS)
-
-
-async def read_beside(fake, cache, *, fenced):
-    """What a kernel reads of slots whose release was asked for before it ran, and for which somebody is waiting."""
+async def test_a_slot_is_somebody_elses_when_its_kernel_has_read_it(fake, client, cache):
     assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
     kernels, rows = Kernels(fake, cache), list(np.zeros((3, BLOCK_BYTES), dtype=np.uint8))
     lease = await cache.acquire(KEYS, Tier.DEVICE)
     kernels.read(lease, rows)
-    releasing = asyncio.create_task(lease.release(stream=kernels.stream if fenced else PASSED))
-    if fenced:
-        await asyncio.sleep(0)
-        assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
-        kernels.go()
-        await releasing
-    else:
-        await releasing
-    assert (await cache.drop(KEYS[:1])).results == [BlockResult.OK]
-    taken = await cache.reserve(8, Tier.DEVICE)
-    for index in range(8):
-        touch(taken.view(index), np.full(BLOCK_BYTES, 0xEE, np.uint8), read=False)
+    releasing = asyncio.create_task(lease.release(stream=kernels.stream))
+    await client.stats()  # as above
+    assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
     kernels.go()
-    await taken.release(stream=kernels.stream)
-    return rows
-
-
-async def test_a_slot_is_somebody_elses_when_its_kernel_has_read_it(fake, cache):
-    assert right(await read_beside(fake, cache, fenced=True), KEYS)
-
-
-async def test_without_the_fence_it_reads_what_somebody_else_writes(fake, cache):
-    assert not right(await read_beside(fake, cache, fenced=False), KEYS)
+    await releasing
+    assert (await cache.drop(KEYS[:1])).results == [BlockResult.OK]
+    await overwrite(cache)
+    assert_bytes(KEYS, rows)
 
 
 async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fake, cache):
@@ -327,54 +279,27 @@ async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fak
     assert_bytes(KEYS, await cache.get(KEYS))
 
 
-async def test_host_leases_wait_for_no_kernel(fake, cache):
-    kernels = Kernels(fake, cache)
-    lease = await cache.reserve(1, Tier.HOST)
-    assert await lease.commit(KEYS[:1], stream=kernels.stream) == [BlockResult.OK]
-    await lease.release(stream=kernels.stream)
-    kernels.go()
-
-
-async def read_while_held(daemon, name, hold, monkeypatch, *, waits):
-    """What a get without a lease finds where its copy begins when its slots are somebody else's already."""
+async def test_a_get_compares_generations_when_the_bytes_have_come(daemon, name, tmp_path, monkeypatch):
+    """Its copies begin when its slots are another owner's already."""
+    hold = tmp_path / "hold"
     fake = use(load_fake(hold=hold), monkeypatch)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
         assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
         await asyncio.to_thread(hold.touch)
         try:
-            if not waits:
-                monkeypatch.setattr(Gpu, "wait", staticmethod(lambda passed: None))
             getting = asyncio.create_task(cache.get(KEYS, tier=Tier.DEVICE))
-            if waits:
-                await eventually(lambda: asyncio.to_thread(begun, fake), bool)
-            else:
-                await getting
+            await eventually(lambda: asyncio.to_thread(begun, fake), bool)
             assert (await cache.drop(KEYS[:1])).results == [BlockResult.OK]
-            taken = await cache.reserve(8, Tier.DEVICE)
-            for index in range(8):
-                touch(taken.view(index), np.full(BLOCK_BYTES, 0xEE, np.uint8), read=False)
+            await overwrite(cache)
         finally:
             await asyncio.to_thread(hold.unlink)
-        found = await getting
-        await eventually(lambda: asyncio.to_thread(begun, fake), lambda under_way: not under_way)
-        await taken.release(stream=PASSED)
-        return found
+        assert await getting == []
 
 
 def begun(fake):
     """Whether copies of this process wait in a stream."""
     return any(stream._work for stream in fake.STATE.streams.values())
-
-
-async def test_a_get_compares_generations_when_the_bytes_have_come(daemon, name, tmp_path, monkeypatch):
-    assert await read_while_held(daemon, name, tmp_path / "hold", monkeypatch, waits=True) == []
-
-
-async def test_a_get_that_did_not_wait_would_give_other_bytes_for_the_blocks(daemon, name, tmp_path, monkeypatch):
-    found = await read_while_held(daemon, name, tmp_path / "hold", monkeypatch, waits=False)
-    assert len(found) == 3
-    assert not right(found, KEYS)
 
 
 def _told_of_the_fork(call):
@@ -392,22 +317,6 @@ def test_a_forked_child_is_told_so_and_touches_no_cuda(fake, daemon, name):
         for call in (lease.release, lambda: cache.release(lease), cache.fence, cache.release_all):
             assert in_child(partial(_told_of_the_fork, call)) == 0
         lease.release()
-
-
-def test_the_synchronous_client_keeps_the_same_order(fake, daemon, name):
-    with Client(daemon.address) as client, ThreadPoolExecutor(1) as thread:
-        cache = client.open_cache(name, SPEC, budgets=BUDGETS)
-        kernels = Kernels(fake, cache.inner)
-        lease = cache.reserve(3, Tier.DEVICE)
-        kernels.write(lease.inner, KEYS)
-        committing = thread.submit(lambda: lease.commit(KEYS, stream=kernels.stream))
-        assert cache.match(KEYS).blocks == 0
-        kernels.go()
-        assert committing.result(PATIENCE_S) == OK
-        assert_bytes(KEYS, cache.get(KEYS))
-        lease.release()
-        assert cache.put(OTHERS, blocks(OTHERS), tier=Tier.DEVICE) == OK
-        assert_bytes(OTHERS, cache.get(OTHERS))
 
 
 async def test_where_this_process_lost_its_gpu_its_leases_stay_held(daemon, name, tmp_path, monkeypatch):
