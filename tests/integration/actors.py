@@ -25,7 +25,7 @@ from typing import Any, Self
 import grpc.aio
 import numpy as np
 
-from kvtier import AsyncClient, Cursor, Event, Gap, KvtierError, Tier, connect
+from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.arena import Arena
 from kvtier.errors import fault_of
@@ -158,25 +158,6 @@ async def stare(address: str) -> None:
         await stream.read()
         _say(session=client.welcome.session_id)
         await _stay()
-
-
-async def follow(address: str, epoch: int, id: int, upto: int) -> None:
-    """Watches from a cursor up to an id; what came, as ranges of ids, and the gaps."""
-    ranges: list[list[int]] = []
-    gaps: list[list[Any]] = []
-    async with await connect(address) as client, client.watch(since=Cursor(epoch, id)) as watch:
-        _say(follows=True)
-        while watch.cursor is None or watch.cursor.id < upto:
-            match await anext(watch):
-                case Event(event_id=number):
-                    if ranges and ranges[-1][1] == number - 1:
-                        ranges[-1][1] = number
-                    else:
-                        ranges.append([number, number])
-                case Gap() as gap:
-                    gaps.append([gap.epoch, gap.first_id, gap.last_id, gap.reason])
-    _say(ranges=ranges, gaps=gaps)
-    await _stay()
 
 
 async def come_and_go(address: str, cache: str, seed: int, watchers: int, stay_s: float) -> None:
@@ -434,7 +415,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
     part.__name__: part
     for part in (
-        *(hold, write_half, send_half, steal, stare, follow, come_and_go),
+        *(hold, write_half, send_half, steal, stare, come_and_go),
         *(keep_reading, keep_storing, be_foreign, be_hostile, be_somebody),
     )
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Cause, Client, EventType, InvalidArgument, NotFound, Tier, connect
+from kvtier import Cause, EventType, InvalidArgument, NotFound, Tier, connect
 from kvtier.cli.explain import GONE, UNKNOWN
 from kvtier.client import CopyState, why_gone
 from tests.integration.actors import Actor
@@ -124,16 +124,6 @@ async def test_dropped_by_call_and_with_its_ancestor(daemon, client, cache):
     assert "77" in why_gone(77), "a cause of a newer daemon"
 
 
-async def test_gone_with_its_cache(client, name):
-    cache = await client.open_cache(name, SPEC, budgets=sizes(device=2))
-    keys = chain(name, 1)
-    await cache.put(keys, blocks(keys))
-    await cache.close()
-    await client.remove_cache(name)
-    told = await client.explain(keys[0])
-    assert [(end.type, end.cause) for end in told.endings()] == [(EventType.CLEARED, Cause.EXPLICIT)]
-
-
 async def test_nothing_is_known_of_it(daemon, client, cache):
     key = chain("never stored", 1)[0]
     told = await client.explain(key)
@@ -184,16 +174,6 @@ async def test_a_page_for_people(daemon, client, cache):
     assert page.count("explicit") == 2
     assert shown(daemon, keys[0], "--limit", "1").count("explicit") == 1
     assert len(told_by_cli(daemon, keys[0], "--limit", "1")["past"]) == 1
-
-
-def test_the_synchronous_client_explains_alike(daemon, name):
-    keys = chain(name, 1)
-    with Client(daemon.address) as client:
-        cache = client.open_cache(name, SPEC, budgets=sizes(host=2))
-        cache.put(keys, blocks(keys), tier=Tier.HOST)
-        told = client.explain(keys[0].hex(), cache=name)
-        assert told.state == "stored"
-        assert [each.cause for each in told.past or ()] == [Cause.COMMIT]
 
 
 async def test_its_past_outlives_the_daemon(start_daemon):
