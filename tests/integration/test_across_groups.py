@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvtier import BlockResult, Client, InvalidArgument, LeaseError, Tier, TierFull, TooShort, connect
+from kvtier import BlockResult, InvalidArgument, LeaseError, Tier, TierFull, TooShort, connect
 from tests.integration.blocks import chain
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
@@ -140,20 +140,6 @@ async def test_groups_are_counted_apart(client, cache):
         for tier in stats.tiers:
             parts = [each for group in stats.groups for each in group.tiers if each.tier is tier.tier]
             assert (tier.capacity, tier.ready) == (sum(p.capacity for p in parts), sum(p.ready for p in parts))
-
-
-def test_the_synchronous_client_does_the_same(daemon):
-    with Client(daemon.address) as client:
-        cache = client.open_cache("vswa", VSWA)
-        arrays = {group: content(VSWA, group, KEYS[first_block(group, 24) :]) for group in groups_of(VSWA)}
-        cache.across.put(KEYS, arrays)
-        assert cache.across.match(KEYS).blocks == cache.across.get(KEYS).blocks == 24
-        with cache.across.acquire(KEYS) as lease:
-            lease.groups[2].trim(3)
-            assert [part.blocks for part in lease.groups] == [4, 24, 4]
-        with cache.across.acquire_many([KEYS, KEYS[:3]]) as leases:
-            assert [each.blocks for each in leases] == [24, 0]
-        assert client.stats().caches[0].tiers[0].held == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
