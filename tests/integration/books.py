@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from kvtier import AsyncClient, Cache, Cause, Cursor, Event, EventType, Gap, Tier
-from tests.integration.waiting import PATIENCE_S, eventually
+from kvtier.events import WatchItem
+from tests.integration.following import Following
+from tests.integration.waiting import eventually
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ class Told(NamedTuple):
 Blocks = dict[bytes, Entry]
 
 
-class Books:
+class Books(Following):
     """Follows everything from the oldest event on. ``told``: how often which change was told of.
 
     Every event must be news: what is stored was not there, what is updated was and is now elsewhere or of another
@@ -43,31 +43,20 @@ class Books:
     """
 
     def __init__(self, client: AsyncClient) -> None:
+        super().__init__(client.watch(oldest=True, heartbeat_s=0.2, heartbeats=True))
         self.told: Counter[Told] = Counter()
         self.gaps: list[Gap] = []
-        self.cursor = Cursor(0, 0)
         self._groups: dict[tuple[str, int], Blocks] = {}
-        self._watch = client.watch(oldest=True, heartbeat_s=0.2, heartbeats=True)
         self._client = client
-        self._news = asyncio.Event()
-        self._reader: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._reader = asyncio.create_task(self._read())
-        self._reader.add_done_callback(lambda _: self._news.set())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._reader is not None
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
-        await self._watch.aclose()
-
-    async def reach(self, cursor: Cursor) -> None:
-        """Returns once everything up to there is in the books."""
-        await self._until(lambda: self.cursor >= cursor)
+    def take(self, item: WatchItem) -> None:
+        if isinstance(item, Gap):
+            assert item.reason == "unclean-stop", item
+            self.gaps.append(item)
+        elif isinstance(item, Event):
+            self._enter(item)
+        if self._watch.cursor is not None:
+            self.cursor = max(self.cursor, self._watch.cursor)
 
     async def causes(self, wanted: Callable[[Told], object]) -> set[Cause | int]:
         """Of all changes so far that are ``wanted``."""
@@ -103,26 +92,6 @@ class Books:
 
         cursors, listed = await eventually(still, lambda found: len(found[0]) == 1)
         return cursors.pop(), listed
-
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        while not reached():
-            assert self._reader is not None
-            if self._reader.done():
-                self._reader.result()
-            self._news.clear()
-            async with asyncio.timeout(PATIENCE_S):
-                await self._news.wait()
-
-    async def _read(self) -> None:
-        async for item in self._watch:
-            if isinstance(item, Gap):
-                assert item.reason == "unclean-stop", item
-                self.gaps.append(item)
-            elif isinstance(item, Event):
-                self._enter(item)
-            if self._watch.cursor is not None:
-                self.cursor = max(self.cursor, self._watch.cursor)
-            self._news.set()
 
     def _enter(self, event: Event) -> None:
         blocks = self._groups.setdefault((event.cache, event.group), {})

@@ -34,9 +34,8 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.gpu import PASSED, Gpu
 from tests.fake_cuda import load_fake
 from tests.forking import in_child
-from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.on_gpu import fake_gpu, gpu_daemon, supervised_gpu_daemon
+from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -207,20 +206,12 @@ class Array:
         return row
 
 
-async def test_arrays_on_the_gpu_go_in_and_come_out(daemon, cache):
+async def test_arrays_on_the_gpu_go_in_and_come_out(cache):
     assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.DEVICE) == OK
-    out = [Array(cache) for _ in KEYS]
-    found = await cache.get(KEYS, out, tier=Tier.DEVICE)
-    assert all(one is other for one, other in zip(found, out, strict=True))
-    assert_bytes(KEYS, [each.bytes for each in out])
-    with Client(daemon.address) as calls:
-        same = calls.open_cache(cache.name, SPEC)
-        assert same.put(OTHERS, [Array(cache, block(key)) for key in OTHERS], tier=Tier.DEVICE) == OK
-        out = [Array(cache) for _ in range(4)]
-        longer = [*OTHERS, chain("nobody has it", 1)[0]]
-        found = same.get(longer, out, tier=Tier.DEVICE)
-        assert all(one is other for one, other in zip(found, out[:3], strict=True))
-        assert_bytes(OTHERS, [each.bytes for each in found])
+    out = [Array(cache) for _ in range(4)]
+    found = await cache.get([*KEYS, chain("nobody has it", 1)[0]], out, tier=Tier.DEVICE)
+    assert all(one is other for one, other in zip(found, out[:3], strict=True))
+    assert_bytes(KEYS, [each.bytes for each in found])
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -357,29 +348,3 @@ async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_d
             await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda stats: stats.free == 8)
     finally:
         assert await asyncio.to_thread(supervised.stop) == 0
-
-
-# -- death -------------------------------------------------------------------------------------------------------------
-
-
-async def test_slots_of_a_client_killed_in_a_kernel_come_back_when_its_process_is_gone(
-    daemon, client, cache, monkeypatch
-):
-    """Neither its broken connection nor what others want gives them away while it can still write there."""
-    for name, value in fake_gpu().items():
-        monkeypatch.setenv(name, value)
-    with Actor("", module="tests.integration.gpu_actors", address=daemon.address, cache=cache.name, slots=3) as doomed:
-        slots = doomed.says()["slots"]
-        stats = await eventually(lambda: tier_stats(client, cache.name, Tier.DEVICE), lambda stats: stats.orphaned == 3)
-        assert (stats.free, stats.blank) == (5, 0)
-        with pytest.raises(TierFull) as full:
-            await cache.reserve(6, Tier.DEVICE)
-        assert [holder.pid for holder in full.value.holders] == [doomed.pid]
-        doomed.kill()
-        await eventually(lambda: tier_stats(client, cache.name, Tier.DEVICE), lambda stats: stats.free == 8)
-    keys = chain("after", 8)
-    lease = await cache.reserve(8, Tier.DEVICE)
-    assert set(slots) <= set(lease.slots)
-    await lease.release()
-    assert await cache.put(keys, blocks(keys), tier=Tier.DEVICE) == [BlockResult.OK] * 8
-    assert_bytes(keys, await cache.get(keys))

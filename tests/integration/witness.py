@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from kvtier import AsyncClient, Cause, Cursor, Event, EventType, Gap, Tier
 from kvtier.cache import Cache
 from kvtier.events import WatchItem
+from tests.integration.following import Following
 from tests.integration.residency import ResidencyTable
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import eventually
 
 
-class Witness:
+class Witness(Following):
     """Reads all events from the oldest held on. ``async with``; a broken promise is raised by whatever waits next.
 
     Promised: inside an epoch, over clean restarts too, ids follow each other without a hole; between two epochs comes
@@ -23,7 +20,7 @@ class Witness:
     """
 
     def __init__(self, client: AsyncClient) -> None:
-        self.cursor = Cursor(0, 0)
+        super().__init__(client.watch(oldest=True, heartbeat_s=0.5))
         self.events = 0
         self.gaps: list[Gap] = []
         self.on_disk_before: dict[str, set[bytes]] = {}
@@ -32,40 +29,17 @@ class Witness:
         """By cache: what was announced as found on disk in the present life."""
         self.left_disk: dict[str, set[bytes]] = defaultdict(set)
         """By cache: what was ever announced to have left the disk."""
-        self._watch = client.watch(oldest=True, heartbeat_s=0.5)
         self._newest = ResidencyTable()
         self._settled = ResidencyTable()
-        self._unsettled: deque[WatchItem] = deque()
+        self._unsettled: deque[Event] = deque()
         self._bridge: Gap | None = None
-        self._news = asyncio.Event()
-        self._reader: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._reader = asyncio.create_task(self._read())
-        self._reader.add_done_callback(lambda _: self._news.set())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._reader is not None
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
-        await self._watch.aclose()
-
-    async def until(self, reached: Callable[[], bool]) -> None:
-        """Waits as long as there is news of anything."""
-        while not reached():
-            assert self._reader is not None
-            if self._reader.done():
-                self._reader.result()
-            self._news.clear()
-            async with asyncio.timeout(PATIENCE_S):
-                await self._news.wait()
-
-    async def reach(self, cursor: Cursor) -> None:
-        """Returns once everything up to ``cursor`` has been told."""
-        await self.until(lambda: self.cursor >= cursor)
+    def take(self, item: WatchItem) -> None:
+        match item:
+            case Event():
+                self._take_event(item)
+            case Gap():
+                self._take_gap(item)
 
     async def more(self, count: int) -> None:
         """Returns after ``count`` more events."""
@@ -86,18 +60,9 @@ class Witness:
 
         (as_of,) = await eventually(listing, lambda cursors: len(cursors) == 1)
         await self.reach(as_of)
-        while self._unsettled and _at(self._unsettled[0]) <= as_of:
+        while self._unsettled and self._unsettled[0].cursor <= as_of:
             self._settled.apply(self._unsettled.popleft())
         assert self._settled.blocks(cache.name, cache.group) == listed
-
-    async def _read(self) -> None:
-        async for item in self._watch:
-            match item:
-                case Event():
-                    self._take_event(item)
-                case Gap():
-                    self._take_gap(item)
-            self._news.set()
 
     def _take_gap(self, gap: Gap) -> None:
         assert gap.reason == "unclean-stop", gap
@@ -135,8 +100,3 @@ class Witness:
                 self.left_disk[event.cache].update(key for key, now in pairs if before[key] & ~now & Tier.DISK.bit)
             case _:
                 pass
-
-
-def _at(item: WatchItem) -> Cursor:
-    assert isinstance(item, Event)
-    return item.cursor
