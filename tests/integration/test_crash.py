@@ -67,19 +67,17 @@ async def test_kills_while_it_starts(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=64)
     keys = chain("survivor", 40)
     async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(device=8, host=8, disk=64))
+        cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         await cache.move(keys, Tier.DISK)
         before = await client.stats()
-    daemon.kill()
-    for _ in range(8):
-        await asyncio.to_thread(start_and_kill_after, daemon, rng.uniform(0.05, 0.6))
-    await asyncio.to_thread(daemon.start)
-    async with await connect(daemon.address) as client:
+        daemon.kill()
+        for _ in range(8):
+            await asyncio.to_thread(start_and_kill_after, daemon, rng.uniform(0.05, 0.6))
+        await asyncio.to_thread(daemon.start)
         after = await client.stats()
         assert before.epoch < after.epoch <= before.epoch + 9
         assert after.last_event_id > before.last_event_id
-        cache = await client.open_cache("c", SPEC)
         assert_bytes(keys, await cache.get(keys))
 
 
