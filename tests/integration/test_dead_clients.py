@@ -43,20 +43,22 @@ async def cache(client, name):
     return cache
 
 
-async def test_a_killed_clients_slots_come_back(client, daemon, cache):
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "broken-off"])
+async def test_a_killed_clients_slots_come_back(client, daemon, cache, attached):
     with Actor(
         "hold",
         address=daemon.address,
         cache=cache.name,
         reserve={"HOST": 2},
         acquire={"DEVICE": ["read by the doomed", 3]},
+        detach=not attached,
     ) as doomed:
         said = doomed.says()
-        shown = await session_of(client, doomed.pid)
-        assert (shown.session_id, shown.attached) == (said["session"], True)
-        assert (shown.leases, shown.held_slots, shown.uid) == (2, 5, os.getuid())
+        shown = await eventually(lambda: session_of(client, doomed.pid), lambda one: one.attached is attached)
+        assert (shown.session_id, shown.leases, shown.held_slots, shown.uid) == (said["session"], 2, 5, os.getuid())
         assert "tests.integration.actors" in shown.command
-        assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 2
+        host = await tier_stats(client, cache.name, Tier.HOST)
+        assert (host.blank, host.orphaned, host.held) == ((2, 0, 2) if attached else (0, 2, 2))
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 3
         assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
         doomed.kill()
@@ -152,25 +154,6 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
         write_into(arena.view(Tier.HOST, 0, slot, write=True), block(key))
     assert set((await raw.commit(cache_id, reserved, keys)).results) == {OK}
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
-
-
-async def test_orphaned_slots_are_free_when_the_process_dies(client, daemon, cache):
-    with Actor(
-        "hold",
-        address=daemon.address,
-        cache=cache.name,
-        reserve={"HOST": 4},
-        acquire={"DEVICE": ["read by the doomed", 2]},
-        detach=True,
-    ) as doomed:
-        doomed.says()
-        await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 4)
-        shown = await session_of(client, doomed.pid)
-        assert (shown.attached, shown.held_slots) == (False, 6)
-        doomed.kill()
-        stats = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 0)
-    assert (stats.free, stats.held) == (6, 0)
-    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
 
 
 async def test_a_token_is_of_no_use_to_another_process(client, daemon, raw, cache):
