@@ -1,18 +1,17 @@
-"""Bytes go along every edge and arrive as they were, also where the device completes its copies late and out of order.
+"""Bytes go along every edge and arrive as they were.
 
 What moved is seen three times: in the bytes, in the counters of the edge, and in the events.
 """
 
 from __future__ import annotations
 
-import asyncio
 from itertools import permutations
 
 import pytest
 
-from kvtier import BlockResult, Cause, Event, EventType, Tier, connect
+from kvtier import BlockResult, Cause, Event, EventType, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.seeing import cache_stats, edge_stats
+from tests.integration.seeing import edge_stats
 
 EDGES = list(permutations(Tier, 2))
 COUNT = 6
@@ -59,23 +58,3 @@ async def test_a_move_goes_along_its_edge(client, name, edge):
     assert there == {dst.bit | src.bit if src is Tier.DISK else dst.bit}
     assert there == {where for event in moved for where in event.residency}
     assert_bytes(keys, await cache.get(keys, tier=dst if dst is not Tier.DISK else Tier.HOST))
-
-
-async def test_late_copies_are_waited_for(start_daemon, name):
-    """Every slot that is freed is poisoned, and copies end late: whoever reads too early, reads poison."""
-    daemon = start_daemon("--chaos-seed", "7", device=6, host=8, disk=96)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC)
-        prompts = [chain(f"{name} {index}", 3) for index in range(24)]
-
-        async def use(keys):
-            assert set(await cache.put(keys, blocks(keys))) == {BlockResult.OK}
-            for _ in range(2):
-                assert_bytes(keys, await cache.get(keys))
-
-        for start in range(0, len(prompts), 2):
-            await asyncio.gather(*map(use, prompts[start : start + 2]))
-        stats = await cache_stats(client, name)
-        assert {edge.edge for edge in stats.edges} >= {"device>host", "host>disk"}
-        for keys in prompts:
-            assert_bytes(keys, await cache.get(keys))
