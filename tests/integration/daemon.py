@@ -165,6 +165,11 @@ class DaemonProcess:
         left = [path for path in self.sockets if path.exists()]
         assert not left, f"left behind: {left}"
 
+    def restart(self) -> None:
+        """A clean stop, and a start."""
+        self.stop()
+        self.start()
+
     def assert_healthy_log(self) -> None:
         trouble = [line for line in self.log.splitlines() if any(word in line for word in _TROUBLE)]
         assert not trouble, self.log

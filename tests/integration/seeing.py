@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtier import AsyncClient, Tier
+from kvtier import AsyncClient, Cursor, Tier
 from kvtier.types import CacheStats, DaemonStats, EdgeStats, EventLogStats, SessionStats, TierStats
 from kvtier.v1 import admin_pb2
 from tests.integration.raw import RawClient
@@ -22,6 +22,12 @@ async def state(raw: RawClient) -> bytes:
 async def state_seen_by(client: AsyncClient) -> DaemonStats:
     """The same, as a client has it."""
     return replace(await client.stats(), uptime_ns=0, event_log=EventLogStats())
+
+
+async def now(client: AsyncClient) -> Cursor:
+    """The last event so far."""
+    stats = await client.stats()
+    return Cursor(stats.epoch, stats.last_event_id)
 
 
 async def cache_stats(client: AsyncClient, name: str) -> CacheStats:

@@ -15,7 +15,6 @@ from kvtier import (
     CallerError,
     Cause,
     Client,
-    Cursor,
     Event,
     EventType,
     InvalidArgument,
@@ -28,7 +27,7 @@ from kvtier import (
     connect,
 )
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.seeing import cache_stats
+from tests.integration.seeing import cache_stats, now
 from tests.integration.waiting import eventually
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
@@ -86,8 +85,7 @@ async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon
     async with await connect(daemon.address) as client, await connect(daemon.address) as owner:
         await owner.open_cache("known", SPEC)
         cache = await client.open_cache("known")
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
+        await asyncio.to_thread(daemon.restart)
         with pytest.raises(NotFound):
             await cache.match(KEYS)
         other = CacheSpec.single("another", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
@@ -100,7 +98,7 @@ async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon
 async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
     cache = await put(client, "doomed")
     await cache.move(KEYS[:2], Tier.DISK)
-    stats = await client.stats()
+    start = await now(client)
     await cache.close()
     expected = {tier: count * SLOT_BYTES for tier, count in zip(Tier, SLOTS.values(), strict=True)}
     planned = await client.remove_cache("doomed", dry_run=True)
@@ -110,7 +108,7 @@ async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
     assert await client.caches() == []
     assert not directory(daemon, "doomed").exists()
     await eventually(lambda: segments(daemon), lambda mapped: not mapped)
-    async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
+    async for item in client.watch(since=start, types=[EventType.CLEARED]):
         assert isinstance(item, Event)
         assert (item.cache, item.cause) == ("doomed", Cause.EXPLICIT)
         break
@@ -120,8 +118,7 @@ async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
     assert (await again.match(KEYS)).blocks == 0
     await again.close()
     await client.remove_cache("doomed")
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
+    await asyncio.to_thread(daemon.restart)
     assert await client.caches() == []
     with pytest.raises(NotFound):
         await client.remove_cache("doomed")
@@ -170,8 +167,7 @@ async def test_options_of_a_cache_on_disk_outlive_the_daemon(daemon, client):
     options = CacheOptions(write_policy=WritePolicy.BACK, eviction="2q")
     cache = await client.open_cache("c", SPEC, options=options)
     assert cache.info.options == options
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
+    await asyncio.to_thread(daemon.restart)
     (listed,) = await client.caches()
     assert listed.options == options
     assert (await client.open_cache("c", SPEC)).info.options == options
@@ -185,8 +181,7 @@ async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemo
     daemon = start_daemon(device=2, host=4)
     async with await connect(daemon.address) as chooser, await connect(daemon.address) as client:
         mine = await chooser.open_cache("c", SPEC, options=options)
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
+        await asyncio.to_thread(daemon.restart)
         theirs = await client.open_cache("c", SPEC)
         assert theirs.info.options == options
         assert (await mine.match(chain("any", 1))).blocks == 0, "its own options are refused"
@@ -195,8 +190,7 @@ async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemo
         assert (await client.open_cache("c", SPEC)).info.options == defaults
         await chooser.remove_cache("c", force=True)
         await chooser.open_cache("c", SPEC, options=options)
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
+        await asyncio.to_thread(daemon.restart)
         assert (await client.open_cache("c", other)).info.options == defaults
 
 

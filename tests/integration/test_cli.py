@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from kvtier import Cursor, Tier
+from kvtier import Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.seeing import now
 
 KVTIER = [sys.executable, "-m", "kvtier.cli"]
 DEADLINE_S = 60
@@ -32,11 +33,6 @@ def lines(text):
 @pytest.fixture
 async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
-
-
-async def now(client):
-    stats = await client.stats()
-    return Cursor(stats.epoch, stats.last_event_id)
 
 
 async def a_life(cache):

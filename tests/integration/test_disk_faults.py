@@ -16,10 +16,10 @@ import time
 
 import pytest
 
-from kvtier import BlockResult, CallerError, Cause, Cursor, Event, EventType, Tier, connect
+from kvtier import BlockResult, CallerError, Cause, Event, EventType, Tier, connect
 from kvtierd.tiers.disk.records import decode_records
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.seeing import cache_stats, now, tier_stats
 from tests.integration.stored import stored_in
 from tests.integration.stuck import stuck_disk
 from tests.integration.supervised import SupervisedDaemon
@@ -82,10 +82,10 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, clien
     flip_a_bit(daemon, keys[HURT_AT])
     if not running:
         await asyncio.to_thread(daemon.start)
-    stats = await client.stats()
+    start = await now(client)
     assert_bytes(keys[:HURT_AT], await cache.get(keys))
     gone: dict[bytes, Cause | int] = {}
-    async with client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.REMOVED]) as watch:
+    async with client.watch(since=start, types=[EventType.REMOVED]) as watch:
         while len(gone) < LENGTH - HURT_AT:
             event = await anext(watch)
             assert isinstance(event, Event)
@@ -98,8 +98,7 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, clien
     # What was lost can be stored again, and the bad place stays out of use over a restart.
     await cache.put(keys, blocks(keys))
     await cache.move(keys, Tier.DISK)
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
+    await asyncio.to_thread(daemon.restart)
     assert_bytes(keys, await cache.get(keys))
     assert (await tier_stats(client, "c", Tier.DISK)).quarantined == 1
 
