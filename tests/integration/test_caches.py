@@ -14,7 +14,6 @@ from kvtier import (
     CacheSpec,
     CallerError,
     Cause,
-    Client,
     Event,
     EventType,
     InvalidArgument,
@@ -62,7 +61,7 @@ async def segments(daemon):
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
-async def test_both_clients_open_what_there_is_by_its_name(daemon, client, other):
+async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(client, other):
     with pytest.raises(NotFound) as missing:
         await client.open_cache("known")
     assert missing.value.reason == "UNKNOWN_CACHE"
@@ -70,14 +69,6 @@ async def test_both_clients_open_what_there_is_by_its_name(daemon, client, other
     cache = await client.open_cache("known")
     assert (cache.spec, cache.block_bytes) == (SPEC, SPEC.block_bytes(0))
     assert_bytes(KEYS, await cache.get(KEYS))
-
-    def work():
-        with Client(daemon.address) as blocking:
-            found = blocking.open_cache("known", write=False)
-            assert found.spec == SPEC
-            assert_bytes(KEYS, found.get(KEYS))
-
-    await asyncio.to_thread(work)
 
 
 async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon(start_daemon):

@@ -165,7 +165,7 @@ async def test_a_tier_too_small_for_a_block_is_refused_when_a_cache_is_opened(sh
     assert (error.value.tier, error.value.wanted, error.value.free) == (Tier.HOST, 1, 0)
 
 
-async def test_a_changed_file_takes_effect_is_named_to_the_operator_or_says_where_it_is_broken(short_dir):
+async def test_a_reload_takes_live_keys_names_the_others_and_survives_a_broken_file(short_dir):
     path = written(short_dir, 'host_bytes = "1MiB"\n')
     with running(short_dir, "--config", str(path)) as daemon:
         async with await connect(daemon.address) as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import runpy
 from pathlib import Path
-from typing import Protocol, cast
 
 from kvtier import connect
 from tests.integration.blocks import SPEC
@@ -15,12 +14,8 @@ from tests.integration.waiting import eventually
 ROOT = Path(__file__).parents[2]
 
 
-class Follow(Protocol):
-    def __call__(self, client, cache, blocks): ...
-
-
 async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(start_daemon):
-    follow = cast("Follow", runpy.run_path(str(ROOT / "examples/consumer.py"))["follow"])
+    follow = runpy.run_path(str(ROOT / "examples/consumer.py"))["follow"]
     daemon = start_daemon("--chaos-seed", "4", device=6, host=12, disk=24)
     blocks: dict[bytes, int] = {}
     async with await connect(daemon.address) as client:

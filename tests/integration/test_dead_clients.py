@@ -54,7 +54,10 @@ async def test_a_killed_clients_slots_come_back(client, daemon, cache, attached)
         detach=not attached,
     ) as doomed:
         said = doomed.says()
-        shown = await eventually(lambda: session_of(client, doomed.pid), lambda one: one.attached is attached)
+        shown = await eventually(
+            lambda: session_of(client, doomed.pid), lambda one: one is not None and one.attached is attached
+        )
+        assert shown is not None
         assert (shown.session_id, shown.leases, shown.held_slots, shown.uid) == (said["session"], 2, 5, os.getuid())
         assert "tests.integration.actors" in shown.command
         host = await tier_stats(client, cache.name, Tier.HOST)

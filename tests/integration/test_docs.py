@@ -13,12 +13,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import click
 import pytest
@@ -170,8 +168,7 @@ async def test_the_example_for_a_gpu(daemon, monkeypatch, capsys):
         assert "no GPU" in capsys.readouterr().out
         monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=0))
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    main = cast("Callable[[str], Awaitable[None]]", runpy.run_path(str(ROOT / "examples/gpu_slots.py"))["main"])
-    await main(daemon.address)
+    await runpy.run_path(str(ROOT / "examples/gpu_slots.py"))["main"](daemon.address)
     assert capsys.readouterr().out == "[0.0, 1.0, 2.0, 3.0]\n"
 
 
