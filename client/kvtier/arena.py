@@ -111,14 +111,18 @@ class CpuMemory:
     def read(self, group: int, slots: buffers.Slots, blocks: Rows) -> None:
         buffers.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
 
-    def checksums(self, group: int, slots: Sequence[int]) -> bytes:
+    async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
         """xxh3-128 of the bytes of each slot, 16 bytes each."""
-        digest, digests = xxhash.xxh3_128(), bytearray()
-        for slot in slots:
-            digest.reset()
-            for pool in self._pools[group]:
-                digest.update(pool[slot].data)
-            digests += digest.digest()
+        pools, digest, digests = self._pools[group], xxhash.xxh3_128(), bytearray()
+
+        def work() -> None:
+            for slot in slots:
+                digest.reset()
+                for pool in pools:
+                    digest.update(pool[slot].data)
+                digests.extend(digest.digest())
+
+        await buffers.run_copy(work, len(slots) * sum(pool.shape[1] for pool in pools))
         return bytes(digests)
 
     def fence(self, stream: int | None) -> Fence:

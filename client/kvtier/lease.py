@@ -427,7 +427,6 @@ class Holdings:
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
         await passing(fence, deadline)
         lease.require_live()
-        request.checksums = await _checksums(lease, request.slots)
         return await self._commit(lease, request, deadline)
 
     async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
@@ -436,7 +435,6 @@ class Holdings:
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
         request = self._request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
-        request.checksums = await _checksums(lease, request.slots)
         return await self._commit(lease, request, self._deadline(timeout))
 
     def _request(
@@ -475,6 +473,8 @@ class Holdings:
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline
     ) -> list[BlockResult]:
         request.seq = self._session.next_seq()
+        if isinstance(memory := lease.memory, CpuMemory) and lease.binding.info.options.checksum == "commit":
+            request.checksums = await memory.checksums(lease.cache.group, request.slots)
 
         async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
@@ -581,15 +581,6 @@ class Holdings:
             if lease in self._in_use:
                 self._in_use.discard(lease)
                 self._session.give_back(lease.binding.session)
-
-
-async def _checksums(lease: WriteLease, slots: Sequence[int]) -> bytes:
-    """Of what stands in slots that are about to be committed, where the cache wants it and the CPU can read them."""
-    memory, digests = lease.memory, bytearray()
-    if lease.binding.info.options.checksum == "commit" and isinstance(memory, CpuMemory):
-        work = lambda: digests.extend(memory.checksums(lease.cache.group, slots))  # noqa: E731
-        await buffers.run_copy(work, len(slots) * lease.cache.block_bytes)
-    return bytes(digests)
 
 
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
