@@ -29,3 +29,15 @@ def test_without_a_gpu_one_line_says_so_and_when_there_was_one(command):
     assert line.startswith("gpu: skipped: ")
     assert line.endswith(f"Last run on a GPU: {gpu.last_run()}")
     assert "does not say" not in line
+
+
+def test_the_bench_ends_with_its_goals():
+    """Of figures of many blocks of one pool; the others have no goal."""
+
+    def result(pools, piece_bytes, blocks, ratio):
+        params = {"pools": pools, "piece_bytes": piece_bytes, "blocks": blocks}
+        return {"name": "gpu.device>host", "params": params, "ratio": ratio}
+
+    lines = gpu.goals([result(1, 65536, 1024, 0.84), result(1, 1 << 20, 256, 0.96), result(1, 1 << 20, 1, 0.1)])
+    assert [line.split()[-3:] for line in lines[1:]] == [["0.85", "0.84", "MISSED"], ["0.95", "0.96", "met"]]
+    assert gpu.goals([result(16, 65536, 64, 0.9), result(1, 4 << 20, 64, 0.9)]) == lines[:1]
