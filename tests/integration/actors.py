@@ -32,7 +32,7 @@ from kvtier.errors import fault_of
 from kvtier.session import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, chain, sizes
 from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to
 from tests.integration.waiting import PATIENCE_S
@@ -267,24 +267,6 @@ async def keep_reading(address: str, cache: str) -> None:
             await asyncio.to_thread(sys.stdin.readline)
 
 
-async def keep_storing(address: str, cache: str) -> None:
-    """As nobody: stores a block, and when it may go on another one."""
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    async with await connect(address) as client:
-        opened = await client.open_cache(cache, SPEC, budgets=sizes(host=4))
-        for turn in range(2):
-            keys = chain(f"turn {turn}", 1)
-            try:
-                await opened.put(keys, blocks(keys), tier=Tier.HOST)
-                ended = "stored"
-            except KvtierError as error:
-                ended = error.reason
-            _say(ended=ended)
-            await asyncio.to_thread(sys.stdin.readline)
-
-
 async def _try(client: AsyncClient, what: str, cache: str) -> str:
     try:
         return await _TRIES[what](client, cache)
@@ -416,7 +398,7 @@ _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
     part.__name__: part
     for part in (
         *(hold, write_half, send_half, steal, stare, come_and_go),
-        *(keep_reading, keep_storing, be_foreign, be_hostile, be_somebody),
+        *(keep_reading, be_foreign, be_hostile, be_somebody),
     )
 }
 

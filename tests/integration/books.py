@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvtier import AsyncClient, Cache, Cause, Cursor, Event, EventType, Gap, Tier
 from kvtier.events import WatchItem
 from tests.integration.following import Following
-from tests.integration.seeing import now
+from tests.integration.seeing import last_event
 from tests.integration.waiting import eventually
 
 
@@ -61,7 +61,7 @@ class Books(Following):
 
     async def causes(self, wanted: Callable[[Told], object]) -> set[Cause | int]:
         """Of all changes so far that are ``wanted``."""
-        await self.reach(await now(self._client))
+        await self.reach(await last_event(self._client))
         return {told.cause for told in self.told if wanted(told)}
 
     async def agree(self, *caches: Cache) -> None:

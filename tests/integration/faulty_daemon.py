@@ -13,8 +13,6 @@ from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.main import main
 from kvtierd.tiers.arena import Arena
 
-HOLD_S: Final = 0.005
-
 
 def keeps_the_generation() -> None:
     """A slot that is used again keeps the generation that it had for the block before."""

@@ -99,12 +99,6 @@ async def committed(raw: RawClient, cache_id: int, keys: list[bytes]) -> None:
     await raw.call(raw.stubs.blocks.Release, release)
 
 
-async def residency(raw: RawClient, cache_id: int, keys: list[bytes]) -> list[int]:
-    """Of each key a bit a tier; 0: it is nowhere."""
-    request = blocks_pb2.LocateRequest(cache_id=cache_id, keys=b"".join(keys))
-    return list((await raw.call(raw.stubs.blocks.Locate, request)).residency)
-
-
 def device_generations(control: int) -> NDArray[np.uint64]:
     """Of all slots of the first group on the device, as they change. ``control``: its descriptor."""
     segment = np.frombuffer(mmap.mmap(control, 0, prot=mmap.PROT_READ), dtype=np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -141,27 +141,6 @@ def commit_request(
 def channel_to(address: str) -> grpc.aio.Channel:
     path = attach.socket_path(address, attach.RPC_SOCKET)
     return grpc.aio.insecure_channel(f"unix:{path}", options=(("grpc.use_local_subchannel_pool", 1),))
-
-
-Connect = Callable[[str], socket.socket | None]
-"""How a client gets its line to a daemon at an address."""
-
-
-def older(op: str) -> Connect:
-    """To a daemon that does not know how to open such a line."""
-
-    def connect(address: str) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            theirs.send(attach.encode(attach.Failure("UNKNOWN_OP", f'op "{op}": must be hello, map, forget or bye')))
-        return ours
-
-    return connect
-
-
-def nowhere(address: str) -> None:
-    return None
 
 
 @asynccontextmanager

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Any
 
-from kvtier.events import Event, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier import AsyncClient, Cursor
+from kvtier.events import Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.types import EventType
 from kvtier.wire import split_keys
+from tests.integration.waiting import PATIENCE_S
 
 
 class ResidencyTable:
@@ -32,3 +36,14 @@ class ResidencyTable:
                 blocks.pop(key, None)
         else:
             blocks.clear()
+
+
+async def snapshot(client: AsyncClient, **filters: Any) -> tuple[ResidencyTable, Cursor]:
+    """What a watch that begins with a snapshot says, up to its end, and the cursor there."""
+    table = ResidencyTable()
+    async with client.watch(snapshot=True, **filters) as watch, asyncio.timeout(PATIENCE_S):
+        async for item in watch:
+            table.apply(item)
+            if isinstance(item, SnapshotEnd):
+                return table, item.cursor
+    raise AssertionError("the watch ended")

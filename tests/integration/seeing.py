@@ -24,8 +24,8 @@ async def state_seen_by(client: AsyncClient) -> DaemonStats:
     return replace(await client.stats(), uptime_ns=0, event_log=EventLogStats())
 
 
-async def now(client: AsyncClient) -> Cursor:
-    """The last event so far."""
+async def last_event(client: AsyncClient) -> Cursor:
+    """Of the last event that there is."""
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 

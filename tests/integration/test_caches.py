@@ -26,7 +26,7 @@ from kvtier import (
     connect,
 )
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.seeing import cache_stats, now
+from tests.integration.seeing import cache_stats, last_event
 from tests.integration.waiting import eventually
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
@@ -89,7 +89,7 @@ async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon
 async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
     cache = await put(client, "doomed")
     await cache.move(KEYS[:2], Tier.DISK)
-    start = await now(client)
+    start = await last_event(client)
     await cache.close()
     expected = {tier: count * SLOT_BYTES for tier, count in zip(Tier, SLOTS.values(), strict=True)}
     planned = await client.remove_cache("doomed", dry_run=True)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier import Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.seeing import now
+from tests.integration.seeing import last_event
 
 KVTIER = [sys.executable, "-m", "kvtier.cli"]
 DEADLINE_S = 60
@@ -64,7 +64,7 @@ async def test_status(daemon, client, cache):
 
 
 async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
-    start = await now(client)
+    start = await last_event(client)
     (key,) = await a_life(cache)
     watch = ("watch", "--json", "--address", daemon.address, "--cache", cache.name)
     everything = lines(kvtier(*watch, "--since", str(start), "--limit", "4").stdout)
@@ -85,7 +85,7 @@ async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
 
 
 async def test_watch_in_words(daemon, client, cache):
-    start = await now(client)
+    start = await last_event(client)
     (key,) = await a_life(cache)
     shown = kvtier("watch", "--address", daemon.address, "--since", str(start), "--limit", "4").stdout.splitlines()
     assert len(shown) == 4

@@ -19,7 +19,7 @@ import pytest
 from kvtier import BlockResult, CallerError, Cause, Event, EventType, Tier, connect
 from kvtierd.tiers.disk.records import decode_records
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.seeing import cache_stats, now, tier_stats
+from tests.integration.seeing import cache_stats, last_event, tier_stats
 from tests.integration.stored import stored_in
 from tests.integration.stuck import stuck_disk
 from tests.integration.supervised import SupervisedDaemon
@@ -82,7 +82,7 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, clien
     flip_a_bit(daemon, keys[HURT_AT])
     if not running:
         await asyncio.to_thread(daemon.start)
-    start = await now(client)
+    start = await last_event(client)
     assert_bytes(keys[:HURT_AT], await cache.get(keys))
     gone: dict[bytes, Cause | int] = {}
     async with client.watch(since=start, types=[EventType.REMOVED]) as watch:

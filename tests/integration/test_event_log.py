@@ -16,7 +16,7 @@ from kvtier.events import WatchItem
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.blocks import SPEC, blocks, chain
 from tests.integration.raw import attached
-from tests.integration.seeing import now
+from tests.integration.seeing import last_event
 from tests.integration.test_slow_watchers import BLOCKS, store
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
@@ -47,7 +47,7 @@ class Told:
 
 async def told(client, **start):
     """Everything from a start up to now."""
-    end = await now(client)
+    end = await last_event(client)
     items: list[WatchItem] = []
     async with asyncio.timeout(PATIENCE_S), client.watch(**start, heartbeats=True, heartbeat_s=0.02) as watch:
         while watch.cursor is None or watch.cursor < end:
@@ -62,7 +62,7 @@ async def put(cache, name, count=2):
 
 async def logged(client):
     """The last id, once the log has it."""
-    last = (await now(client)).id
+    last = (await last_event(client)).id
     await eventually(client.stats, lambda stats: stats.event_log.newest_id >= last)
     return last
 
@@ -96,7 +96,7 @@ async def test_all_of_it_is_told_after_any_number_of_clean_restarts(daemon, clie
             await put(cache, f"life {number}")
             await asyncio.to_thread(daemon.restart)
             await put(cache, f"life {number} goes on")
-        end = await now(client)
+        end = await last_event(client)
         everything = await told(client, oldest=True)
         assert (everything.ids, everything.gaps) == ({1: list(range(1, end.id + 1))}, [])
         await witness.reach(end)
@@ -117,7 +117,7 @@ async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(daemon,
                 daemon.kill()
                 await asyncio.to_thread(daemon.start)
             await live.more(100)
-        await live.reach(await now(client))
+        await live.reach(await last_event(client))
         assert [gap.reason for gap in live.gaps] == ["unclean-stop"] * kills
 
         late = await told(client, oldest=True)
@@ -144,7 +144,7 @@ async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted
     daemon = start_fresh(*flags, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
-        start = await now(client)
+        start = await last_event(client)
         request = events_pb2.WatchRequest(since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id))
         slow = raw.stubs.events.Watch(request, metadata=raw.metadata)
         for index in range(300):

@@ -17,8 +17,9 @@ from kvtier import (
     connect,
 )
 from tests.integration.blocks import SPEC, blocks, chain
+from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
-from tests.integration.test_watch_restart import now, up_to
+from tests.integration.test_watch_restart import up_to
 from tests.integration.waiting import PATIENCE_S, eventually
 
 SLOTS = {"device": 8, "host": 16, "disk": 32}
@@ -28,7 +29,7 @@ async def beyond(client, cursor):
     """Another cache's blocks, until the daemon's ids have passed the cursor's."""
     cache = await client.open_cache("c", SPEC)
     number = 0
-    while (await now(client)).id <= cursor.id:
+    while (await last_event(client)).id <= cursor.id:
         keys = chain(f"after {number}", 4)
         await cache.put(keys, blocks(keys))
         number += 1
@@ -49,12 +50,12 @@ async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon, lo
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
-        await up_to(watch, await now(client))
+        await up_to(watch, await last_event(client))
         old = watch.cursor
         assert old is not None
         await without_state(daemon)  # the watch is not asked for anything, and so does not come back meanwhile
         await beyond(client, old)
-        present = await now(client)
+        present = await last_event(client)
         gap, *items = await up_to(watch, present)
         assert gap == Gap(old.epoch, old.id + 1, old.id + 1, "lost-state")
         assert [item.event_id for item in items if isinstance(item, Event)] == list(range(1, present.id + 1))
@@ -69,7 +70,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch):
         cache = await client.open_cache("c", SPEC)
         async with Mirror(client, ["c"], heartbeat_s=0.1) as mirror:
             await cache.put(keys, blocks(keys))
-            await mirror.synced(await now(client), timeout=PATIENCE_S)
+            await mirror.synced(await last_event(client), timeout=PATIENCE_S)
             old = mirror.cursor
             assert old is not None
             steering.hold()
@@ -87,7 +88,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch):
                 return mirror.resyncs
 
             await eventually(resyncs, lambda it: it == 1)
-            await mirror.synced(await now(client), timeout=PATIENCE_S)
+            await mirror.synced(await last_event(client), timeout=PATIENCE_S)
             assert (mirror.longest_prefix(keys), mirror.state) == (0, MirrorState.EXACT)
             await steering.assert_agrees(mirror, cache)
 
@@ -98,12 +99,12 @@ async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon):
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
-        before = await up_to(watch, await now(client))
+        before = await up_to(watch, await last_event(client))
         await asyncio.to_thread(daemon.stop)
         (daemon.state_dir / "SUPERBLOCK").unlink()
         shutil.rmtree(daemon.state_dir / "caches")
         await asyncio.to_thread(daemon.start)
-        present = await now(client)
+        present = await last_event(client)
         assert present.epoch == 2
         async with client.watch(oldest=True) as again:
             items = await up_to(again, present)

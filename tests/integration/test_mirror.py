@@ -33,6 +33,7 @@ from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.raw import attached
+from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
 from tests.integration.test_rights import ALL, ONE
 from tests.integration.test_slow_watchers import BLOCKS, NAME, SMALL_RING, store
@@ -48,13 +49,8 @@ def steering(monkeypatch):
     return Steering().installed(monkeypatch)
 
 
-async def now(client):
-    stats = await client.stats()
-    return Cursor(stats.epoch, stats.last_event_id)
-
-
 async def caught_up(mirror, client):
-    await mirror.synced(await now(client), timeout=PATIENCE_S)
+    await mirror.synced(await last_event(client), timeout=PATIENCE_S)
 
 
 async def until(mirror, state):
@@ -156,7 +152,7 @@ async def test_it_says_what_listings_say_while_everything_happens(start_daemon, 
 
 async def kinds(client):
     """Type and cause of every event that is held."""
-    end, found = await now(client), set()
+    end, found = await last_event(client), set()
     async with client.watch(oldest=True) as watch, asyncio.timeout(PATIENCE_S):
         while watch.cursor is None or watch.cursor < end:
             item = await anext(watch)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import eventually
 
 SLOTS = 16
-T = TypeVar("T")
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import pytest
 
-from kvtier import Cursor, Event, Tier, connect
+from kvtier import Event, Tier, connect
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.crowd import KINDS
 from tests.integration.raw import attached
-from tests.integration.seeing import edge_stats
+from tests.integration.seeing import edge_stats, last_event
 from tests.integration.waiting import PATIENCE_S, eventually
 
 RING_BYTES = 256 << 10
@@ -44,11 +44,6 @@ async def store(raw, cache, prompt, tier=Tier.HOST):
     reserved = await raw.reserve(cache, tier, BLOCKS)
     await raw.commit(cache, reserved, keys)
     await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[reserved.lease_id]))
-
-
-async def last_event(client):
-    stats = await client.stats()
-    return Cursor(stats.epoch, stats.last_event_id)
 
 
 def memory(daemon):

@@ -8,7 +8,6 @@ import select
 import signal
 from itertools import compress
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -31,8 +30,6 @@ from tests.integration.models import VSWA, assert_content, by_hand, content, gro
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
-
-T = TypeVar("T")
 
 HOST = 16
 TOKENS = SPEC.tokens_per_block

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import TypeVar
 
 import pytest
 
@@ -19,8 +18,6 @@ from tests.integration.waiting import eventually
 OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
 KEYS = chain("shared", 4)
 MOST_TURNS = 40
-
-T = TypeVar("T")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from kvtier import (
     EventType,
     Gap,
     Heartbeat,
-    InvalidArgument,
     SnapshotEnd,
     SnapshotSlice,
     SnapshotStart,
@@ -26,8 +25,8 @@ from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import refusal
-from tests.integration.residency import ResidencyTable
-from tests.integration.seeing import cache_stats
+from tests.integration.residency import ResidencyTable, snapshot
+from tests.integration.seeing import cache_stats, last_event
 from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = (tier.bit for tier in Tier)
@@ -36,11 +35,6 @@ DEVICE, HOST, DISK = (tier.bit for tier in Tier)
 @pytest.fixture
 async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
-
-
-async def now(client):
-    stats = await client.stats()
-    return Cursor(stats.epoch, stats.last_event_id)
 
 
 async def until(watch, end):
@@ -65,12 +59,12 @@ async def a_life(cache, keys):
 
 
 async def test_a_blocks_life_in_events(client, name):
-    start = await now(client)
+    start = await last_event(client)
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
     keys = chain(name, 2)
     await a_life(cache, keys)
     async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True) as watch:
-        events = await until(watch, await now(client))
+        events = await until(watch, await last_event(client))
     assert [event.event_id for event in events] == list(range(start.id + 1, start.id + 1 + len(events)))
     assert {(event.cache, event.group, event.epoch) for event in events} == {(name, 0, start.epoch)}
     created, *others = events
@@ -119,30 +113,25 @@ async def test_filters(client, cache, filters, wanted):
         (EventType.REMOVED, Cause.EXPLICIT, None): "explicit removal",
         (EventType.REMOVED, Cause.ANCESTOR, None): "ancestor",
     }
-    start = await now(client)
+    start = await last_event(client)
     await a_life(cache, chain(cache.name, 2))
     async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True, **filters) as watch:
-        events = await until(watch, await now(client))
+        events = await until(watch, await last_event(client))
     assert {names[event.type, Cause(event.cause), event.moved_to] for event in events} == wanted
 
 
 async def test_a_watch_of_some_keys_sees_only_their_blocks(client, cache):
     """In events of many blocks, and in a snapshot's slices; ranges join, so nothing is reported lost."""
     one, other = chain(f"{cache.name} one", 4), chain(f"{cache.name} other", 4)
-    start = await now(client)
+    start = await last_event(client)
     await cache.put(one, blocks(one))
     await cache.put(other, blocks(other))
     wanted: list[bytes | str] = [one[1], other[3][:5].hex()]
-    table = ResidencyTable()
-    async with client.watch(snapshot=True, caches=[cache.name], keys=wanted) as watch, asyncio.timeout(PATIENCE_S):
-        async for item in watch:
-            table.apply(item)
-            if isinstance(item, SnapshotEnd):
-                break
+    table, _ = await snapshot(client, caches=[cache.name], keys=wanted)
     assert table.blocks(cache.name).keys() == {one[1], other[3]}
     await cache.move(one[:2], Tier.DISK)
     async with client.watch(since=start, keys=wanted, heartbeat_s=0.05, heartbeats=True) as watch:
-        events = await until(watch, await now(client))
+        events = await until(watch, await last_event(client))
         assert watch.lag == 0
     assert {key for event in events for key in event.keys} == {one[1], other[3]}
     assert {event.type for event in events} == {EventType.STORED, EventType.UPDATED}
@@ -170,12 +159,12 @@ async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for):
                     break
         assert seen == [0, 2]
         async with client.watch(oldest=True, groups=[2], heartbeat_s=0.05, heartbeats=True) as watch:
-            events = await until(watch, await now(client))
+            events = await until(watch, await last_event(client))
         assert {(event.type, event.group) for event in events} == {(EventType.CREATED, 2), (EventType.STORED, 2)}
 
 
 async def test_ranges_join_whatever_the_filter_lets_through(raw, client, cache):
-    start = await now(client)
+    start = await last_event(client)
     request = events_pb2.WatchRequest(
         since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id),
         filter=events_pb2.WatchFilter(types=[events_pb2.EVENT_TYPE_REMOVED]),
@@ -185,7 +174,7 @@ async def test_ranges_join_whatever_the_filter_lets_through(raw, client, cache):
     work = asyncio.create_task(_some_lives(cache, 5))
     covered, seen = start.id, []
     async with asyncio.timeout(PATIENCE_S):
-        while not work.done() or covered < (await now(client)).id:
+        while not work.done() or covered < (await last_event(client)).id:
             batch = await stream.read()
             assert isinstance(batch, events_pb2.WatchBatch)
             assert batch.epoch == start.epoch
@@ -204,46 +193,32 @@ async def _some_lives(cache, count):
         await a_life(cache, chain(f"{cache.name} {index}", 2))
 
 
-async def test_a_watch_without_a_start_begins_now(client, cache):
+async def test_a_watch_without_a_start_begins_when_it_is_entered(client, cache):
+    """Not when it is first asked for an item: what happens in between would be lost in silence."""
     await a_life(cache, chain("before", 2))
+    start = await last_event(client)
     async with client.watch(heartbeats=True, heartbeat_s=0.05) as watch:
-        assert isinstance(await anext(watch), Heartbeat)
-        start = await now(client)
-        assert watch.cursor == start
         await a_life(cache, chain("after", 2))
-        events = await until(watch, await now(client))
+        events = await until(watch, await last_event(client))
     assert events[0].event_id == start.id + 1
     assert {key for event in events for key in event.keys} == set(chain("after", 2))
-
-
-async def test_now_is_when_the_watch_is_entered(client, cache):
-    """Not when it is first asked for an item: what happens in between would be lost in silence."""
-    keys = chain(cache.name, 2)
-    async with client.watch(caches=[cache.name]) as watch, asyncio.timeout(PATIENCE_S):
-        await cache.put(keys, blocks(keys))
-        seen: list[bytes] = []
-        while len(seen) < 2:
-            event = await anext(watch)
-            assert isinstance(event, Event)
-            seen += event.keys
-    assert seen == keys
 
 
 async def test_reservations_and_lookups_are_no_events(client, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys, blocks(keys))
-    start = await now(client)
+    start = await last_event(client)
     async with cache.reserve(2), cache.acquire(keys):
         await cache.match(keys)
         await cache.locate(keys)
-    assert await now(client) == start
+    assert await last_event(client) == start
 
 
 async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client, cache):
     async with client.watch(caches=["someone-else"], heartbeats=True, heartbeat_s=0.05) as watch:
         await anext(watch)
         await a_life(cache, chain(cache.name, 2))
-        end = await now(client)
+        end = await last_event(client)
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 beat = await anext(watch)
@@ -252,18 +227,10 @@ async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client, cache)
                     break
 
 
-async def test_a_watcher_is_counted_and_goes_when_it_goes(client):
-    before = (await client.stats()).watchers
-    async with client.watch(heartbeats=True, heartbeat_s=0.05) as watch:
-        await anext(watch)
-        await eventually(client.stats, lambda stats: stats.watchers == before + 1)
-    await eventually(client.stats, lambda stats: stats.watchers == before)
-
-
 async def test_a_snapshot_is_exact_at_its_end(client, raw, name):
     """Its slices are taken while blocks are stored, moved and dropped, so none is true of one moment. Compared with
     the events from the cache's beginning on, which say what was true at any."""
-    start = await now(client)
+    start = await last_event(client)
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=1500, disk=16))
     cache_id = (await raw.open(name)).cache_id
     many = chain(f"{name} settled", 1400)
@@ -297,31 +264,13 @@ async def _snapshot(client, name):
     """A snapshot's end, and what slices and events have said up to there."""
     table, kinds = ResidencyTable(), []
     async with client.watch(snapshot=True, caches=[name]) as watch, asyncio.timeout(PATIENCE_S):
-        while True:
+        while SnapshotEnd not in kinds:
             item = await anext(watch)
             kinds.append(type(item))
             table.apply(item)
-            if isinstance(item, SnapshotEnd):
-                break
     assert kinds[0] is SnapshotStart
     assert kinds.count(SnapshotSlice) > 1
     return item.cursor, dict(table.blocks(name))
-
-
-async def test_events_alone_from_the_oldest_on_say_where_every_block_is(start_daemon):
-    daemon = start_daemon("--chaos-seed", "3", device=4, host=6, disk=24)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("alone", SPEC)
-        await asyncio.gather(*(_traffic(cache, 12, f"writer {index}") for index in range(2)))
-        end = await _quiet(client, cache)
-        table = ResidencyTable()
-        async with client.watch(oldest=True) as watch:
-            for event in await until(watch, end):
-                table.apply(event)
-        listed = {block.key: block.residency async for block in cache.blocks()}
-        assert await now(client) == end
-        assert table.blocks("alone", 0) == listed
-        assert (await cache_stats(client, "alone")).removed > 0, "there was no pressure to speak of"
 
 
 async def _traffic(cache, count, who="traffic"):
@@ -341,15 +290,7 @@ async def _quiet(client, cache):
         lambda: cache_stats(client, cache.name),
         lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
     )
-    return await now(client)
-
-
-async def test_a_cursor_of_the_future_is_refused(client):
-    at = await now(client)
-    for since, field in ((Cursor(at.epoch, at.id + 1), "since.id"), (Cursor(at.epoch + 1, 0), "since.epoch")):
-        with pytest.raises(InvalidArgument) as refused:
-            await anext(client.watch(since=since))
-        assert refused.value.field == field
+    return await last_event(client)
 
 
 async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon):
@@ -374,6 +315,11 @@ async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemo
             assert [event.event_id for event in await until(watch, end)] == list(range(oldest, end.id + 1))
 
 
+def filtered(packed):
+    """A request whose filter is these bytes: numbers that are no enum can be said only so."""
+    return events_pb2.WatchRequest(filter=events_pb2.WatchFilter.FromString(packed))
+
+
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
@@ -382,21 +328,14 @@ async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemo
         (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(caches=["ok", "no spaces"])), "filter.caches[1]"),
         (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(groups=[16])), "filter.groups[0]"),
         (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(key_prefixes=[b""])), "filter.key_prefixes[0]"),
+        (filtered(b"\x0a\x01\x63"), "filter.types[0]"),  # 99
+        (filtered(b"\x0a\x01\x00"), "filter.types[0]"),  # unspecified
+        (filtered(b"\x12\x01\x63"), "filter.causes[0]"),
+        (filtered(b"\x1a\x01\x63"), "filter.tiers[0]"),
     ],
+    ids=str,
 )
 async def test_a_bad_watch_is_refused(raw, request_, field):
     stream = raw.stubs.events.Watch(request_, metadata=raw.metadata)
     fault = await refusal(stream.read())
     assert (fault.code, fault.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
-
-
-async def test_numbers_that_are_no_enum_are_refused(raw):
-    for filter_, field in (
-        (b"\x0a\x01\x63", "filter.types[0]"),  # types: 99
-        (b"\x12\x01\x63", "filter.causes[0]"),
-        (b"\x1a\x01\x63", "filter.tiers[0]"),
-        (b"\x0a\x01\x00", "filter.types[0]"),  # unspecified
-    ):
-        request = events_pb2.WatchRequest(filter=events_pb2.WatchFilter.FromString(filter_))
-        fault = await refusal(raw.stubs.events.Watch(request, metadata=raw.metadata).read())
-        assert (fault.code, fault.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier import CacheOptions, Cursor, SnapshotSlice, Tier, connect, event_hashes
+from kvtier import CacheOptions, SnapshotSlice, Tier, connect, event_hashes
 from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.seeing import last_event
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
 from tests.integration.waiting import PATIENCE_S
@@ -27,11 +28,6 @@ from tests.integration.waiting import PATIENCE_S
 @pytest.fixture
 async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
-
-
-async def now(client):
-    stats = await client.stats()
-    return Cursor(stats.epoch, stats.last_event_id)
 
 
 async def stored(cache, name, count=2):
@@ -71,7 +67,7 @@ async def ended(process):
 
 
 async def test_keys_cut_events_down_to_their_blocks(daemon, client, cache):
-    start = await now(client)
+    start = await last_event(client)
     keys = await stored(cache, "cut", 4)
     watch = ["watch", "--address", daemon.address, "--since", str(start), "--no-follow", "--json", "--type", "stored"]
     prefixes = ["--key", keys[1].hex(), "--key", keys[3].hex()[:10], "--group", "0"]
@@ -81,9 +77,9 @@ async def test_keys_cut_events_down_to_their_blocks(daemon, client, cache):
 
 
 async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(daemon, client, cache):
-    start = await now(client)
+    start = await last_event(client)
     await stored(cache, "one")
-    middle, moment = await now(client), time.time()
+    middle, moment = await last_event(client), time.time()
     await stored(cache, "two")
 
     def ids(*more):
@@ -98,27 +94,6 @@ async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(dae
     assert ids("--since", iso(moment)) == after
     assert ids("--since", "1h") == whole
     assert ids("--since", str(start), "--limit", "1") == whole[:1]
-
-
-async def test_a_cursor_that_cannot_be_is_refused_with_its_limit(start_daemon):
-    daemon = start_daemon(host=8)
-    async with await connect(daemon.address) as client:
-        await stored(await client.open_cache("c", SPEC, budgets=sizes(host=4)), "one")
-        await asyncio.to_thread(daemon.kill)
-        await asyncio.to_thread(daemon.start)
-        begins = (await now(client)).id
-        await stored(await client.open_cache("c", SPEC, budgets=sizes(host=4)), "two")
-        end = await now(client)
-    assert (end.epoch, begins > 1, end.id > begins) == (2, True, True)
-
-    async def refused(since):
-        ended = await asyncio.to_thread(kvtier, "watch", "--address", daemon.address, "--since", since, status=1)
-        return ended.stderr.strip()
-
-    assert await refused("9:1") == "Error: since.epoch = 9: must be at most 2, the present epoch"
-    assert (await refused(f"1:{end.id}")).startswith(f"Error: since.id = {end.id}: must be at most ")
-    too_early = await refused("2:1")
-    assert re.fullmatch(r"Error: since.id = 1: must be at least \d+, after which the epoch begins", too_early)
 
 
 async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists(start_daemon):
@@ -326,9 +301,7 @@ def hashes():
 
 
 def watched(daemon, *arguments):
-    command = [sys.executable, "-m", "kvtier.cli", "watch", "--address", daemon.address, "--format", "trtllm"]
-    done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True, timeout=60)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return lines(kvtier("watch", "--address", daemon.address, "--format", "trtllm", *arguments).stdout)
 
 
 async def first_slice(watch):
@@ -401,7 +374,5 @@ async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
 
 
 def test_one_cache_is_asked_for(daemon):
-    command = [sys.executable, "-m", "kvtier.cli", "watch", "--address", daemon.address, "--format", "trtllm"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "needs one --cache" in done.stderr
+    said = kvtier("watch", "--address", daemon.address, "--format", "trtllm", status=2)
+    assert "needs one --cache" in said.stderr

@@ -30,9 +30,9 @@ from kvtier import (
 from kvtier.events import WatchItem
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
-from tests.integration.residency import ResidencyTable
+from tests.integration.residency import ResidencyTable, snapshot
+from tests.integration.seeing import last_event
 from tests.integration.waiting import PATIENCE_S, eventually
-from tests.integration.witness import Witness
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 
@@ -71,11 +71,6 @@ async def on_disk(client, name):
     return cache
 
 
-async def now(client):
-    stats = await client.stats()
-    return Cursor(stats.epoch, stats.last_event_id)
-
-
 async def up_to(watch, cursor):
     """What a watch tells until it has got to ``cursor``."""
     items: list[WatchItem] = []
@@ -88,53 +83,29 @@ async def up_to(watch, cursor):
 
 
 @BOTH
-async def test_a_live_watch_outlives_a_restart(daemon, client, restart):
-    """What it must see on the way is for the witness to say; afterwards it knows where every block is."""
-    async with Witness(client) as witness:
-        cache = await on_disk(client, "before")
-        await cache.put(chain("in memory", 3), blocks(chain("in memory", 3)))
-        await restart(daemon)
-        await on_disk(client, "after")
-        await cache.get(chain("before", 6))
-        await witness.assert_agrees(cache)
-        assert [gap.reason for gap in witness.gaps] == ([] if restart is cleanly else ["unclean-stop"])
-
-
-@BOTH
 async def test_blocks_of_a_cache_that_did_not_come_back_are_gone(daemon, client, restart):
     """It was in memory only and nobody has opened it again: events alone must say that its blocks are lost."""
     table = ResidencyTable()
     cache = await client.open_cache("volatile", SPEC, budgets=sizes(device=4, host=4))
     await cache.put(chain("v", 3), blocks(chain("v", 3)))
     async with client.watch(oldest=True) as watch:
-        for item in await up_to(watch, await now(client)):
+        for item in await up_to(watch, await last_event(client)):
             table.apply(item)
         assert len(table.blocks("volatile")) == 3
         await restart(daemon)
         await on_disk(client, "another cache")
-        for item in await up_to(watch, await now(client)):
+        for item in await up_to(watch, await last_event(client)):
             table.apply(item)
     assert [info.name for info in await client.caches()] == ["c"]
     assert dict(table.blocks("volatile")) == {}
 
 
-async def test_the_last_cursor_goes_on_after_a_clean_stop(daemon, client):
+async def test_any_cursor_goes_on_after_a_clean_stop(daemon, client):
     await on_disk(client, "before")
-    last = await now(client)
+    last = await last_event(client)
     await cleanly(daemon)
-    async with client.watch(since=last) as watch:
-        items = await up_to(watch, await now(client))
-    ids = [item.event_id for item in items if isinstance(item, Event)]
-    assert len(ids) == len(items)
-    assert ids == list(range(last.id + 1, last.id + 1 + len(ids)))
-
-
-async def test_an_older_cursor_goes_on_too(daemon, client):
-    await on_disk(client, "before")
-    last = await now(client)
-    await cleanly(daemon)
-    end = await now(client)
-    for cursor in (Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1), Cursor(0, 0)):
+    end = await last_event(client)
+    for cursor in (last, Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1), Cursor(0, 0)):
         async with client.watch(since=cursor) as watch:
             items = await up_to(watch, end)
         assert [item.event_id for item in items if isinstance(item, Event)] == list(range(cursor.id + 1, end.id + 1))
@@ -149,7 +120,7 @@ async def test_one_block_s_life_is_told_over_a_restart_without_those_of_others(d
     await cache.get(chain("first", 6))
     key = chain("first", 6)[4]
     async with client.watch(oldest=True, keys=[key.hex()[:16]], heartbeats=True, heartbeat_s=0.05) as watch:
-        items = await up_to(watch, await now(client))
+        items = await up_to(watch, await last_event(client))
     events = [item for item in items if isinstance(item, Event)]
     assert {tuple(event.keys) for event in events} == {(), (key,)}
     assert {event.type for event in events if not event.keys} == {EventType.CREATED, EventType.CLEARED}
@@ -164,7 +135,7 @@ async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(sta
     daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
     async with await connect(daemon.address) as client:
         await on_disk(client, "before")
-        last = await now(client)
+        last = await last_event(client)
         await cleanly(daemon)
         for cursor in (Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1)):
             with pytest.raises(CursorCompacted) as refused:
@@ -178,10 +149,10 @@ async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_da
     daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
     async with await connect(daemon.address) as client:
         await on_disk(client, "before")
-        last = await now(client)
+        last = await last_event(client)
         for _ in range(kills):
             await uncleanly(daemon)
-        present = await now(client)
+        present = await last_event(client)
         assert present.epoch == last.epoch + kills
         async with client.watch(since=Cursor(last.epoch, last.id - 2)) as watch:
             gap, first, *_ = await up_to(watch, present)
@@ -195,7 +166,7 @@ async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_da
 async def test_cursors_that_never_were_are_refused(daemon, client):
     await on_disk(client, "before")
     await uncleanly(daemon)
-    present = await now(client)
+    present = await last_event(client)
     never = [
         Cursor(present.epoch + 1, 1),
         Cursor(present.epoch, present.id + 1),
@@ -206,6 +177,7 @@ async def test_cursors_that_never_were_are_refused(daemon, client):
         with pytest.raises(InvalidArgument) as refused:
             await anext(client.watch(since=cursor))
         assert refused.value.field in ("since.epoch", "since.id")
+        assert refused.value.limit
 
 
 @BOTH
@@ -219,7 +191,7 @@ async def test_a_watcher_that_does_not_read_is_told_what_it_missed(daemon, clien
         for number in range(100):
             await cache.put(chain(f"unread {number}", 4), blocks(chain(f"unread {number}", 4)))
         await restart(daemon)
-        items = await up_to(watch, await now(client))
+        items = await up_to(watch, await last_event(client))
     expected = place.id + 1
     for item in items:
         match item:
@@ -229,7 +201,7 @@ async def test_a_watcher_that_does_not_read_is_told_what_it_missed(daemon, clien
             case Event():
                 assert item.event_id == expected
                 expected += 1
-    assert expected == (await now(client)).id + 1
+    assert expected == (await last_event(client)).id + 1
 
 
 @BOTH
@@ -238,12 +210,7 @@ async def test_a_snapshot_after_a_restart_is_the_listing(daemon, client, restart
     await restart(daemon)
     await cache.get(chain("before", 3))
     listed = {row.key: row.residency async for row in cache.blocks()}
-    table = ResidencyTable()
-    async with client.watch(snapshot=True) as watch:
-        async for item in watch:
-            table.apply(item)
-            if isinstance(item, SnapshotEnd):
-                break
+    table, _ = await snapshot(client)
     assert table.blocks(cache.name, cache.group) == listed
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from inspect import isawaitable
+from typing import Any, TypeAlias, TypeVar, overload
 
 T = TypeVar("T")
+Probe: TypeAlias = Callable[[], Awaitable[T]]
 
 PATIENCE_S = 30.0
 """How long a small machine that is busy with other things may take for anything; a test that fails waits so long, none
@@ -15,13 +17,18 @@ that passes does."""
 _PAUSE_S = 0.005
 
 
-async def eventually(
-    probe: Callable[[], Awaitable[T]], wanted: Callable[[T], object], *, within: float = PATIENCE_S
-) -> T:
-    """Asks ``probe`` until its answer is ``wanted``, and returns that answer."""
+@overload
+async def eventually(probe: Probe[T], wanted: Callable[[T], object], *, within: float = PATIENCE_S) -> T: ...
+@overload
+async def eventually(probe: Callable[[], T], wanted: Callable[[T], object], *, within: float = PATIENCE_S) -> T: ...
+async def eventually(probe: Callable[[], Any], wanted: Callable[[Any], object], *, within: float = PATIENCE_S) -> Any:
+    """Asks ``probe`` until its answer is ``wanted``, and returns that answer. The probe may be a coroutine function."""
     loop = asyncio.get_running_loop()
     end = loop.time() + within
-    while not wanted(answer := await probe()):
+    while True:
+        found = probe()
+        answer = await found if isawaitable(found) else found
+        if wanted(answer):
+            return answer
         assert loop.time() < end, f"still not so after {within:g} s: {answer!r}"
         await asyncio.sleep(_PAUSE_S)
-    return answer
