@@ -107,6 +107,12 @@ def _say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
+def _become(uid: int, gids: Sequence[int]) -> None:
+    os.setgroups(list(gids))
+    os.setgid(gids[0] if gids else uid)
+    os.setuid(uid)
+
+
 async def _stay() -> None:
     await asyncio.to_thread(sys.stdin.read)
 
@@ -177,9 +183,7 @@ async def come_and_go(address: str, cache: str, seed: int, watchers: int, stay_s
 
 async def be_foreign(address: str, token: str, fds: Mapping[str, int]) -> None:
     """As nobody: tries both sockets, and to open the inherited descriptors again for writing."""
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    _become(NOBODY, [])
     connects = {name: _connect(address, name) for name in (attach.ATTACH_SOCKET, attach.RPC_SOCKET)}
     hello = None
     if connects[attach.ATTACH_SOCKET] == "connected":
@@ -194,9 +198,7 @@ async def be_foreign(address: str, token: str, fds: Mapping[str, int]) -> None:
 
 async def be_hostile(address: str, cache: str, daemon: int) -> None:
     """As nobody, who may write this cache: tries all that could spoil more than its slots' bytes."""
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    _become(NOBODY, [])
     async with attached(address) as client:
         fds = client.socket.map((await client.open(cache)).cache_id, write=True)
         control, data = fds[attach.CONTROL], fds[attach.HOST]
@@ -235,9 +237,7 @@ async def write_half(address: str, cache: str) -> None:
 
 async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequence[tuple[str, str]]) -> None:
     """As another user: tries things, each with a cache, and tells how each ended."""
-    os.setgroups(list(gids))
-    os.setgid(gids[0])
-    os.setuid(uid)
+    _become(uid, gids)
     try:
         client = await connect(address)
     except KvtierError as error:
@@ -250,9 +250,7 @@ async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequen
 
 async def keep_reading(address: str, cache: str) -> None:
     """As nobody: reads two blocks, and when it may go on reads them again, by memory and by a call."""
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    _become(NOBODY, [])
     async with await connect(address) as client:
         opened = await client.open_cache(cache, SPEC, write=False)
         keys = chain("stored", 2)

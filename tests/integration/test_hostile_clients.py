@@ -23,7 +23,7 @@ import pytest
 from kvtier import BlockResult, Client, Tier, connect
 from kvtier.abi import attach
 from kvtier.abi.layout import BUCKET_BYTES, INDEXES_HERE, ArenaLayout
-from kvtier.v1 import blocks_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
@@ -225,9 +225,6 @@ async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
     def held():
         return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
-    async def count():
-        return held()
-
     before = held()
     for _ in range(20):
         with AttachSocket(daemon.address) as sock:
@@ -235,7 +232,7 @@ async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
             assert isinstance(attach.decode_welcome(sock.receive()[0]), attach.Welcome)
             sock.send(attach.encode(attach.Bye()))
             assert sock.receive() == (b"", [])
-    await eventually(count, lambda count: count <= before)
+    await eventually(held, lambda count: count <= before)
 
 
 async def test_too_many_connections_are_turned_away(start_daemon):
@@ -306,25 +303,10 @@ async def untyped(daemon, raw):
 
 
 async def test_bytes_that_are_no_message(bystander, untyped):
-    for service, methods in {
-        "Blocks": (
-            "Match",
-            "Reserve",
-            "Commit",
-            "Acquire",
-            "Release",
-            "Move",
-            "Drop",
-            "List",
-            "Locate",
-            "Checksums",
-            "Touch",
-        ),
-        "Caches": ("Open", "Close", "List"),
-        "Admin": ("Stats",),
-    }.items():
-        for method in methods:
-            fault = await refusal(untyped(f"/kvtier.v1.{service}/{method}", b"\xff\xff\xff"))
+    services = [module.DESCRIPTOR.services_by_name for module in (blocks_pb2, caches_pb2, admin_pb2)]
+    for service in [service for named in services for service in named.values()]:
+        for method in service.methods_by_name:
+            fault = await refusal(untyped(f"/{service.full_name}/{method}", b"\xff\xff\xff"))
             assert (method, fault.code, fault.detail.field) == (method, Code.INVALID_ARGUMENT, "request")
 
 
@@ -411,7 +393,7 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
         for thread in threads:
             thread.start()
 
-        async def read_so_far():
+        def read_so_far():
             return READS * 8 if failures else min(bad.reads.hits, good.reads.hits)
 
         await eventually(read_so_far, lambda hits: hits >= READS * 8)

@@ -56,10 +56,9 @@ def daemon(short_dir, gpu):
 async def ended(daemon, starts):
     """Returns when the daemon has ended, and so many starts after it have failed."""
 
-    async def log():
-        return daemon.log
-
-    told = await eventually(log, lambda text: text.count("the daemon died status=1") > starts, within=3 * PATIENCE_S)
+    told = await eventually(
+        lambda: daemon.log, lambda text: text.count("the daemon died status=1") > starts, within=3 * PATIENCE_S
+    )
     assert "GPU lost uuid=" in told and ECC in told
     assert "the daemon ends: the GPU is lost" in told
 

@@ -8,14 +8,7 @@ import shutil
 
 import pytest
 
-from kvtier import (
-    Event,
-    EventType,
-    Gap,
-    Mirror,
-    MirrorState,
-    connect,
-)
+from kvtier import Event, EventType, Gap, Mirror, MirrorState, connect
 from tests.integration.blocks import SPEC, blocks, chain
 from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
@@ -62,7 +55,8 @@ async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon, lo
         assert isinstance(items[0], Event) and items[0].type is EventType.CREATED
 
 
-async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch):
+@pytest.mark.parametrize("passed", [True, False], ids=["ids have passed its cursor", "its cursor lies ahead"])
+async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch, passed):
     steering = Steering().installed(monkeypatch)
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
@@ -74,22 +68,18 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch):
             old = mirror.cursor
             assert old is not None
             steering.hold()
-
-            async def held():
-                return steering.holding
-
-            await eventually(held, lambda it: it == 1)
+            await eventually(lambda: steering.holding, lambda watches: watches == 1)
             await without_state(daemon)
-            cache = await beyond(client, old)
+            if passed:
+                await beyond(client, old)
             assert mirror.longest_prefix(keys) == 6, "it has not looked yet"
             steering.go_to(None)
-
-            async def resyncs():
-                return mirror.resyncs
-
-            await eventually(resyncs, lambda it: it == 1)
+            await eventually(lambda: mirror.resyncs, lambda resyncs: resyncs == 1)
+            assert mirror.longest_prefix(keys) == 0
+            cache = await client.open_cache("c", SPEC)
+            await cache.put(keys[:2], blocks(keys[:2]))
             await mirror.synced(await last_event(client), timeout=PATIENCE_S)
-            assert (mirror.longest_prefix(keys), mirror.state) == (0, MirrorState.EXACT)
+            assert (mirror.longest_prefix(keys), mirror.state) == (2, MirrorState.EXACT)
             await steering.assert_agrees(mirror, cache)
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import shutil
-import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
@@ -35,7 +32,7 @@ from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.raw import attached
 from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
-from tests.integration.test_rights import ALL, ONE
+from tests.integration.test_rights import ALL, ONE, change_rules
 from tests.integration.test_slow_watchers import BLOCKS, NAME, SMALL_RING, store
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -54,10 +51,7 @@ async def caught_up(mirror, client):
 
 
 async def until(mirror, state):
-    async def found():
-        return mirror.state
-
-    await eventually(found, lambda it: it is state)
+    await eventually(lambda: mirror.state, lambda found: found is state)
 
 
 class Sequences:
@@ -211,28 +205,17 @@ async def test_a_right_that_goes_makes_it_stale_and_one_that_comes_back_exact(st
     file.write_text(ALL)
     daemon = start_daemon("--config", str(file), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=16)
     keys = chain("right", 4)
-
-    async def rules(text):
-        before = daemon.log.count("changed=allow")
-        file.write_text(text)
-        os.kill(daemon.pid, signal.SIGHUP)
-
-        async def changes():
-            return daemon.log.count("changed=allow")
-
-        await eventually(changes, lambda count: count > before)
-
     async with await connect(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as router:
         cache = await owner.open_cache("other", SPEC, budgets=sizes(host=8))
         await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
         async with Mirror(router, ["other"], heartbeat_s=0.05) as mirror:
-            await rules(ONE)
+            await change_rules(daemon, file, ONE)
             await cache.put(keys, blocks(keys), tier=Tier.HOST)
             await until(mirror, MirrorState.STALE)
             assert mirror.longest_prefix(keys) == 2
             with pytest.raises(PermissionDenied):
                 await Mirror(router, ["other"]).__aenter__()
-            await rules(ALL)
+            await change_rules(daemon, file, ALL)
             await mirror.synced(timeout=PATIENCE_S)
             assert mirror.longest_prefix(keys) == 4
 
@@ -266,28 +249,6 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon):
         await mirrors["two"].synced(timeout=PATIENCE_S)
         left = (await caches["two"].match(keys)).blocks
         assert {each.name: each.blocks for each in rank_mirrors(mirrors, keys)} == {"one": 3, "two": left}
-
-
-async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon):
-    """Its ids begin again: the mirror's cursor lies in a future that will be another one."""
-    daemon = start_daemon(device=8, host=16, disk=32)
-    keys = chain("forgotten", 6)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        async with Mirror(client, ["c"], heartbeat_s=0.1) as mirror:
-            await cache.put(keys, blocks(keys))
-            await cache.drop(keys[4:5])
-            await caught_up(mirror, client)
-            assert mirror.longest_prefix(keys) == 4
-            await asyncio.to_thread(daemon.stop)
-            for directory in (daemon.state_dir, daemon.disk_dir):
-                shutil.rmtree(directory)
-            await asyncio.to_thread(daemon.start)
-            await mirror.synced(timeout=PATIENCE_S)
-            assert (mirror.longest_prefix(keys), mirror.resyncs) == (0, 1)
-            await cache.put(keys[:2], blocks(keys[:2]))
-            await caught_up(mirror, client)
-            assert mirror.longest_prefix(keys) == 2
 
 
 def test_threads_look_without_waiting_for_another(start_daemon):

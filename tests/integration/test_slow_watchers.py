@@ -195,11 +195,7 @@ class Traffic:
         some = self.puts + 3
         await asyncio.wait([self._task], timeout=seconds)
         assert not self._task.done(), self._task.result()
-
-        async def puts():
-            return self.puts
-
-        await eventually(puts, lambda done: done >= some)
+        await eventually(lambda: self.puts, lambda puts: puts >= some)
 
     async def _run(self):
         raw, cache = self._raw, self._cache

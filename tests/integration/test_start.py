@@ -228,11 +228,7 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
         assert_bytes(keys, await cache.get(keys))
         more = chain("more", 2)
         await cache.put(more, blocks(more))
-
-        async def taken():
-            return descriptors(daemon)
-
-        assert await eventually(taken, lambda now: now <= before)
+        await eventually(lambda: descriptors(daemon), lambda now: now <= before)
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
         async with await connect(daemon.address) as other:
             again = await other.open_cache("mine")

@@ -285,16 +285,12 @@ def children(pid):
 async def test_a_reload_that_is_asked_for_while_the_daemon_starts_is_done_when_it_can(daemon):
     """It takes some tenths of a second until a daemon has its own way with the signal."""
     os.kill(daemon.pid, signal.SIGKILL)
-    (starting,) = await eventually(lambda: _answer(children(daemon.supervisor) - {daemon.pid}), bool)
+    (starting,) = await eventually(lambda: children(daemon.supervisor) - {daemon.pid}, bool)
     os.kill(daemon.supervisor, signal.SIGHUP)
     await asyncio.to_thread(daemon.await_ready)
     assert daemon.pid == starting, "the signal ended it"
-    await eventually(lambda: _answer(daemon.log), lambda log: "configuration reloaded" in log)
+    await eventually(lambda: daemon.log, lambda log: "configuration reloaded" in log)
     assert await asyncio.to_thread(daemon.stop) == 0
-
-
-async def _answer(value):
-    return value
 
 
 def test_a_daemon_does_not_outlive_its_supervisor(daemon):
