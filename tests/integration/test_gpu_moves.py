@@ -232,24 +232,6 @@ async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir):
         assert not_given_back(short_dir, pid).keys() >= {"cuMemUnmap", "cuMemHostUnregister", "cuStreamDestroy"}
 
 
-async def test_a_gpu_that_is_lost_in_the_middle_of_a_copy_ends_the_daemon(short_dir):
-    hold, lost = short_dir / "hold", short_dir / "lost"
-    keys = chain("lost", 4)
-    with troubled(short_dir, device=4, host=8, gpu={"hold": hold, "lost": lost}) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
-            await cache.put(keys, blocks(keys), tier=HOST)
-            hold.touch()
-            moving = asyncio.create_task(cache.move(keys, DEVICE))
-            await eventually(lambda: tier_stats(client, "c", DEVICE), lambda tier: tier.filling == 4)
-            daemon.disturbed = True
-            lost.touch()
-            assert await asyncio.to_thread(daemon.ended) == 1
-            moving.cancel()
-            await asyncio.wait([moving])
-        assert "the daemon ends: the GPU is lost" in daemon.log
-
-
 async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(short_dir):
     hold = short_dir / "hold"
     keys = chain("stream", 1)

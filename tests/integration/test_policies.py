@@ -9,8 +9,6 @@ import pytest
 
 from kvtier import BlockResult, CacheOptions, Cause, Event, EventType, InvalidArgument, Tier, WritePolicy, connect
 from kvtier.wire import split_keys
-from kvtierd.config import load
-from kvtierd.core.ids import Tier as DaemonTier
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -71,13 +69,6 @@ async def test_only_edges_that_lead_down_have_a_threshold(client, name):
         with pytest.raises(InvalidArgument) as refused:
             await client.open_cache(name, SPEC, options=CacheOptions(thresholds=thresholds))
         assert refused.value.field.startswith("options.thresholds[0]")
-
-
-def test_keys_become_a_policy():
-    said = {"demotion_threshold": 101, "clean_fraction": 0.2}
-    policy = load(None, {"host_bytes": 4096, "write_policy": "selective", **said}).policy
-    assert policy.threshold(DaemonTier.HOST, DaemonTier.DISK) == 101
-    assert (policy.write_policy, policy.clean_low, policy.clean_high) == ("selective", 0.1, 0.2)
 
 
 async def test_a_cache_is_written_through_where_the_daemon_says_so(start_daemon):

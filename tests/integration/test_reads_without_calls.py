@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, InvalidArgument, Tier, arena, buffers, connect, errors
+from kvtier import BlockResult, Client, InvalidArgument, Tier, buffers, connect, errors
 from kvtier.wire import ReadCounts
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -180,28 +178,6 @@ async def test_a_chain_that_is_read_again_comes_as_it_came_first(cache, client):
         await cache.get(packed, tier=Tier.HOST)
 
 
-async def test_what_is_read_again_has_not_been_forgotten_meanwhile(cache):
-    """Every time there is something else where the chain was: nothing, other bytes, its blocks in another tier."""
-    keys = chain("changing", 3)
-    packed = b"".join(keys)
-    for number in range(6):
-        stored = blocks(keys)[::-1] if number % 2 else blocks(keys)
-        await cache.put(keys, stored, tier=Tier.HOST)
-        for _ in range(3):
-            for got, wanted in zip(await cache.get(packed), stored, strict=True):
-                assert np.array_equal(got, wanted)
-        if number > 3:
-            await cache.move(keys, Tier.DEVICE)
-            assert len(await cache.get(packed)) == 3
-        others = [chain(f"others {number} {each}", 1) for each in range(4)]
-        for other in others:
-            await cache.put(other, blocks(other), tier=Tier.HOST)  # some of them may share its bucket
-        assert len(await cache.get(packed)) == 3
-        await cache.drop([keys[0], *(other[0] for other in others)])
-        assert await cache.get(packed) == []
-    assert cache.reads.calls == 0
-
-
 async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache):
     for number in range(20):
         keys = chain(f"at once {number}", 3)
@@ -280,55 +256,6 @@ def test_the_synchronous_client_reads_in_the_calling_thread(daemon, name):
             cache.prefix_length(keys)
 
 
-def test_several_threads_read_while_others_write(daemon, name):
-    """Slots are given away under the readers all the time: what comes is right, or does not come."""
-    wrong: list[str] = []
-    with Client(daemon.address) as client:
-        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
-        chains = [chain(f"churn {number}", 4) for number in range(5)]
-        ending = threading.Event()
-
-        def read(seed):
-            rng = np.random.default_rng(seed)
-            while not ending.is_set():
-                keys = chains[rng.integers(len(chains))]
-                try:
-                    found = cache.get(keys)
-                    assert_bytes(keys[: len(found)], found)
-                except errors.TierFull:
-                    continue
-                except AssertionError as error:
-                    wrong.append(str(error))
-
-        readers = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
-        for reader in readers:
-            reader.start()
-        for number in range(60):
-            keys = chains[number % len(chains)]
-            cache.put(keys, blocks(keys))
-        ending.set()
-        for reader in readers:
-            reader.join()
-        assert not wrong, wrong[0]
-        assert cache.reads.hits > 0
-
-
-def test_several_groups_in_the_calling_thread(start_for):
-    daemon = start_for(VSWA, host=16)
-    with Client(daemon.address) as client:
-        cache = client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16))
-        keys = chain("across", 12)
-        cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
-        across = cache.across
-        run, across.thread.run = across.thread.run, None  # type: ignore[assignment,method-assign]
-        match, found = across.match([*keys, bytes(32)]), across.get([*keys, bytes(32)])
-        across.thread.run = run  # type: ignore[method-assign]
-        assert match.blocks == found.blocks == 12
-        for span in match.groups:
-            assert_content(VSWA, span.group, keys[span.first_block :], found.groups[span.group])
-        assert (cache.reads.calls, cache.reads.misses) == (0, 1)
-
-
 async def test_several_groups(start_for):
     daemon = start_for(VSWA, host=16, disk=16)
     async with await connect(daemon.address) as client:
@@ -353,7 +280,7 @@ async def test_several_groups(start_for):
             await cache.across.get(keys, tier=Tier.DISK)
 
 
-async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon, caplog):
+async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon):
     daemon = start_daemon(host=SLOTS, disk=4 * SLOTS)
     async with await connect(daemon.address) as client:
         caches = [await client.open_cache(name, SPEC, budgets=sizes(host=8, disk=32)) for name in ("a", "b")]
@@ -370,11 +297,8 @@ async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon, 
             assert await cache.prefix_length([*keys, bytes(32)]) == 6
             assert cache.lookups == "shared memory"
         assert [cache.reads.calls for cache in caches] == calls
-        with caplog.at_level(logging.DEBUG, "kvtier.reading"):
-            await caches[0].reader.recency.tell()
-        assert "1 reads of group 0 are not told" in caplog.text
         await asyncio.to_thread(daemon.start)
-        await eventually(lambda: _answer(first), lambda arenas: all(arena.stale for arena in arenas))
+        await eventually(lambda: first, lambda arenas: all(arena.stale for arena in arenas))
         assert caches[0].lookups == "shared memory", "the next daemon's, which was asked for it in the background"
         for cache, before in zip(caches, calls, strict=True):
             assert_bytes(keys, await cache.get(keys))
@@ -384,11 +308,8 @@ async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon, 
             assert cache.reads.calls == before + 1
 
 
-async def _answer(value):
-    return value
-
-
-async def test_a_kill_under_a_reader(short_dir):
+@pytest.mark.parametrize("end", [SupervisedDaemon.kill, SupervisedDaemon.upgrade])
+async def test_a_restart_under_a_reader(short_dir, end):
     """The host tier outlives the daemon: a thread that reads all the time sees nothing of its end."""
     daemon = SupervisedDaemon(short_dir, sizes(host=SLOTS))
     daemon.start()
@@ -411,10 +332,10 @@ async def test_a_kill_under_a_reader(short_dir):
             reader.start()
             old = cache.arena
             for _ in range(2):
-                await asyncio.to_thread(daemon.kill)
-            await eventually(lambda: _answer(old), lambda arena: arena.stale)
+                await asyncio.to_thread(end, daemon)
+            await eventually(lambda: old.stale, bool)
             hits = cache.reads.hits
-            await eventually(lambda: _answer(cache), lambda cache: cache.reads.hits > hits and not cache.arena.stale)
+            await eventually(lambda: cache.reads.hits > hits and not cache.arena.stale, bool)
             ending.set()
             reader.join()
             assert not failures, failures[0]
@@ -422,24 +343,3 @@ async def test_a_kill_under_a_reader(short_dir):
         assert await asyncio.to_thread(daemon.stop) == 0
     finally:
         daemon.close()
-
-
-@pytest.mark.parametrize("most_here", [1 << 30, 0], ids=["as it is opened", "in a thread"])
-async def test_the_first_lookup_has_no_page_of_the_index_to_map(start_daemon, monkeypatch, most_here):
-    monkeypatch.setattr(arena, "_TOUCHED_HERE", most_here)
-    async with await connect(start_daemon(host=4096).address) as client:
-        cache = await client.open_cache("whole", SPEC)
-        if most_here:
-            assert await resident_control(cache) >= cache.arena.lookup_bytes
-        await eventually(lambda: resident_control(cache), lambda nbytes: nbytes >= cache.arena.lookup_bytes)
-
-
-def _resident_control(name):
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    sizes = [next(line for line in lines if line.startswith("Rss:")) for line in lines if f":{name}:control" in line]
-    return sum(int(size.split()[1]) * 1024 for size in sizes)
-
-
-async def resident_control(cache):
-    """Bytes of its control segment that are mapped in this process."""
-    return await asyncio.to_thread(_resident_control, cache.name)

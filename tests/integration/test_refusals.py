@@ -3,7 +3,6 @@ itself refuses to send."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.errors import Fault
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
-from tests.forking import is_own_command
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import state, state_seen_by, tier_stats
 from tests.integration.waiting import eventually
@@ -26,24 +24,6 @@ Code = grpc.StatusCode
 KEYS = chain("stored", 3)
 NEW = chain("new", 2)
 PACKED, PACKED_NEW = b"".join(KEYS), b"".join(NEW)
-
-
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-async def test_a_full_tier_is_refused_at_once_with_its_holders(raw, name, tier):
-    cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=8))).cache_id
-    reserved = await raw.reserve(cache, tier, 3)
-    await raw.commit(cache, reserved, KEYS[:2])
-    before = await state(raw)
-    request = blocks_pb2.ReserveRequest(cache_id=cache, tier=tier_to_wire(tier), count=2, timeout_ns=30 * 10**9)
-    async with asyncio.timeout(5):
-        fault = await raw.refusal(raw.stubs.blocks.Reserve, request)
-    assert (fault.code, fault.reason) == (Code.RESOURCE_EXHAUSTED, "TIER_FULL")
-    detail = fault.detail
-    assert (detail.tier, detail.wanted, detail.free) == (tier_to_wire(tier), 2, 1)
-    (holder,) = detail.holders
-    assert (holder.session_id, holder.slots) == (raw.welcome.session_id, 3)
-    assert is_own_command(holder.command)
-    assert await state(raw) == before
 
 
 async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw, name):

@@ -23,7 +23,6 @@ from kvtier.abi.layout import first_generation
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
-from tests.integration.stuck import stuck_disk
 from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -51,19 +50,6 @@ async def filled(client):
     await cache.put(IN_MEMORY, blocks(IN_MEMORY))
     assert {row.residency async for row in cache.blocks()} == {Tier.DISK.bit, Tier.DEVICE.bit}
     return cache
-
-
-async def test_epoch_stays_and_ids_go_on(daemon):
-    async with await connect(daemon.address) as client:
-        await filled(client)
-        before = await client.stats()
-        await restart(daemon)
-        after = await client.stats()
-        assert (after.epoch, after.boot) == (before.epoch, before.boot + 1)
-        async with client.watch(since=Cursor(before.epoch, before.last_event_id)) as watch:
-            first = await anext(watch)
-        assert isinstance(first, Event)
-        assert (first.epoch, first.event_id) == (before.epoch, before.last_event_id + 1)
 
 
 async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
@@ -146,28 +132,6 @@ async def test_leases_die_with_their_daemon(daemon, cleanly):
             scribble_into(view)
         assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
         assert (await tier_stats(client, "c", Tier.DEVICE)).held == 0
-
-
-async def test_calls_that_wait_for_room_go_on_in_the_next_life(start_daemon):
-    daemon = start_daemon(device=4, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        with stuck_disk(daemon, "c") as disk:
-            await cache.put(chain("in the way", 4), blocks(chain("in the way", 4)))
-            waiting = asyncio.create_task(four_blank_slots(cache))
-            await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.waiting == 1)
-            stopping = asyncio.create_task(asyncio.to_thread(daemon.stop))
-            await eventually(lambda: asyncio.to_thread(lambda: daemon.log), lambda log: "kvtierd.serve stopping" in log)
-            disk.release()
-            await stopping
-            assert not waiting.done()
-            await asyncio.to_thread(daemon.start)
-        await waiting
-
-
-async def four_blank_slots(cache):
-    async with cache.reserve(4, timeout=PATIENCE_S * 3) as lease:
-        assert len(lease) == 4
 
 
 async def test_put_and_get_outlive_any_number_of_restarts(daemon):

@@ -22,7 +22,6 @@ from kvtier import (
     WritePolicy,
     connect,
 )
-from kvtier.abi.layout import INDEXES_HERE
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.books import Books
@@ -109,40 +108,6 @@ async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon):
         assert_bytes(keys, await cache.get(keys))
         now = await client.stats()
         assert (now.epoch, now.boot) == (before.epoch, before.boot + 1)
-    assert await asyncio.to_thread(daemon.stop) == 0
-
-
-@pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
-@pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_the_key_index_shows_what_stands_throughout_a_restart(daemon, end):
-    """Looked at without a pause, from before the daemon's end until its successor serves and beyond."""
-    async with await connect(daemon.address) as client:
-        cache, keys = await stored(client, "kept", 10)
-        arena = cache.arena
-        index = arena.index
-        assert index is not None
-        before = [index.entry(key, 0) for key in keys]
-        assert all(entry is not None and entry.residency == Tier.HOST.bit for entry in before)
-        epoch, event = index.shown()
-
-        def look():
-            for key, entry in zip(keys, before, strict=True):
-                assert index.entry(key, 0) in (entry, None), "right, or unsure"
-            assert index.prefix_length(b"".join(keys), 0) in (len(keys), None)
-            assert arena.stale or arena.current, "a daemon that goes does not close what it leaves behind"
-
-        restart = asyncio.create_task(asyncio.to_thread(daemon.kill if end == "kill" else daemon.upgrade))
-        looks = 0
-        while not restart.done():
-            await asyncio.to_thread(look)
-            looks += 1
-        await restart
-        look()
-        assert looks > 10
-        shown = index.shown()
-        assert shown > (epoch, event), "the successor goes on with it"
-        assert (shown.epoch > epoch) == (end == "kill")
-        assert [index.entry(key, 0) for key in keys] == before
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
@@ -268,14 +233,6 @@ async def test_what_was_being_written_is_not_there(daemon):
         assert_bytes(keys, await cache.get(keys))
         await lease.release()
     assert await asyncio.to_thread(daemon.stop) == 0
-
-
-def test_a_stop_leaves_nothing(daemon):
-    pid, supervisor = daemon.pid, daemon.supervisor
-    assert daemon.stop() == 0
-    assert not any(Path(f"/proc/{number}").exists() for number in (pid, supervisor))
-    assert not any(path.exists() for path in daemon.plain.sockets)
-    daemon.plain.assert_healthy_log()
 
 
 def children(pid):

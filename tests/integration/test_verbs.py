@@ -192,13 +192,6 @@ async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_bloc
     assert short.value.matched == 2
 
 
-async def test_a_chain_of_many_that_is_too_short_is_refused_alone(cache):
-    await put(cache, KEYS)
-    async with cache.acquire_many([KEYS, chain("absent", 3)], min_blocks=2) as (found, absent):
-        assert (found.blocks, found.refusal) == (4, "")
-        assert (absent.blocks, absent.refusal) == (0, "TOO_SHORT")
-
-
 async def test_a_lease_of_nothing_is_released_as_any_other(cache):
     """Whoever acquires what there is of a chain need not look whether there was anything."""
     lease = await cache.acquire(KEYS)
@@ -318,10 +311,3 @@ async def test_a_reader_maps_nothing_writable(client, cache):
     # A GPU's memory cannot be mapped to be read alone, so it is not mapped at all.
     with pytest.raises(CallerError if devices.ON_CUDA else ValueError, match="read-only"):
         reader.arena.pools(Tier.DEVICE, 0)[0][:] = 1
-
-
-@pytest.mark.parametrize("count", [0, -1, 2**32])
-async def test_the_client_refuses_counts_that_no_wire_carries(cache, count):
-    with pytest.raises(InvalidArgument) as refused:
-        await cache.reserve(count)
-    assert (refused.value.field, refused.value.limit) == ("count", "1 or more")

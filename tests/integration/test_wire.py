@@ -6,16 +6,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvtier import Tier
 from kvtier.abi import attach
-from kvtier.arena import Arena
 from kvtier.session import Stubs
-from kvtier.types import ROOT_PARENT
 from kvtier.v1 import (
     admin_pb2,
     blocks_pb2,
@@ -26,10 +22,9 @@ from kvtier.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
-from kvtier.wire import budgets_to_wire, spec_to_wire
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, chain, sizes
-from tests.integration.raw import AttachSocket, channel_to, close_all, refusal
-from tests.integration.touching import bytes_in, write_into
+from kvtier.wire import spec_to_wire
+from tests.integration.blocks import SPEC, sizes
+from tests.integration.raw import AttachSocket, channel_to, refusal
 
 Code = grpc.StatusCode
 DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_DISK
@@ -43,116 +38,6 @@ BEGINS_SESSIONS = "Sessions.Session"
 async def channel(daemon):
     async with channel_to(daemon.address) as channel:
         yield channel
-
-
-async def test_a_block_from_open_to_close_by_hand(raw, name):
-    caches, wire = raw.stubs.caches, raw.stubs.blocks
-    budgets = budgets_to_wire(sizes(device=2, host=3, disk=4))
-    opening = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets, seq=1)
-    opened: caches_pb2.OpenResponse = await raw.call(caches.Open, opening)
-    cache = opened.cache_id
-    assert opened.created
-    assert opened.info.fingerprint == SPEC.fingerprint()
-    assert [(t.tier, t.slots, t.slot_bytes) for t in opened.info.groups[0].tiers] == [
-        (DEVICE, 2, SLOT_BYTES),
-        (HOST, 3, SLOT_BYTES),
-        (DISK, 4, SLOT_BYTES),
-    ]
-    assert not (await raw.open(name)).created
-    # Opened twice it is closed twice: the first leaves it open.
-    await raw.call(caches.Close, caches_pb2.CloseRequest(cache_id=cache))
-
-    fds = raw.socket.map(cache, write=True)
-    assert list(fds) == [attach.CONTROL, attach.HOST, attach.DEVICE]
-    arena = Arena(fds, write=True, spec=SPEC)
-    close_all(fds)
-
-    keys = chain(name, 2)
-    packed = b"".join(keys)
-    reserved: blocks_pb2.ReserveResponse = await raw.call(
-        wire.Reserve, blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=3, seq=2)
-    )
-    assert len(set(reserved.slots)) == 3
-    odd = arena.generations(Tier.HOST, 0, np.array(reserved.slots))
-    assert set(odd % 2) == {1}
-    for slot, key in zip(reserved.slots, keys, strict=False):
-        write_into(arena.view(Tier.HOST, 0, slot, write=True), block(key))
-    commit = blocks_pb2.CommitRequest(
-        cache_id=cache,
-        lease_id=reserved.lease_id,
-        slots=reserved.slots[:2],
-        keys=packed,
-        parents=ROOT_PARENT + keys[0],
-        priorities=bytes([50, 60]),
-        seq=3,
-    )
-    committed: blocks_pb2.CommitResponse = await raw.call(wire.Commit, commit)
-    assert committed.results == bytes([OK, OK])
-    third, stray = chain("third", 1)[0], chain("stray", 1)[0]
-    late = blocks_pb2.CommitRequest(
-        cache_id=cache, lease_id=reserved.lease_id, slots=reserved.slots[2:], keys=third, parents=stray
-    )
-    assert (await raw.call(wire.Commit, late)).results == bytes([MISSING])
-    late.keys, late.parents = keys[0], ROOT_PARENT
-    assert (await raw.call(wire.Commit, late)).results == bytes([EXISTS])
-
-    found: blocks_pb2.MatchResponse = await raw.call(
-        wire.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=packed + third)
-    )
-    assert (found.blocks, found.residency) == (2, bytes([Tier.HOST.bit] * 2))
-    assert found.as_of_event.epoch == raw.welcome.epoch
-    placed: blocks_pb2.LocateResponse = await raw.call(
-        wire.Locate, blocks_pb2.LocateRequest(cache_id=cache, keys=packed + third)
-    )
-    assert placed.residency == bytes([Tier.HOST.bit, Tier.HOST.bit, 0])
-    assert list(placed.host_slots) == [*reserved.slots[:2], 0]
-    assert list(placed.device_slots) == list(placed.device_generations) == [0, 0, 0]
-    even = arena.generations(Tier.HOST, 0, np.array(reserved.slots[:2]))
-    assert set(even % 2) == {0}
-    assert list(placed.host_generations) == [*even, 0]
-
-    await raw.call(wire.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[reserved.lease_id], seq=4))
-    acquired = await raw.acquire(cache, Tier.DEVICE, keys, [third])
-    chain_found, chain_absent = acquired.chains
-    assert (chain_found.matched, chain_found.found_in) == (2, bytes([Tier.HOST.bit] * 2))
-    assert (chain_absent.lease_id, chain_absent.matched, chain_absent.refusal) == (0, 0, "")
-    views = [arena.view(Tier.DEVICE, 0, slot, write=False) for slot in chain_found.slots]
-    assert_bytes(keys, [bytes_in(view) for view in views])
-    now = arena.generations(Tier.DEVICE, 0, np.array(chain_found.slots))
-    assert list(chain_found.generations) == list(now)
-
-    closing = caches_pb2.CloseRequest(cache_id=cache, seq=5)
-    held = await raw.refusal(caches.Close, closing)
-    assert (held.code, held.reason) == (Code.FAILED_PRECONDITION, "LEASES_HELD")
-    await raw.call(wire.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[chain_found.lease_id], seq=6))
-
-    moved: blocks_pb2.MoveResponse = await raw.call(
-        wire.Move, blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=packed, seq=7)
-    )
-    assert moved.results == bytes([OK, OK])
-    listed: blocks_pb2.ListBlocksResponse = await raw.call(
-        wire.List, blocks_pb2.ListBlocksRequest(cache_id=cache, limit=1)
-    )
-    assert (listed.keys, listed.parents, listed.next_page != 0) == (keys[0], ROOT_PARENT, True)
-    last: blocks_pb2.ListBlocksResponse = await raw.call(
-        wire.List, blocks_pb2.ListBlocksRequest(cache_id=cache, page=listed.next_page)
-    )
-    assert (last.keys, last.parents, last.next_page) == (keys[1], keys[0], 0)
-    assert (listed.residency, last.residency) == (bytes([Tier.DISK.bit]),) * 2
-    assert (listed.priorities, last.priorities) == (bytes([60]), bytes([60]))
-    dropped: blocks_pb2.DropResponse = await raw.call(
-        wire.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=keys[0] + third, seq=8)
-    )
-    assert (dropped.results, dropped.dropped) == (bytes([OK, common_pb2.BLOCK_RESULT_NOT_FOUND]), 2)
-
-    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
-    assert (stats.epoch, stats.boot, stats.pid) == (raw.welcome.epoch, raw.welcome.boot, raw.welcome.pid)
-    assert stats.last_event_id >= dropped.as_of_event.id
-    await raw.call(caches.Close, caches_pb2.CloseRequest(cache_id=cache, seq=9))
-    unopened = await raw.refusal(wire.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=packed))
-    assert (unopened.code, unopened.reason) == (Code.FAILED_PRECONDITION, "CACHE_NOT_OPENED")
-    listing: caches_pb2.ListCachesResponse = await raw.call(caches.List, caches_pb2.ListCachesRequest())
-    assert [(one.blocks, one.sessions) for one in listing.caches if one.name == name] == [(0, 0)]
 
 
 async def test_health_answers_a_stranger(channel):
