@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import socket
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,22 +30,17 @@ def daemon(start_fresh):
 
 
 @pytest.fixture(scope="module")
-def seen():
-    """One scrape for all that only look at it: of a daemon where :func:`traffic` was."""
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    daemon = DaemonProcess(home, sizes(**SLOTS), LISTEN)
-    try:
-        daemon.start()
-        yield asyncio.run(scrape_after_traffic(daemon))
-        daemon.stop()
-    finally:
-        shutil.rmtree(home)
+def seen(pool):
+    """One scrape for all that only look at it: of a fresh daemon where :func:`traffic` was."""
 
+    async def scraped():
+        async with await connect(daemon.address) as client:
+            await traffic(client)
+            return await scrape(daemon)
 
-async def scrape_after_traffic(daemon):
-    async with await connect(daemon.address) as client:
-        await traffic(client)
-        return await scrape(daemon)
+    daemon = pool.take(sizes(**SLOTS), LISTEN, fresh=True)
+    yield asyncio.run(scraped())
+    pool.give_back(daemon)
 
 
 async def traffic(client):

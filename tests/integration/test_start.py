@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import AsyncExitStack
 from itertools import count, islice, pairwise
-from pathlib import Path
 
 import pytest
 
@@ -149,15 +145,10 @@ raise ImportError({name!r})
 def trapped(tmp_path, monkeypatch):
     """Whoever imports one of these from now on leaves its name in this file, and fails."""
     mark = tmp_path / "imported"
-    mark.touch()
     for name in NOT_NEEDED:
         (tmp_path / f"{name}.py").write_text(_TRAP.format(mark=str(mark), name=name))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     return mark
-
-
-def imported(mark):
-    return mark.read_text().split()
 
 
 async def test_a_daemon_serves_without_them(trapped, start_daemon):
@@ -167,19 +158,13 @@ async def test_a_daemon_serves_without_them(trapped, start_daemon):
         keys = chain("imports", 3)
         await cache.put(keys, blocks(keys))
         assert_bytes(keys, await cache.get(keys))
-    assert imported(trapped) == []
+    assert not trapped.exists()
 
 
 def test_the_trap_works(trapped):
     for name in NOT_NEEDED:
-        assert subprocess.run(
-            [sys.executable, "-c", f"import {name}"], stderr=subprocess.DEVNULL, check=False
-        ).returncode
-    assert imported(trapped) == list(NOT_NEEDED)
-
-
-MOST_DESCRIPTORS = 4
-"""Of a session: its connection, its line for commits, its gRPC connection and its pidfd."""
+        assert subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, check=False).returncode
+    assert trapped.read_text().split() == list(NOT_NEEDED)
 
 
 def descriptors(daemon):
@@ -192,22 +177,6 @@ def leave(daemon, free):
     first_refused = next(islice((number for number in count() if number not in taken), free, None))
     _, most = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
     return resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (first_refused, most))
-
-
-async def test_each_session_takes_as_many_descriptors(start_daemon):
-    daemon = start_daemon(device=16, host=16, disk=16)
-    async with AsyncExitStack() as stack:
-
-        async def come(name):
-            client = await stack.enter_async_context(await connect(daemon.address))
-            cache = await client.open_cache("mine", SPEC)
-            keys = chain(name, 2)
-            await cache.put(keys, blocks(keys))
-            return len(descriptors(daemon))
-
-        taken = [await come(name) for name in ("first", "second", "third", "fourth")]
-        (each,) = {after - before for before, after in pairwise(taken)}
-        assert each <= MOST_DESCRIPTORS
 
 
 async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_again(start_daemon):
@@ -233,10 +202,7 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
         async with await connect(daemon.address) as other:
             again = await other.open_cache("mine")
             assert_bytes(more, await again.get(more))
-    assert (
-        "cannot accept an attach connection" in daemon.log
-    )  # an error, rightly: a clean stop would find fault with it
-    daemon.kill()
+    daemon.kill()  # it has logged an error, rightly: a clean stop would find fault with that
 
 
 class Foreign(DaemonProcess):
@@ -246,18 +212,12 @@ class Foreign(DaemonProcess):
         return command
 
 
-@pytest.fixture(scope="module")
-def foreign():
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    try:
-        process = Foreign(home, sizes(device=4, host=8, disk=16))
-        process.start()
-        try:
-            yield process
-        finally:
-            process.stop()
-    finally:
-        shutil.rmtree(home)
+@pytest.fixture
+def foreign(short_dir):
+    process = Foreign(short_dir, sizes(device=4, host=8, disk=16))
+    process.start()
+    yield process
+    process.stop()
 
 
 async def test_all_goes_by_calls_and_leases_there(foreign):
