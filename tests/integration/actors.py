@@ -166,21 +166,6 @@ async def stare(address: str) -> None:
         await _stay()
 
 
-async def come_and_go(address: str, cache: str, seed: int, watchers: int, stay_s: float) -> None:
-    """So many watchers at any moment, until it is told to go on; then how it went."""
-    from tests.integration.crowd import crowd
-
-    end = asyncio.Event()
-    visits = asyncio.create_task(crowd(address, cache, seed, watchers, stay_s, end))
-    _say(come=watchers)
-    await asyncio.wait(
-        [visits, asyncio.create_task(asyncio.to_thread(sys.stdin.readline))], return_when="FIRST_COMPLETED"
-    )
-    end.set()
-    _say(**await visits)
-    await _stay()
-
-
 async def be_foreign(address: str, token: str, fds: Mapping[str, int]) -> None:
     """As nobody: tries both sockets, and to open the inherited descriptors again for writing."""
     _become(NOBODY, [])
@@ -395,7 +380,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
     part.__name__: part
     for part in (
-        *(hold, write_half, send_half, steal, stare, come_and_go),
+        *(hold, write_half, send_half, steal, stare),
         *(keep_reading, be_foreign, be_hostile, be_somebody),
     )
 }
