@@ -46,6 +46,8 @@ class DaemonProcess:
         self.flags = list(flags)
         self.variables: dict[str, str] = {}
         """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
+        self.program = ["kvtierd.main"]
+        """The module that is run, and arguments before all flags."""
         self.disturbed = False
         """A test has stopped, killed or paused it, or asked it to end."""
         self._log_from = 0
@@ -92,7 +94,7 @@ class DaemonProcess:
     def command(self) -> list[str]:
         """What runs it, in the foreground."""
         return [
-            *(sys.executable, "-m", "kvtierd.main"),
+            *(sys.executable, "-m", *self.program),
             *("--runtime-dir", self.address),
             *("--state-dir", str(self.state_dir)),
             *("--disk-dir", str(self.disk_dir)),

@@ -89,31 +89,31 @@ async def test_what_was_given_read_only_stays_so(bystander, mapped, raw):
         close_all(read_only)
 
 
-@pytest.mark.parametrize("spoil", ["punch", "scribble"])
+def scribble(fd, rng):
+    with mmap.mmap(fd, 0) as view:
+        view[:] = rng.bytes(len(view))
+
+
+def punch_out(fd, rng):
+    punch(fd, 0, os.fstat(fd).st_size)
+
+
+SPOILS = pytest.mark.parametrize("spoil", [scribble, punch_out])
+
+
+@SPOILS
 async def test_a_spoilt_cache_is_its_own_loss(client, bystander, mapped, raw, name, spoil):
     """Over slots READY, blank and free, while they are moved down to the disk and up again."""
     cache_id, fds = mapped
     own = await client.open_cache(name, SPEC)
-    keys = chain(name, 3)
+    keys, rng = chain(name, 3), np.random.default_rng(1)
     await own.put(keys, blocks(keys), tier=Tier.HOST)
     await raw.reserve(cache_id, Tier.HOST, 1)
-
-    def punch_all():
-        for segment in (attach.HOST, attach.DEVICE):
-            punch(fds[segment], 0, os.fstat(fds[segment]).st_size)
-
-    def scribble():
-        for segment in (attach.HOST, attach.DEVICE):
-            size = os.fstat(fds[segment]).st_size
-            with mmap.mmap(fds[segment], size) as view:
-                view[:] = random.Random(segment).randbytes(size)
-
-    worst = {"punch": punch_all, "scribble": scribble}[spoil]
-    worst()
     # What it wrote is what is copied; a checksum is taken on the way to the disk and says nothing of before.
     for tier in (Tier.DISK, Tier.DEVICE, Tier.HOST, Tier.DISK):
+        for segment in (attach.HOST, attach.DEVICE):
+            spoil(fds[segment], rng)
         assert set(await own.move(keys, tier)) == {BlockResult.OK}
-        worst()
     spoilt = await own.get(keys)
     assert len(spoilt) == 3
     fresh = chain(f"{name} fresh", 2)
@@ -126,18 +126,14 @@ async def test_slots_scribbled_while_they_are_copied_hurt_nobody_else(client, by
     """Also what the disk has just been read into: the checksum then fails, and the block is lost as if the disk had
     spoilt it. That is a miss of this cache and a quarantined slot of its own budget, and nothing of anybody else."""
     own = await client.open_cache(name, SPEC)
-    stop = threading.Event()
+    stop, rng = threading.Event(), np.random.default_rng(1)
 
-    def scribble():
-        generator = np.random.default_rng(1)
-        with ExitStack() as stack:
-            views = [stack.enter_context(mmap.mmap(mapped[1][s], 0)) for s in (attach.HOST, attach.DEVICE)]
-            while not stop.is_set():
-                for view in views:
-                    start = int(generator.integers(0, len(view) - 4096))
-                    view[start : start + 4096] = generator.bytes(4096)
+    def scribble_on():
+        while not stop.is_set():
+            for segment in (attach.HOST, attach.DEVICE):
+                scribble(mapped[1][segment], rng)
 
-    thread = asyncio.create_task(asyncio.to_thread(scribble))
+    thread = asyncio.create_task(asyncio.to_thread(scribble_on))
     try:
         for index in range(8):
             keys = chain(f"{name} {index}", 4)
@@ -346,17 +342,7 @@ def descriptors(raw, cache, *, write):
         close_all(fds)
 
 
-def scribble(fd, rng):
-    with mmap.mmap(fd, os.fstat(fd).st_size) as view:
-        start = int(rng.integers(len(view) // 4096)) * 4096
-        view[start : start + 65536] = rng.bytes(len(view[start : start + 65536]))
-
-
-def punch_out(fd, rng):
-    punch(fd, int(rng.integers(os.fstat(fd).st_size // 4096)) * 4096, 65536)
-
-
-@pytest.mark.parametrize("spoil", [scribble, punch_out])
+@SPOILS
 async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_theirs(
     daemon, client, raw, name, spoil
 ):

@@ -205,16 +205,10 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
     daemon.kill()  # it has logged an error, rightly: a clean stop would find fault with that
 
 
-class Foreign(DaemonProcess):
-    def command(self):
-        command = super().command()
-        command[command.index("kvtierd.main")] = "tests.integration.foreign_daemon"
-        return command
-
-
 @pytest.fixture
 def foreign(short_dir):
-    process = Foreign(short_dir, sizes(device=4, host=8, disk=16))
+    process = DaemonProcess(short_dir, sizes(device=4, host=8, disk=16))
+    process.program = ["tests.integration.foreign_daemon"]
     process.start()
     yield process
     process.stop()

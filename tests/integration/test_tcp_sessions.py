@@ -142,6 +142,9 @@ async def test_a_certificate_has_the_rights_of_its_rules(daemon, engine):
     async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
         cache = await client.open_cache("shared", SPEC)
         assert (await cache.match(KEYS)).blocks == len(KEYS)
+        new = chain("new", 1)
+        await cache.put(new, blocks(new), tier=Tier.HOST)
+        assert_bytes(new, await cache.get(new, tier=Tier.HOST))
         assert [one.name for one in await client.caches()] == ["shared"]
         async for item in client.watch(oldest=True):
             assert isinstance(item, Event)
@@ -157,17 +160,6 @@ async def test_a_certificate_has_the_rights_of_its_rules(daemon, engine):
         assert shown.startswith("certificate engine-1, first.example at ipv4:127.0.0.1:")
         with pytest.raises(CallerError, match="not mapped"):
             _ = cache.arena
-
-
-async def test_blocks_go_through_streams(daemon, engine):
-    await fill(daemon)
-    new = chain("new", 1)
-    async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
-        cache = await client.open_cache("shared", SPEC)
-        assert not cache.mapped
-        await cache.put(new, blocks(new), tier=Tier.HOST)
-        assert_bytes([*KEYS], await cache.get(KEYS, tier=Tier.HOST))
-        assert_bytes(new, await cache.get(new, tier=Tier.HOST))
 
 
 async def test_alternative_names_count_and_strangers_are_refused(daemon, authority):

@@ -20,7 +20,7 @@ from tests.integration.faulty_daemon import SEEN_BY_READERS
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_crash import SEED
-from tests.integration.torture import SIZES, Crowd, FaultyDaemon
+from tests.integration.torture import SIZES, Crowd
 from tests.integration.torture_blocks import SPEC
 from tests.integration.waiting import eventually
 
@@ -146,8 +146,8 @@ def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_fou
 
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in SEEN_BY_READERS])
 def test_a_planted_fault_is_found(short_dir, fault):
-    daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]})
-    daemon.fault = fault
+    daemon = DaemonProcess(short_dir, {Tier.HOST: SIZES[Tier.HOST]})
+    daemon.program = ["tests.integration.faulty_daemon", fault]
     daemon.start()
     try:
         with Crowd(daemon.address, PARTS, SEED, verifies=False) as crowd:

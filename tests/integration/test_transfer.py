@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier import CacheSpec, Client, PoolSpec, WindowGroupSpec, connect, errors
+from kvtier import Client, connect, errors
 from kvtier.abi.stream import MAX_CHUNK_BYTES
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.models import MLA, VSWA, assert_content, content, groups_of
 from tests.integration.raw import attached, refusal
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.waiting import eventually
@@ -69,43 +70,36 @@ async def test_a_chain_longer_than_the_tier_goes_in_pieces(client, name):
     assert_bytes(keys, list(out))
 
 
-async def test_blocks_larger_than_a_chunk(client, name, start_daemon):
-    spec = type(SPEC).single("large", "uint8", tokens_per_block=64, layers=23, kv_heads=1, head_size=1024)
-    assert spec.block_bytes(0) > MAX_CHUNK_BYTES
-    daemon = start_daemon(host=5 * spec.record_bytes(0) // SPEC.record_bytes(0))
-    data = np.random.default_rng(0).integers(0, 256, (2, spec.block_bytes(0)), dtype=np.uint8)
-    async with await connect(daemon.address) as own:
-        cache = await own.open_cache(name, spec, mapped=False)
+async def test_blocks_larger_than_a_chunk(start_for):
+    assert MLA.block_bytes(0) > MAX_CHUNK_BYTES
+    daemon = start_for(MLA, host=2)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", MLA, mapped=False)
         keys = chain("large", 2)
-        assert await cache.put(keys, data) == [OK] * 2
-        assert np.array_equal(await cache.get(keys), data)
+        assert await cache.put(keys, content(MLA, 0, keys)) == [OK] * 2
+        assert_content(MLA, 0, keys, await cache.get(keys))
 
 
-async def test_all_window_groups_at_once(client, name):
-    groups = tuple(WindowGroupSpec(window, (PoolSpec(1, heads, 8),)) for heads, window in ((1, 0), (2, 32)))
-    spec = CacheSpec("groups", "uint8", tokens_per_block=16, groups=groups)
-    room = {Tier.HOST: 8 * (spec.record_bytes(0) + spec.record_bytes(1))}
-    cache = await client.open_cache(name, spec, budgets=room, mapped=False)
-    keys, rng = chain("groups", 3), np.random.default_rng(0)
-    data = {group: rng.integers(0, 256, (3, spec.block_bytes(group)), dtype=np.uint8) for group in (0, 1)}
-    assert await cache.across.put(keys, data) == {0: [OK] * 3, 1: [OK] * 3}
-    found = await cache.across.get(keys)
-    assert found.blocks == 3
-    for group, rows in found.groups.items():
-        assert np.array_equal(rows, data[group][-len(rows) :])
+async def test_all_window_groups_at_once(start_for):
+    daemon = start_for(VSWA, host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", VSWA, mapped=False)
+        keys = chain("groups", 3)
+        data = {group: content(VSWA, group, keys) for group in groups_of(VSWA)}
+        assert await cache.across.put(keys, data) == dict.fromkeys(groups_of(VSWA), [OK] * 3)
+        found = await cache.across.get(keys)
+        assert found.blocks == 3
+        for group, rows in found.groups.items():
+            assert_content(VSWA, group, keys, rows)
 
 
-async def test_the_synchronous_client_streams_too(daemon, name):
+def test_the_synchronous_client_streams_too(daemon, name):
     keys = chain("sync", 3)
-
-    def work():
-        with Client(daemon.address) as client:
-            cache = client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
-            assert cache.put(keys, blocks(keys)) == [OK] * 3
-            assert_bytes(keys, cache.get(keys))
-            assert_bytes(keys, cache.stream_get(keys))
-
-    await asyncio.to_thread(work)
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
+        assert cache.put(keys, blocks(keys)) == [OK] * 3
+        assert_bytes(keys, cache.get(keys))
+        assert_bytes(keys, cache.stream_get(keys))
 
 
 async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed):

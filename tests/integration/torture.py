@@ -15,7 +15,6 @@ from typing import Final, Self
 
 from kvtier import Tier
 from tests import devices
-from tests.integration.daemon import DaemonProcess
 from tests.integration.starting import environment
 from tests.integration.torture_blocks import SLOT_BYTES
 from tests.integration.torture_parts import CALL_S, Board, Script, board_bytes
@@ -25,18 +24,6 @@ SIZES: Final = _DEVICE | {Tier.HOST: 32 * SLOT_BYTES, Tier.DISK: 64 * SLOT_BYTES
 """Of 240 blocks that the parts put, 32 have room in memory, and 64 on disk below it; on CUDA 16 above it."""
 _END_S: Final = 3 * CALL_S
 _LOOK_S: Final = 0.01
-
-
-class FaultyDaemon(DaemonProcess):
-    """One of :mod:`tests.integration.faulty_daemon`."""
-
-    fault = ""
-
-    def command(self) -> list[str]:
-        command = super().command()
-        at = command.index("kvtierd.main")
-        command[at : at + 1] = ["tests.integration.faulty_daemon", self.fault]
-        return command
 
 
 @dataclass(slots=True, frozen=True)
