@@ -17,13 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import Tier
-from kvtier.abi import attach
 from kvtier.abi.layout import ArenaLayout
-from kvtier.v1 import blocks_pb2
 from tests.fake_cuda import VARIABLE, fake_environment
 from tests.integration.blocks import SPEC
 from tests.integration.daemon import DaemonProcess
-from tests.integration.raw import RawClient
 from tests.integration.supervised import SupervisedDaemon
 
 CUDA: Final = ("--device", "cuda")
@@ -80,23 +77,6 @@ def not_given_back(home: Path, pid: int) -> dict[str, int]:
     for begin, end in PAIRS.items():
         owed[end] += made[begin]
     return {end: count - made[end] for end, count in owed.items() if count != made[end]}
-
-
-def mapped(raw: RawClient, cache_id: int, *, write: bool) -> tuple[attach.Mapped, dict[str, int]]:
-    """What the attach socket answers, and its descriptors by segment: the caller's to close."""
-    raw.socket.send(attach.encode(attach.Map(cache_id, write)))
-    data, fds = raw.socket.receive()
-    said = attach.decode_mapped(data)
-    assert isinstance(said, attach.Mapped), said
-    return said, dict(zip(said.fds, fds, strict=True))
-
-
-async def committed(raw: RawClient, cache_id: int, keys: list[bytes]) -> None:
-    """Blocks on the device, whatever bytes they have there; held by nobody."""
-    reserved = await raw.reserve(cache_id, Tier.DEVICE, len(keys))
-    await raw.commit(cache_id, reserved, keys)
-    release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[reserved.lease_id])
-    await raw.call(raw.stubs.blocks.Release, release)
 
 
 def device_generations(control: int) -> NDArray[np.uint64]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import array
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -53,11 +53,28 @@ class AttachSocket:
 
     def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
         """Descriptors by segment name, the caller's."""
+        return self.mapped(cache_id, write=write)[1]
+
+    def mapped(self, cache_id: int, *, write: bool) -> tuple[attach.Mapped, dict[str, int]]:
+        """What is answered besides, too."""
         self.send(attach.encode(attach.Map(cache_id, write)))
         data, fds = self.receive()
-        mapped = attach.decode_mapped(data)
-        assert isinstance(mapped, attach.Mapped), mapped
-        return dict(zip(mapped.fds, fds, strict=True))
+        said = attach.decode_mapped(data)
+        assert isinstance(said, attach.Mapped), said
+        return said, dict(zip(said.fds, fds, strict=True))
+
+    @contextmanager
+    def descriptors(self, cache_id: int, *, write: bool) -> Iterator[dict[str, int]]:
+        """The same as :meth:`map`, closed in the end."""
+        fds = self.map(cache_id, write=write)
+        try:
+            yield fds
+        finally:
+            close_all(fds)
+
+    def bye(self) -> None:
+        self.send(attach.encode(attach.Bye()))
+        assert self.receive() == (b"", [])
 
     def close(self) -> None:
         self.sock.close()
@@ -118,6 +135,12 @@ class RawClient:
         )
         return reply
 
+    async def store(self, cache_id: int, tier: Tier, keys: Sequence[bytes]) -> None:
+        """A chain whose slots hold whatever bytes they hold, and which nobody holds afterwards."""
+        request = commit_request(cache_id, await self.reserve(cache_id, tier, len(keys)), keys)
+        request.release = True
+        await self.call(self.stubs.blocks.Commit, request)
+
     def detach(self) -> None:
         self.socket.close()
 
@@ -155,8 +178,7 @@ async def attached(address: str) -> AsyncIterator[RawClient]:
             yield client
         finally:
             if client.socket.sock.fileno() >= 0:
-                client.socket.send(attach.encode(attach.Bye()))
-                assert client.socket.receive() == (b"", [])
+                client.socket.bye()
             client.socket.close()
 
 

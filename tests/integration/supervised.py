@@ -9,7 +9,8 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import NoReturn, Self
 
 from kvtier import Tier
 from tests.integration.daemon import STOP_S, DaemonProcess
@@ -86,6 +87,21 @@ class SupervisedDaemon:
         with self._process.stdout as stdout:  # the daemon's, too: it ends with the last of them
             while stdout.readline() if select.select([stdout], [], [], STOP_S)[0] else self._outlived():
                 pass
+
+    def __enter__(self) -> Self:
+        """Serves, and ends without an error if the block does."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                assert self.stop() == 0
+                assert "Traceback" not in self.log, self.log
+        finally:
+            self.close()
 
     def _outlived(self) -> NoReturn:
         raise AssertionError(f"the daemon goes on without its supervisor\n{self.log}")

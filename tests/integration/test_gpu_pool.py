@@ -19,11 +19,9 @@ from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import (
     CUDA,
     calls,
-    committed,
     device_generations,
     fake_gpu,
     gpu_daemon,
-    mapped,
     not_given_back,
     supervised_gpu_daemon,
 )
@@ -75,16 +73,14 @@ def daemon():
 
 @pytest.fixture
 def supervised(short_dir):
-    process = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
-    process.start()
-    yield process
-    process.close()
+    with supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST)) as process:
+        yield process
 
 
 async def test_another_process_maps_the_same_memory(daemon):
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
-        said, fds = mapped(raw, opened.cache_id, write=True)
+        said, fds = raw.socket.mapped(opened.cache_id, write=True)
         assert said.fds == (attach.CONTROL, attach.HOST, attach.CUDA)
         assert said.cuda is not None and said.cuda.nbytes == GPU_BYTES
         assert exchange(said, fds, "first") == bytes(5), "nobody has written there"
@@ -95,7 +91,7 @@ async def test_another_process_maps_the_same_memory(daemon):
 async def test_a_reader_is_told_why_it_gets_none(daemon):
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
-        said, fds = mapped(raw, opened.cache_id, write=False)
+        said, fds = raw.socket.mapped(opened.cache_id, write=False)
         assert said.fds == (attach.CONTROL, attach.HOST)
         assert "no read-only form" in said.unmapped[attach.DEVICE]
         close_all(fds)
@@ -129,7 +125,7 @@ async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir):
     pid = daemon.pid
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
-        said, fds = mapped(raw, opened.cache_id, write=True)
+        said, fds = raw.socket.mapped(opened.cache_id, write=True)
         close_all(fds)
         assert "cannot be shared" in said.unmapped[attach.DEVICE]
     daemon.stop()
@@ -153,7 +149,6 @@ async def test_the_gpus_blocks_survive_the_daemon(supervised, end):
         await cache.move(keys[-1:], Tier.HOST)
         assert [place.residency for place in await cache.locate(keys[-1:])] == [Tier.HOST.bit]
         assert_bytes(keys, await cache.get(keys))
-    assert await asyncio.to_thread(supervised.stop) == 0
     assert "not adopted" not in supervised.log
 
 
@@ -179,10 +174,9 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
     try:
         async with attached(supervised.address) as raw:
             opened = await raw.open("c")
-            await committed(raw, opened.cache_id, on_device)
-            _, fds = mapped(raw, opened.cache_id, write=True)
-            generations = device_generations(fds[attach.CONTROL])
-            close_all(fds)
+            await raw.store(opened.cache_id, Tier.DEVICE, on_device)
+            with raw.socket.descriptors(opened.cache_id, write=True) as fds:
+                generations = device_generations(fds[attach.CONTROL])
         assert [int(generation) % 2 for generation in generations] == [0, 0, 1, 1]
         async with await connect(supervised.address) as client:
             cache = await client.open_cache("c", SPEC)
@@ -197,7 +191,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
         assert why in supervised.log
         async with attached(supervised.address) as raw:
             again = await raw.open("c")
-            await committed(raw, again.cache_id, chain("after", DEVICE))
+            await raw.store(again.cache_id, Tier.DEVICE, chain("after", DEVICE))
     finally:
         assert supervised.stop() == 0
 

@@ -12,7 +12,7 @@ import random
 import signal
 import socket
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import grpc
@@ -28,7 +28,7 @@ from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.punching import protect, punch
-from tests.integration.raw import AttachSocket, attached, channel_to, close_all, refusal
+from tests.integration.raw import AttachSocket, attached, channel_to, refusal
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -53,9 +53,8 @@ async def bystander(client, name):
 async def mapped(raw, name):
     """A cache mapped writable by hand: its id and the descriptors."""
     cache_id = (await raw.open(name, budgets=sizes(device=4, host=4, disk=16))).cache_id
-    fds = raw.socket.map(cache_id, write=True)
-    yield cache_id, fds
-    close_all(fds)
+    with raw.socket.descriptors(cache_id, write=True) as fds:
+        yield cache_id, fds
 
 
 # -- with its memory ---------------------------------------------------------------------------------------------------
@@ -74,8 +73,7 @@ async def test_a_segment_changes_its_size_for_nobody(bystander, mapped, segment,
 
 async def test_what_was_given_read_only_stays_so(bystander, mapped, raw):
     cache_id, fds = mapped
-    read_only = raw.socket.map(cache_id, write=False)
-    try:
+    with raw.socket.descriptors(cache_id, write=False) as read_only:
         for fd in (fds[attach.CONTROL], *read_only.values()):
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -85,8 +83,6 @@ async def test_what_was_given_read_only_stays_so(bystander, mapped, raw):
                 address = np.frombuffer(view, dtype=np.uint8).ctypes.data
                 with pytest.raises(PermissionError):
                     protect(address, 4096)
-    finally:
-        close_all(read_only)
 
 
 def scribble(fd, rng):
@@ -194,8 +190,7 @@ async def test_garbage_after_the_hello_detaches_the_session(client, daemon, byst
     assert sessions[welcome.session_id] is False
     with AttachSocket(daemon.address) as sock:
         sock.hello(welcome.token)
-        sock.send(attach.encode(attach.Bye()))
-        assert sock.receive() == (b"", [])
+        sock.bye()
 
 
 async def test_who_does_not_read_its_answers_is_hung_up_on(daemon, bystander):
@@ -226,8 +221,7 @@ async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
         with AttachSocket(daemon.address) as sock:
             socket.send_fds(sock.sock, [HELLO], [sock.sock.fileno()] * 50)
             assert isinstance(attach.decode_welcome(sock.receive()[0]), attach.Welcome)
-            sock.send(attach.encode(attach.Bye()))
-            assert sock.receive() == (b"", [])
+            sock.bye()
     await eventually(held, lambda count: count <= before)
 
 
@@ -332,16 +326,6 @@ pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls
 READS = 150
 
 
-@contextmanager
-def descriptors(raw, cache, *, write):
-    """The cache's descriptors, in hands that do with them what they like."""
-    fds = raw.socket.map(cache.info.cache_id, write=write)
-    try:
-        yield fds
-    finally:
-        close_all(fds)
-
-
 @SPOILS
 async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_theirs(
     daemon, client, raw, name, spoil
@@ -368,7 +352,7 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
             assert_bytes(keys, found)
 
     rng = np.random.default_rng(1)
-    with descriptors(raw, spoilt, write=True) as fds, Client(daemon.address) as reading:
+    with raw.socket.descriptors(spoilt.info.cache_id, write=True) as fds, Client(daemon.address) as reading:
         bad, good = (reading.open_cache(cache.name, SPEC, write=False) for cache in (spoilt, healthy))
         actions = (
             lambda: spoil(fds[attach.HOST], rng),
@@ -446,7 +430,7 @@ async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon):
         assert_bytes(keys, await cache.get(keys))
         assert cache.reads.calls == 0
         await raw.open("c")
-        with descriptors(raw, cache, write=False) as fds:
+        with raw.socket.descriptors(cache.info.cache_id, write=False) as fds:
             control = reopened(fds[attach.CONTROL])
         layout = ArenaLayout.read(control, SPEC)
         index = control[layout.index_offset : layout.index_offset + layout.index_bytes].view(np.uint64)

@@ -20,7 +20,7 @@ from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.raw import AttachSocket, attached, close_all, refusal
+from tests.integration.raw import AttachSocket, attached, refusal
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -344,18 +344,17 @@ async def foreigner(daemon):
     """What nobody is told, with a live session's token and descriptors in hand."""
     async with attached(daemon.address) as victim:
         cache_id = (await victim.open("mine", SPEC)).cache_id
-        fds = victim.socket.map(cache_id, write=True)
-        try:
-            with Actor(
+        with (
+            victim.socket.descriptors(cache_id, write=True) as fds,
+            Actor(
                 "be_foreign",
                 pass_fds=list(fds.values()),
                 address=daemon.address,
                 token=victim.welcome.token,
                 fds=fds,
-            ) as stranger:
-                return stranger.says()
-        finally:
-            close_all(fds)
+            ) as stranger,
+        ):
+            return stranger.says()
 
 
 async def test_directory_and_sockets_keep_others_out(start_daemon):

@@ -40,10 +40,7 @@ NAME = "watched"
 
 async def store(raw, cache, prompt, tier=Tier.HOST, blocks=BLOCKS):
     """One put, without bytes: every one evicts the blocks of an earlier one, in events as large as it can have."""
-    keys = chain(prompt, blocks)
-    reserved = await raw.reserve(cache, tier, blocks)
-    await raw.commit(cache, reserved, keys)
-    await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[reserved.lease_id]))
+    await raw.store(cache, tier, chain(prompt, blocks))
 
 
 def memory(daemon):

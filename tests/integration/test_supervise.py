@@ -37,10 +37,8 @@ TOKENS = SPEC.tokens_per_block
 @pytest.fixture
 def daemon(short_dir):
     """Without a disk tier: nothing but memory could bring anything back."""
-    process = SupervisedDaemon(short_dir, sizes(host=HOST))
-    process.start()
-    yield process
-    process.close()
+    with SupervisedDaemon(short_dir, sizes(host=HOST)) as process:
+        yield process
 
 
 async def stored(client, name, length):
@@ -76,7 +74,6 @@ async def test_blocks_in_memory_survive_a_kill(daemon):
         assert (now.epoch, now.boot) == (before.epoch + 2, before.boot + 2)
         async with await connect(daemon.address) as other:
             assert (await other.open_cache("c")).info.options == options
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
@@ -95,7 +92,6 @@ async def test_a_retention_given_after_the_commit_survives(daemon, end):
         assert [await retained(client, key) for key in keys] == before
         async with Books(client) as books:
             await books.agree(cache)
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
 async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon):
@@ -108,7 +104,6 @@ async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon):
         assert_bytes(keys, await cache.get(keys))
         now = await client.stats()
         assert (now.epoch, now.boot) == (before.epoch, before.boot + 1)
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
 async def test_a_block_can_be_found_on_host_and_disk(short_dir):
@@ -134,9 +129,7 @@ async def test_a_block_can_be_found_on_host_and_disk(short_dir):
 async def test_all_window_groups_survive_a_kill(short_dir):
     """With different slots and bytes in each, and blocks in both tiers of memory; without a disk."""
     slots = {"device": 12, "host": 16}
-    daemon = SupervisedDaemon(short_dir, {tier: sum(shares) for tier, shares in by_hand(VSWA, **slots).items()})
-    daemon.start()
-    try:
+    with SupervisedDaemon(short_dir, {tier: sum(shares) for tier, shares in by_hand(VSWA, **slots).items()}) as daemon:
         async with await connect(daemon.address) as client:
             cache = await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, **slots))
             groups = [cache.in_group(group) for group in groups_of(VSWA)]
@@ -162,9 +155,6 @@ async def test_all_window_groups_survive_a_kill(short_dir):
                 found = list(compress(keys[group.group], stored))
                 assert_content(VSWA, group.group, found, await group.get(found))
                 assert_content(VSWA, group.group, held[group.group], await group.get(held[group.group]))
-        assert await asyncio.to_thread(daemon.stop) == 0
-    finally:
-        daemon.close()
 
 
 @pytest.mark.parametrize("end", ["releases", "dies"])
@@ -195,7 +185,6 @@ async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_g
         await eventually(lambda: orphaned(watching), lambda count: count == 0)
         async with cache.reserve(HOST, tier=Tier.HOST) as everything:
             assert len(everything) == HOST
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
 async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon):
@@ -218,7 +207,6 @@ async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon):
                     return False
 
             await eventually(reserved, bool)
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
 async def test_what_was_being_written_is_not_there(daemon):
@@ -232,7 +220,6 @@ async def test_what_was_being_written_is_not_there(daemon):
         assert (await cache.match(half)).blocks == 0
         assert_bytes(keys, await cache.get(keys))
         await lease.release()
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
 def children(pid):
@@ -247,14 +234,18 @@ async def test_a_reload_that_is_asked_for_while_the_daemon_starts_is_done_when_i
     await asyncio.to_thread(daemon.await_ready)
     assert daemon.pid == starting, "the signal ended it"
     await eventually(lambda: daemon.log, lambda log: "configuration reloaded" in log)
-    assert await asyncio.to_thread(daemon.stop) == 0
 
 
-def test_a_daemon_does_not_outlive_its_supervisor(daemon):
+def test_a_daemon_does_not_outlive_its_supervisor(short_dir):
     """Another supervisor could not start one, and nobody would start this one again."""
-    pidfd = os.pidfd_open(daemon.pid)
-    os.kill(daemon.supervisor, signal.SIGKILL)
-    readable, _, _ = select.select([pidfd], [], [], PATIENCE_S)
-    os.close(pidfd)
-    assert readable
-    assert not any(path.exists() for path in daemon.plain.sockets), "it stopped cleanly"
+    daemon = SupervisedDaemon(short_dir, sizes(host=HOST))
+    daemon.start()
+    try:
+        pidfd = os.pidfd_open(daemon.pid)
+        os.kill(daemon.supervisor, signal.SIGKILL)
+        readable, _, _ = select.select([pidfd], [], [], PATIENCE_S)
+        os.close(pidfd)
+        assert readable
+        assert not any(path.exists() for path in daemon.plain.sockets), "it stopped cleanly"
+    finally:
+        daemon.close()

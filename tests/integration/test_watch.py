@@ -234,11 +234,7 @@ async def test_a_snapshot_is_exact_at_its_end(client, raw, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=1500, disk=16))
     cache_id = (await raw.open(name)).cache_id
     many = chain(f"{name} settled", 1400)
-    reserved = await raw.reserve(cache_id, Tier.HOST, len(many))
-    await raw.commit(cache_id, reserved, many)
-    await raw.call(
-        raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[reserved.lease_id])
-    )
+    await raw.store(cache_id, Tier.HOST, many)
 
     work = asyncio.gather(*(_traffic(cache, 6, f"writer {index}") for index in range(3)))
     taken: list[tuple[Cursor, dict[bytes, int]]] = []
