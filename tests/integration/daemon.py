@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvtier import CacheSpec, Tier
+from kvtier import Tier
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET
 from tests import devices
 from tests.integration.waiting import PATIENCE_S
@@ -24,12 +24,6 @@ class StartDaemon(Protocol):
     """Lends a daemon with tiers of so many slots for the test; see :class:`tests.integration.pool.DaemonPool`."""
 
     def __call__(self, *flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess: ...
-
-
-class StartFor(Protocol):
-    """The same, with so many slots for each window group of a specification."""
-
-    def __call__(self, spec: CacheSpec, **slots: int) -> DaemonProcess: ...
 
 
 class DaemonProcess:

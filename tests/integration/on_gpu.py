@@ -9,7 +9,8 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from kvtier import Tier
 from kvtier.abi.layout import ArenaLayout
 from tests.fake_cuda import VARIABLE, fake_environment
-from tests.integration.blocks import SPEC
+from tests.integration.blocks import SPEC, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.supervised import SupervisedDaemon
 
@@ -47,21 +48,34 @@ def fake_gpu(**settings: Any) -> dict[str, str]:
 
 
 def gpu_daemon(
-    home: Path, sizes: Mapping[Tier, int], flags: Sequence[str] = (), *, gpu: Mapping[str, Any] | None = None
+    home: Path, tiers: Mapping[Tier, int], flags: Sequence[str] = (), *, gpu: Mapping[str, Any] | None = None
 ) -> DaemonProcess:
     """Not started yet. ``gpu``: settings of the fake."""
-    daemon = DaemonProcess(home, sizes, [*CUDA, *flags])
+    daemon = DaemonProcess(home, tiers, [*CUDA, *flags])
     daemon.variables = fake_gpu(record=home / RECORD, **(gpu or {}))
     return daemon
 
 
 def supervised_gpu_daemon(
-    home: Path, sizes: Mapping[Tier, int], flags: Sequence[str] = (), *, gpu: Mapping[str, Any] | None = None
+    home: Path, tiers: Mapping[Tier, int], flags: Sequence[str] = (), *, gpu: Mapping[str, Any] | None = None
 ) -> SupervisedDaemon:
     """The same, under a supervisor."""
-    daemon = SupervisedDaemon(home, sizes, [*CUDA, *flags])
+    daemon = SupervisedDaemon(home, tiers, [*CUDA, *flags])
     daemon.plain.variables = fake_gpu(record=home / RECORD, **(gpu or {}))
     return daemon
+
+
+@contextmanager
+def serving(home: Path, *flags: str, gpu: Mapping[str, Any] | None = None, **slots: int) -> Iterator[DaemonProcess]:
+    """Stopped at the end, after which nothing of the GPU's may be left."""
+    daemon = gpu_daemon(home, sizes(**slots), flags, gpu=gpu)
+    daemon.start()
+    pid = daemon.pid
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+    assert not_given_back(home, pid) == {}
 
 
 def calls(home: Path, pid: int) -> list[dict[str, Any]]:

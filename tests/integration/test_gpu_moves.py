@@ -16,7 +16,7 @@ from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.on_gpu import calls, gpu_daemon, not_given_back
+from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, serving
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats, tier_stats
@@ -28,19 +28,6 @@ OK = {BlockResult.OK}
 OLD_DRIVER = {"driver_version": 12060}
 """Without a call for whole batches."""
 ROOM = {"device": 6, "host": 8, "disk": 96}
-
-
-@contextmanager
-def serving(home, *flags, gpu=None, **slots):
-    """Stopped at the end, after which nothing of the GPU's may be left."""
-    daemon = gpu_daemon(home, sizes(**slots), flags, gpu={"max_delay_ms": 2, **(gpu or {})})
-    daemon.start()
-    pid = daemon.pid
-    try:
-        yield daemon
-    finally:
-        daemon.stop()
-    assert not_given_back(home, pid) == {}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.integration.on_gpu import (
     device_generations,
     fake_gpu,
     gpu_daemon,
-    not_given_back,
+    serving,
     supervised_gpu_daemon,
 )
 from tests.integration.raw import attached, close_all
@@ -64,11 +64,8 @@ def exchange(mapped, fds, text):
 @pytest.fixture(scope="module")
 def daemon():
     """Shared by those who only look: all of it is one cache's, "c"."""
-    with tempfile.TemporaryDirectory(prefix="kv-") as home:
-        process = gpu_daemon(Path(home), sizes(device=DEVICE, host=HOST))
-        process.start()
+    with tempfile.TemporaryDirectory(prefix="kv-") as home, serving(Path(home), device=DEVICE, host=HOST) as process:
         yield process
-        process.stop()
 
 
 @pytest.fixture
@@ -107,29 +104,21 @@ async def test_status_says_which_gpu_it_is(daemon):
 
 
 async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
-    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
-    daemon.start()
-    pid = daemon.pid
-    async with await connect(daemon.address) as client:
-        for name in ("a", "b"):
-            await client.open_cache(name, SPEC, budgets=sizes(device=DEVICE // 2, host=2))
-        await client.remove_cache("a", force=True)
-        assert sum(call["call"] == "cuMemUnmap" for call in calls(short_dir, pid)) == 1
-    daemon.stop()
-    assert not_given_back(short_dir, pid) == {}
+    with serving(short_dir, device=DEVICE, host=HOST) as daemon:
+        async with await connect(daemon.address) as client:
+            for name in ("a", "b"):
+                await client.open_cache(name, SPEC, budgets=sizes(device=DEVICE // 2, host=2))
+            await client.remove_cache("a", force=True)
+            assert sum(call["call"] == "cuMemUnmap" for call in calls(short_dir, daemon.pid)) == 1
 
 
 async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir):
-    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"features_off": ["vmm"]})
-    daemon.start()
-    pid = daemon.pid
-    async with attached(daemon.address) as raw:
-        opened = await raw.open("c")
-        said, fds = raw.socket.mapped(opened.cache_id, write=True)
-        close_all(fds)
-        assert "cannot be shared" in said.unmapped[attach.DEVICE]
-    daemon.stop()
-    assert not_given_back(short_dir, pid) == {}
+    with serving(short_dir, device=DEVICE, host=HOST, gpu={"features_off": ["vmm"]}) as daemon:
+        async with attached(daemon.address) as raw:
+            opened = await raw.open("c")
+            said, fds = raw.socket.mapped(opened.cache_id, write=True)
+            close_all(fds)
+            assert "cannot be shared" in said.unmapped[attach.DEVICE]
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -170,8 +159,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
     config.write_text('device = "cuda"')
     supervised = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), ["--config", str(config)], gpu=gpu)
     supervised.plain.flags = [flag for flag in supervised.plain.flags if flag not in CUDA]
-    supervised.start()
-    try:
+    with supervised:
         async with attached(supervised.address) as raw:
             opened = await raw.open("c")
             await raw.store(opened.cache_id, Tier.DEVICE, on_device)
@@ -192,8 +180,6 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
         async with attached(supervised.address) as raw:
             again = await raw.open("c")
             await raw.store(again.cache_id, Tier.DEVICE, chain("after", DEVICE))
-    finally:
-        assert supervised.stop() == 0
 
 
 # -- starts and sizes --------------------------------------------------------------------------------------------------
@@ -201,19 +187,17 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
 
 async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir):
     """Of three slots two take all that the GPU has, since pools begin at multiples of its pages."""
-    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"memory": GPU_BYTES})
-    daemon.start()
-    async with await connect(daemon.address) as client:
-        first = await client.open_cache("first", SPEC, budgets=sizes(device=1, host=1))
-        with pytest.raises(RetryableError, match=r"device memory of second = \d+: not enough .* 0 bytes are free"):
-            await client.open_cache("second", SPEC, budgets=sizes(device=1, host=1))
-        await client.open_cache("other", SPEC, budgets=sizes(host=HOST - 1))
-        assert first.slots(Tier.DEVICE) == 1
-        await first.close()
-        await client.remove_cache("first")
-        second = await client.open_cache("second", SPEC, budgets=sizes(device=DEVICE))
-        assert second.slots(Tier.DEVICE) == DEVICE
-    daemon.stop()
+    with serving(short_dir, device=DEVICE, host=HOST, gpu={"memory": GPU_BYTES}) as daemon:
+        async with await connect(daemon.address) as client:
+            first = await client.open_cache("first", SPEC, budgets=sizes(device=1, host=1))
+            with pytest.raises(RetryableError, match=r"device memory of second = \d+: not enough .* 0 bytes are free"):
+                await client.open_cache("second", SPEC, budgets=sizes(device=1, host=1))
+            await client.open_cache("other", SPEC, budgets=sizes(host=HOST - 1))
+            assert first.slots(Tier.DEVICE) == 1
+            await first.close()
+            await client.remove_cache("first")
+            second = await client.open_cache("second", SPEC, budgets=sizes(device=DEVICE))
+            assert second.slots(Tier.DEVICE) == DEVICE
 
 
 @pytest.mark.parametrize(
@@ -248,15 +232,13 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
 
 
 async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir):
-    supervised = supervised_gpu_daemon(short_dir, {}, ["--device-bytes", "50%"], gpu={"memory": 32 * MIB})
-    supervised.start()
     slots = 16 * MIB // SPEC.record_bytes(0)
-    async with await connect(supervised.address) as client:
-        assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
-        await asyncio.to_thread(supervised.kill)
-        assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
-    assert supervised.stop() == 0
-    assert "not adopted" not in supervised.log
+    with supervised_gpu_daemon(short_dir, {}, ["--device-bytes", "50%"], gpu={"memory": 32 * MIB}) as supervised:
+        async with await connect(supervised.address) as client:
+            assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
+            await asyncio.to_thread(supervised.kill)
+            assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
+        assert "not adopted" not in supervised.log
 
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

@@ -45,12 +45,9 @@ def gpu(short_dir):
 
 @pytest.fixture
 def daemon(short_dir, gpu):
-    process = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=DISK), gpu={"lost": str(gpu.file)})
-    try:
-        process.start()
+    tiers = sizes(device=DEVICE, host=HOST, disk=DISK)
+    with supervised_gpu_daemon(short_dir, tiers, gpu={"lost": str(gpu.file)}) as process:
         yield process
-    finally:
-        process.close()
 
 
 async def ended(daemon, starts):
@@ -86,7 +83,6 @@ async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daem
         assert_bytes(ON_GPU[:1], await cache.get(ON_GPU[:1], tier=Tier.DEVICE))
     made = [call["call"] for call in calls(short_dir, daemon.pid)]
     assert "cuMemCreate" in made and "cuMemImportFromShareableHandle" not in made, "the device's memory is fresh"
-    assert await asyncio.to_thread(daemon.stop) == 0
     assert "Traceback" not in daemon.log
 
 
@@ -126,4 +122,3 @@ async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, gpu):
             stored = next((number for number, key in enumerate(keys) if key not in listed), len(keys))
             assert mirror.longest_prefix(keys) == stored
             assert_bytes(keys[:stored], await cache.get(keys))
-    assert await asyncio.to_thread(daemon.stop) == 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
-from kvtier import BlockResult, InvalidArgument, SpecMismatch, Tier, WindowGroupSpec, connect
+from kvtier import BlockResult, InvalidArgument, Tier, connect
 from tests.integration.blocks import chain
-from tests.integration.models import MODELS, SCALES, VSWA, assert_content, by_hand, content, groups_of
+from tests.integration.models import MODELS, VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.touching import write_into
 
 SLOTS = {"device": 6, "host": 8, "disk": 24}
@@ -100,14 +99,3 @@ async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for):
         await second.reserve(1)
         await cache.close()
         assert (await client.stats()).caches[0].tiers[0].held == 0
-
-
-async def test_a_scale_s_dtype_is_part_of_what_bytes_mean(start_for):
-    daemon = start_for(SCALES, device=2, host=2)
-    async with await connect(daemon.address) as client:
-        await client.open_cache("model", SCALES)
-        data, scales = SCALES.groups[0].pools
-        pools = (data, replace(scales, dtype="float8_e5m2"))
-        other = replace(SCALES, groups=(WindowGroupSpec(0, pools),))
-        with pytest.raises(SpecMismatch):
-            await client.open_cache("model", other)

@@ -130,12 +130,6 @@ def test_what_makes_no_sense_is_refused(at, arguments, status, says):
     assert says in kvtier(*arguments, *at, status=status).stderr
 
 
-def test_no_daemon_is_a_message_here_too(short_dir):
-    said = kvtier("kick", "1", "--json", "--address", str(short_dir), status=1)
-    assert "no daemon answers" in said.stderr
-    assert said.stdout == ""
-
-
 def test_the_doctor_finds_the_daemon_and_what_it_was_given(daemon):
     flags = ("--runtime-dir", daemon.address, "--disk-dir", str(daemon.disk_dir), "--host-bytes", "1MiB")
     found = {each["check"]: each for each in answer("doctor", *flags, "--disk-bytes", "64MiB")}

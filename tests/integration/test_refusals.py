@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,7 +13,6 @@ import pytest
 
 from kvtier import Cache, DeadlineExceeded, InvalidArgument, PoolSpec, SpecMismatch, Tier, WindowGroupSpec
 from kvtier.abi.control import MAX_SLOTS
-from kvtier.abi.spec import CacheSpec
 from kvtier.errors import Fault
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
@@ -43,18 +43,21 @@ async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw, name
     assert (short.lease_id, short.matched, short.refusal) == (0, 0, "TOO_SHORT")
 
 
-OTHER_SPECS = {
-    "spec.model": CacheSpec("another model", SPEC.dtype, SPEC.tokens_per_block, groups=SPEC.groups),
-    "spec.dtype": CacheSpec(SPEC.model, "int8", SPEC.tokens_per_block, groups=SPEC.groups),
-    "spec.tokens_per_block": CacheSpec(SPEC.model, SPEC.dtype, 32, groups=SPEC.groups),
-    "spec.rank": CacheSpec(SPEC.model, SPEC.dtype, SPEC.tokens_per_block, 1, 2, SPEC.groups),
-    "spec.groups": CacheSpec(
-        SPEC.model, SPEC.dtype, SPEC.tokens_per_block, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 72),)),)
-    ),
-}
+def with_pools(*pools):
+    return replace(SPEC, groups=(WindowGroupSpec(pools=pools),))
 
 
-@pytest.mark.parametrize(("field", "other"), OTHER_SPECS.items(), ids=list(OTHER_SPECS))
+OTHER_SPECS = [
+    ("spec.model", replace(SPEC, model="another model")),
+    ("spec.dtype", replace(SPEC, dtype="int8")),
+    ("spec.tokens_per_block", replace(SPEC, tokens_per_block=32)),
+    ("spec.rank", replace(SPEC, rank=1, world_size=2)),
+    ("spec.groups", with_pools(PoolSpec(1, 1, 72))),
+    ("spec.groups", with_pools(*(replace(pool, dtype="int8") for pool in SPEC.groups[0].pools))),
+]
+
+
+@pytest.mark.parametrize(("field", "other"), OTHER_SPECS)
 async def test_another_spec_than_the_caches_is_refused(raw, client, name, field, other):
     await raw.open(name, budgets=sizes(host=1))
     before = await state(raw)
@@ -113,21 +116,16 @@ async def cache(client, name):
 
 CLIENT_CASES: dict[str, tuple[Callable[[Cache], Any], str]] = {
     "reserve none": (lambda cache: cache.reserve(0), "count"),
-    "reserve minus one": (lambda cache: cache.reserve(-1), "count"),
     "reserve more than there is": (lambda cache: cache.reserve(5, Tier.HOST), "count"),
-    "reserve a huge number": (lambda cache: cache.reserve(2**40), "count"),
     "reserve in a tier that is not there": (lambda cache: cache.reserve(1, Tier.DISK), "tier"),
     "wait not at all": (lambda cache: cache.reserve(1, timeout=0), "timeout"),
-    "wait a negative time": (lambda cache: cache.match(KEYS, timeout=-1), "timeout"),
     "wait for ever": (lambda cache: cache.match(KEYS, timeout=float("inf")), "timeout"),
     "a short key": (lambda cache: cache.match([b"short"]), "keys[0]"),
     "no key at all": (lambda cache: cache.match([]), "keys"),
-    "a number for a key": (lambda cache: cache.match([7]), "keys[0]"),  # type: ignore[list-item]
     "a key twice": (lambda cache: cache.match([KEYS[0], KEYS[0]]), "keys[1]"),
     "half a packed key": (lambda cache: cache.match(PACKED[:40]), "keys"),
     "fewer blocks than keys": (lambda cache: cache.put(KEYS, blocks(KEYS[:2])), "blocks"),
     "a block of another size": (lambda cache: cache.put(KEYS[:1], [blocks(KEYS[:1])[0][:-1]]), "blocks[0]"),
-    "a priority of 101": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=101), "priorities"),
     "a priority of -1": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=[-1]), "priorities[0]"),
     "more min_blocks than keys": (lambda cache: cache.acquire(KEYS, min_blocks=4), "min_blocks"),
     "a move to a tier that is not there": (lambda cache: cache.move(KEYS, Tier.DISK), "to"),

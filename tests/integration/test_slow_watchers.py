@@ -21,6 +21,7 @@ from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.raw import attached
 from tests.integration.seeing import edge_stats, last_event
+from tests.integration.test_watch_restart import up_to
 from tests.integration.waiting import PATIENCE_S, eventually
 
 RING_BYTES = 256 << 10
@@ -49,37 +50,12 @@ def memory(daemon):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-class Follower:
+async def follow(client, start, ids):
     """A watcher that keeps up, beside the test."""
-
-    def __init__(self, client, start):
-        self.ids: list[int] = []
-        self._client = client
-        self._start = start
-
-    async def __aenter__(self):
-        self._task = asyncio.create_task(self._follow())
-        return self
-
-    async def __aexit__(self, *_):
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def up_to(self, end):
-        """All ids that it has seen when it has seen the last."""
-
-        async def seen():
-            if self._task.done():
-                self._task.result()
-            return self.ids
-
-        return await eventually(seen, lambda ids: ids[-1:] == [end.id])
-
-    async def _follow(self):
-        async with self._client.watch(since=self._start) as watch:
-            async for item in watch:
-                assert isinstance(item, Event), item
-                self.ids.append(item.event_id)
+    async with client.watch(since=start) as watch:
+        async for item in watch:
+            assert isinstance(item, Event), item
+            ids.append(item.event_id)
 
 
 async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start_daemon):
@@ -89,15 +65,18 @@ async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start
         start = await last_event(client)
         request = events_pb2.WatchRequest(since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id))
         slow = raw.stubs.events.Watch(request, metadata=raw.metadata)
-        async with Follower(client, start) as other:
-            before = 0
-            for index in range(PUTS):
-                if index == WARM:
-                    before = memory(daemon)
-                await store(raw, cache, f"prompt {index}")
-            end = await last_event(client)
-            assert memory(daemon) - before < PRODUCED // 4, "what nobody reads piles up"
-            assert await other.up_to(end) == list(range(start.id + 1, end.id + 1)), "a neighbour missed something"
+        ids: list[int] = []
+        neighbour = asyncio.create_task(follow(client, start, ids))
+        before = 0
+        for index in range(PUTS):
+            if index == WARM:
+                before = memory(daemon)
+            await store(raw, cache, f"prompt {index}")
+        end = await last_event(client)
+        assert memory(daemon) - before < PRODUCED // 4, "what nobody reads piles up"
+        await eventually(lambda: neighbour.done() or ids[-1:] == [end.id], bool)
+        neighbour.cancel()
+        assert ids == list(range(start.id + 1, end.id + 1)), "a neighbour missed something"
 
         covered, gaps = start.id, []
         async with asyncio.timeout(PATIENCE_S):
@@ -125,8 +104,9 @@ async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon, l
         for index in range(PUTS):
             await store(raw, cache, f"prompt {index}")
         end = await last_event(client)
-        async with Follower(client, start) as late:
-            assert await late.up_to(end) == list(range(start.id + 1, end.id + 1))
+        async with client.watch(since=start) as watch:
+            items = await up_to(watch, end)
+        assert [item.event_id for item in items if isinstance(item, Event)] == list(range(start.id + 1, end.id + 1))
 
 
 async def test_watchers_that_do_not_read_delay_no_move(start_daemon):

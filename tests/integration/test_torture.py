@@ -80,25 +80,20 @@ def supervised(home, seed, *, parts, turns, ends, seconds, flags=()):
     """The host tier outlives the daemon. Now and then it is upgraded instead of killed: the supervisor's pauses between
     deaths would grow."""
     rng = random.Random(seed)
-    daemon = SupervisedDaemon(home, SIZES, flags)
+    with SupervisedDaemon(home, SIZES, flags) as daemon:
 
-    def kill():
-        end = rng.choice((daemon.kill, daemon.kill, daemon.upgrade))
-        end()
+        def kill():
+            end = rng.choice((daemon.kill, daemon.kill, daemon.upgrade))
+            end()
 
-    daemon.start()
-    try:
         report = torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
         assert_right(report)
         assert daemon.log.count("memory adopted cache=c") == report.restarts
         settle(daemon.address)
         pids = (daemon.pid, daemon.supervisor)
-        assert daemon.stop() == 0
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-        assert not any(path.exists() for path in daemon.plain.sockets)
-        assert "Traceback" not in daemon.log
-    finally:
-        daemon.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(path.exists() for path in daemon.plain.sockets)
+    assert "Traceback" not in daemon.log
 
 
 def unsupervised(home, seed, *, parts, turns, ends, seconds, flags=()):

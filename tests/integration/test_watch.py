@@ -21,7 +21,7 @@ from kvtier import (
     Tier,
     connect,
 )
-from kvtier.v1 import blocks_pb2, events_pb2
+from kvtier.v1 import events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import refusal
@@ -161,36 +161,6 @@ async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for):
         async with client.watch(oldest=True, groups=[2], heartbeat_s=0.05, heartbeats=True) as watch:
             events = await until(watch, await last_event(client))
         assert {(event.type, event.group) for event in events} == {(EventType.CREATED, 2), (EventType.STORED, 2)}
-
-
-async def test_ranges_join_whatever_the_filter_lets_through(raw, client, cache):
-    start = await last_event(client)
-    request = events_pb2.WatchRequest(
-        since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id),
-        filter=events_pb2.WatchFilter(types=[events_pb2.EVENT_TYPE_REMOVED]),
-        heartbeat_ns=20_000_000,
-    )
-    stream = raw.stubs.events.Watch(request, metadata=raw.metadata)
-    work = asyncio.create_task(_some_lives(cache, 5))
-    covered, seen = start.id, []
-    async with asyncio.timeout(PATIENCE_S):
-        while not work.done() or covered < (await last_event(client)).id:
-            batch = await stream.read()
-            assert isinstance(batch, events_pb2.WatchBatch)
-            assert batch.epoch == start.epoch
-            assert batch.first_id == covered + 1
-            assert all(batch.first_id <= event.id <= batch.last_id for event in batch.events)
-            covered = max(covered, batch.last_id)
-            seen += list(batch.events)
-    stream.cancel()
-    await work
-    assert {event.type for event in seen} == {events_pb2.EVENT_TYPE_REMOVED}
-    assert sum(len(event.keys) // 32 for event in seen) == 10
-
-
-async def _some_lives(cache, count):
-    for index in range(count):
-        await a_life(cache, chain(f"{cache.name} {index}", 2))
 
 
 async def test_a_watch_without_a_start_begins_when_it_is_entered(client, cache):
