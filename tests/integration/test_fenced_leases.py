@@ -74,40 +74,34 @@ async def test_a_commit_is_sent_after_the_work(client, cache):
     assert_bytes(KEYS, await cache.get(KEYS))
 
 
-async def all_of_it(client, cache, gate):
-    return (await read(cache)).release(stream=gate)
+GIVE_BACK = {
+    "a release": lambda client, cache, lease, gate: lease.release(stream=gate),
+    "a trim": lambda client, cache, lease, gate: lease.trim(2, stream=gate),
+    "the cache's close": lambda client, cache, lease, gate: cache.close(stream=gate),
+    "the client's close": lambda client, cache, lease, gate: client.close(stream=gate),
+}
 
 
-async def all_but_two(client, cache, gate):
-    return (await read(cache)).trim(2, stream=gate)
+@pytest.mark.parametrize("way", GIVE_BACK)
+async def test_slots_are_given_back_after_the_work(client, daemon, cache, way):
+    async with await connect(daemon.address) as other:
+        theirs, gate = await other.open_cache(cache.name, SPEC), Gate()
+        task = await begun(GIVE_BACK[way](other, theirs, await read(theirs), gate), gate)
+        assert await held(client, cache) == (0, 3)
+        gate.open()
+        await task
+        assert await held(client, cache) == (0, 1 if way == "a trim" else 0)
 
 
-async def all_groups(client, cache, gate):
-    await (await read(cache)).release()
-    return (await cache.across.acquire(KEYS, Tier.DEVICE)).release(stream=gate)
-
-
-async def the_cache(client, cache, gate):
-    await read(cache)
-    return cache.close(stream=gate)
-
-
-async def the_client(client, cache, gate):
-    other = await connect(client.address)
-    await read(await other.open_cache(cache.name, SPEC))
-    return other.close(stream=gate)
-
-
-@pytest.mark.parametrize(
-    ("give_back", "left"), [(all_of_it, 0), (all_but_two, 1), (all_groups, 0), (the_cache, 0), (the_client, 0)]
-)
-async def test_slots_are_given_back_after_the_work(client, cache, give_back, left):
+async def test_so_are_those_of_all_groups(client, cache):
     gate = Gate()
-    task = await begun(await give_back(client, cache, gate), gate)
+    await (await read(cache)).release()
+    lease = await cache.across.acquire(KEYS, Tier.DEVICE)
+    task = await begun(lease.release(stream=gate), gate)
     assert await held(client, cache) == (0, 3)
     gate.open()
     await task
-    assert await held(client, cache) == (0, left)
+    assert await held(client, cache) == (0, 0)
 
 
 async def test_a_commit_whose_time_is_up_has_sent_nothing_and_can_be_made_again(client, cache):

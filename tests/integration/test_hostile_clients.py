@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -336,14 +337,11 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
     for cache in (spoilt, healthy):
         await cache.put(keys, blocks(keys))
     await raw.open(spoilt.name)
-    over, failures = threading.Event(), list[BaseException]()
+    over = threading.Event()
 
     def go_on(action):
-        try:
-            while not over.is_set():
-                action()
-        except BaseException as error:  # noqa: BLE001  it is raised below
-            failures.append(error)
+        while not over.is_set():
+            action()
 
     def read(cache, *, right):
         found = cache.get(keys)
@@ -352,25 +350,27 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
             assert_bytes(keys, found)
 
     rng = np.random.default_rng(1)
-    with raw.socket.descriptors(spoilt.info.cache_id, write=True) as fds, Client(daemon.address) as reading:
+    with (
+        raw.socket.descriptors(spoilt.info.cache_id, write=True) as fds,
+        Client(daemon.address) as reading,
+        ThreadPoolExecutor(3) as pool,
+    ):
         bad, good = (reading.open_cache(cache.name, SPEC, write=False) for cache in (spoilt, healthy))
-        actions = (
-            lambda: spoil(fds[attach.HOST], rng),
-            lambda: read(bad, right=False),
-            lambda: read(good, right=True),
-        )
-        threads = [threading.Thread(target=go_on, args=(action,)) for action in actions]
-        for thread in threads:
-            thread.start()
+        running = [
+            pool.submit(go_on, lambda: spoil(fds[attach.HOST], rng)),
+            pool.submit(go_on, lambda: read(bad, right=False)),
+            pool.submit(go_on, lambda: read(good, right=True)),
+        ]
 
-        def read_so_far():
-            return READS * 8 if failures else min(bad.reads.hits, good.reads.hits)
+        def enough():
+            return any(each.done() for each in running) or min(bad.reads.hits, good.reads.hits) >= READS * 8
 
-        await eventually(read_so_far, lambda hits: hits >= READS * 8)
-        over.set()
-        for thread in threads:
-            await asyncio.to_thread(thread.join)
-        assert not failures, failures[0]
+        try:
+            await eventually(enough, bool)
+        finally:
+            over.set()
+        for each in running:
+            each.result(PATIENCE_S)
         assert (bad.reads.calls, good.reads.calls) == (0, 0)
     fresh = chain("afterwards", 4)
     assert set(await spoilt.put(fresh, blocks(fresh))) == {BlockResult.OK}
@@ -397,11 +397,9 @@ async def test_a_writer_stopped_in_the_middle_of_a_slot_holds_that_slot_and_nobo
         async with cache.reserve(slots - 1, Tier.HOST) as rest:
             assert slot not in rest.slots
         writer.kill()
-
-        async def all_slots():
-            return sum(each.held + each.orphaned for each in (await cache_stats(client, name)).tiers)
-
-        await eventually(all_slots, lambda held: held == 0)
+        await eventually(
+            lambda: cache_stats(client, name), lambda stats: not any(each.held + each.orphaned for each in stats.tiers)
+        )
         async with cache.reserve(slots, Tier.HOST) as everything:
             assert slot in everything.slots
 

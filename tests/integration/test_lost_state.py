@@ -26,7 +26,6 @@ async def beyond(client, cursor):
         keys = chain(f"after {number}", 4)
         await cache.put(keys, blocks(keys))
         number += 1
-    return cache
 
 
 async def without_state(daemon):
