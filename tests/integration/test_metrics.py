@@ -34,13 +34,13 @@ def seen(pool):
     """One scrape for all that only look at it: of a fresh daemon where :func:`traffic` was."""
 
     async def scraped():
-        async with await connect(daemon.address) as client:
+        async with await connect(lent.address) as client:
             await traffic(client)
-            return await scrape(daemon)
+            return await scrape(lent)
 
-    daemon = pool.take(sizes(**SLOTS), LISTEN, fresh=True)
+    lent = pool.take(sizes(**SLOTS), LISTEN, fresh=True)
     yield asyncio.run(scraped())
-    pool.give_back(daemon)
+    pool.give_back(lent)
 
 
 async def traffic(client):

@@ -29,8 +29,8 @@ from kvtier.errors import fault_of
 from kvtier.session import Link, Stubs
 from kvtier.transport import LocalTransport, TcpTransport
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc
-from kvtier.wire import spec_to_wire, tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.raw import RawClient
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.tls import Authority
@@ -82,12 +82,12 @@ async def fill(daemon):
             await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
 
 
-async def reserve(client, count):
-    """Blank slots of the shared cache, by hand: a client that maps nothing has no use for the verb."""
-    cache = await client.open_cache("shared", SPEC)
-    link = await client._session.link(None)
-    request = blocks_pb2.ReserveRequest(cache_id=cache.info.cache_id, tier=tier_to_wire(Tier.HOST), count=count)
-    return (await link.stubs.blocks.Reserve(request, metadata=link.metadata)).lease_id
+async def reserve(welcome, stubs):
+    """A blank slot of the shared cache, by hand, since a client that maps nothing has no use for the verb: the cache's
+    id and the lease's."""
+    raw = RawClient("", None, welcome, stubs)  # type: ignore[arg-type]  # it has no attach socket
+    cache_id = (await raw.open("shared")).cache_id
+    return cache_id, (await raw.reserve(cache_id, Tier.HOST, 1)).lease_id
 
 
 async def held(daemon):
@@ -229,7 +229,8 @@ async def test_a_token_is_worth_nothing_to_anybody_else(daemon, authority, engin
 async def test_a_goodbye_gives_everything_back_at_once(daemon, engine):
     await fill(daemon)
     async with await connect(daemon.tcp_address, tls=engine) as client:
-        await reserve(client, 1)
+        link = await client._session.link(None)
+        await reserve(link.welcome, link.stubs)
         assert await held(daemon) == (1, 0)
     assert await held(daemon) == (0, 0)
     assert await sessions(daemon) == []
@@ -238,14 +239,14 @@ async def test_a_goodbye_gives_everything_back_at_once(daemon, engine):
 async def test_a_broken_stream_is_resumed_and_keeps_its_leases(daemon, engine):
     await fill(daemon)
     async with await connect(daemon.tcp_address, tls=engine) as client:
-        lease = await reserve(client, 1)
         link = await client._session.link(None)
+        cache_id, lease_id = await reserve(link.welcome, link.stubs)
         link.attach.close()
-        cache = await client.open_cache("shared", SPEC)
+        await client.caches()
         again = await client._session.link(None)
         assert (again.session, again.welcome.token) == (link.session, link.welcome.token)
         assert again.welcome.resumed
-        release = blocks_pb2.ReleaseRequest(cache_id=cache.info.cache_id, lease_ids=[lease])
+        release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[lease_id])
         await again.stubs.blocks.Release(release, metadata=again.metadata)
 
 
@@ -258,35 +259,26 @@ async def mute(daemon, tls):
         call = stub.Session()
         await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(version=1)))
         welcome = (await call.read()).welcome
-        yield channel, welcome.token, call
-
-
-async def reserved(channel, token):
-    stubs, metadata = Stubs.over(channel), ((SESSION_METADATA_KEY, token),)
-    opened = await stubs.caches.Open(
-        caches_pb2.OpenRequest(name="shared", spec=spec_to_wire(SPEC)), metadata=metadata, timeout=10
-    )
-    request = blocks_pb2.ReserveRequest(cache_id=opened.cache_id, tier=tier_to_wire(Tier.HOST), count=1)
-    await stubs.blocks.Reserve(request, metadata=metadata, timeout=10)
+        yield channel, welcome
 
 
 async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE)
     await fill(daemon)
-    async with mute(daemon, engine) as (channel, token, _):
-        await reserved(channel, token)
+    async with mute(daemon, engine) as (channel, welcome):
+        await reserve(welcome, Stubs.over(channel))
         await eventually(lambda: held(daemon), lambda now: now == (0, 1))
         # The channel still stands: it is the missing heartbeats that tell.
-        assert await answer(channel, token) == "DETACHED_SESSION"
+        assert await answer(channel, welcome.token) == "DETACHED_SESSION"
 
 
 async def test_after_the_grace_period_its_slots_are_others(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
     await fill(daemon)
-    async with mute(daemon, engine) as (channel, token, _):
-        await reserved(channel, token)
+    async with mute(daemon, engine) as (channel, welcome):
+        await reserve(welcome, Stubs.over(channel))
         await eventually(lambda: held(daemon), lambda now: now == (0, 0))
-        assert await answer(channel, token) == "UNKNOWN_SESSION"
+        assert await answer(channel, welcome.token) == "UNKNOWN_SESSION"
         assert await sessions(daemon) == []
 
 

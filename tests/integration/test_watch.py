@@ -230,10 +230,12 @@ async def _snapshot(client, name):
     """A snapshot's end, and what slices and events have said up to there."""
     table, kinds = ResidencyTable(), []
     async with client.watch(snapshot=True, caches=[name]) as watch, asyncio.timeout(PATIENCE_S):
-        while SnapshotEnd not in kinds:
+        while True:
             item = await anext(watch)
             kinds.append(type(item))
             table.apply(item)
+            if isinstance(item, SnapshotEnd):
+                break
     assert kinds[0] is SnapshotStart
     assert kinds.count(SnapshotSlice) > 1
     return item.cursor, dict(table.blocks(name))

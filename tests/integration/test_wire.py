@@ -101,18 +101,6 @@ async def test_a_goodbye_ends_the_token(daemon, raw):
     assert (fault.code, fault.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
 
 
-async def test_sessions_have_tokens_and_numbers_of_their_own(daemon):
-    with AttachSocket(daemon.address) as one, AttachSocket(daemon.address) as other:
-        first, second = one.hello(), other.hello()
-        assert isinstance(first, attach.Welcome)
-        assert isinstance(second, attach.Welcome)
-        assert first.token != second.token
-        assert first.session_id != second.session_id
-        assert (first.epoch, first.boot, first.pid) == (second.epoch, second.boot, daemon.pid)
-        for sock in (one, other):
-            sock.bye()
-
-
 async def test_a_cache_is_mapped_only_by_who_has_opened_it(daemon, raw, name):
     cache = (await raw.open(name, budgets=sizes(host=1))).cache_id
     with AttachSocket(daemon.address) as sock:
