@@ -201,7 +201,8 @@ async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(sh
             assert_bytes(keys, await cache.get(keys, tier=DEVICE))
 
 
-async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir):
+async def test_a_stop_waits_not_for_ever_and_frees_no_memory_that_the_gpu_still_copies(short_dir):
+    """For a move and for somebody's put, both of which the GPU holds up."""
     hold = short_dir / "hold"
     keys = chain("stop", 2)
     with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, host=8, gpu={"hold": hold}) as daemon:
@@ -212,26 +213,16 @@ async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir):
             hold.touch()
             moving = asyncio.create_task(cache.move(keys, DEVICE))
             await eventually(lambda: tier_stats(client, "c", DEVICE), lambda tier: tier.filling == 2)
-            daemon.terminate()
-            assert await asyncio.to_thread(daemon.ended) != 0
+            before = cuda_calls(short_dir, pid, "cuMemcpyBatchAsync")
+            sent = one_put(cache.info.cache_id, chain("stream", 1)[0])
+            with Actor("send_half", address=daemon.address, cache="c", messages=sent) as actor:
+                actor.says()
+                await eventually(lambda: cuda_calls(short_dir, pid, "cuMemcpyBatchAsync"), lambda made: made > before)
+                daemon.terminate()
+                assert await asyncio.to_thread(daemon.ended) != 0
             moving.cancel()
             await asyncio.wait([moving])
         assert not_given_back(short_dir, pid).keys() >= {"cuMemUnmap", "cuMemHostUnregister", "cuStreamDestroy"}
-
-
-async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(short_dir):
-    hold = short_dir / "hold"
-    keys = chain("stream", 1)
-    with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, gpu={"hold": hold}) as daemon:
-        async with await connect(daemon.address) as client:
-            cache = await opened(client)
-            hold.touch()
-            sent = one_put(cache.info.cache_id, keys[0])
-            with Actor("send_half", address=daemon.address, cache="c", messages=sent) as actor:
-                actor.says()
-                await eventually(lambda: cuda_calls(short_dir, daemon.pid, "cuMemcpyBatchAsync"), bool)
-                daemon.terminate()
-                assert await asyncio.to_thread(daemon.ended) != 0
 
 
 async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short_dir):
@@ -255,5 +246,5 @@ async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short
                 hold.unlink()
 
 
-async def cuda_calls(home, pid, name):
+def cuda_calls(home, pid, name):
     return sum(line["call"] == name for line in calls(home, pid))

@@ -23,30 +23,22 @@ ON_DISK: Final = chain("on the disk", 2)
 ECC: Final = "CUDA_ERROR_ECC_UNCORRECTABLE"
 
 
-class Gpu:
-    """What the fake is told by a file."""
+@pytest.fixture
+def lost(short_dir):
+    """The file by which the fake is told that the GPU is lost, as long as it exists."""
+    return short_dir / "lost"
 
-    def __init__(self, home):
-        self.file = home / "lost"
 
-    def lose(self):
-        new = self.file.with_suffix(".new")
-        new.write_text(ECC)
-        new.rename(self.file)
-
-    def mend(self):
-        self.file.unlink()
+def lose(lost):
+    new = lost.with_suffix(".new")
+    new.write_text(ECC)
+    new.rename(lost)
 
 
 @pytest.fixture
-def gpu(short_dir):
-    return Gpu(short_dir)
-
-
-@pytest.fixture
-def daemon(short_dir, gpu):
+def daemon(short_dir, lost):
     tiers = sizes(device=DEVICE, host=HOST, disk=DISK)
-    with supervised_gpu_daemon(short_dir, tiers, gpu={"lost": str(gpu.file)}) as process:
+    with supervised_gpu_daemon(short_dir, tiers, gpu={"lost": str(lost)}) as process:
         yield process
 
 
@@ -60,19 +52,19 @@ async def ended(daemon, starts):
     assert "the daemon ends: the GPU is lost" in told
 
 
-async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daemon, gpu, short_dir):
+async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daemon, lost, short_dir):
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(ON_DISK, blocks(ON_DISK), tier=Tier.HOST)
         await cache.move(ON_DISK, Tier.DISK)
         await cache.put(ON_HOST, blocks(ON_HOST), tier=Tier.HOST)
         await cache.put(ON_GPU, blocks(ON_GPU), tier=Tier.DEVICE)
-        gpu.lose()
+        lose(lost)
         with suppress(KvtierError):
             await cache.get(ON_GPU, tier=Tier.DEVICE, timeout=0.2)
             await cache.put(chain("one more", 1), blocks(chain("one more", 1)), tier=Tier.DEVICE, timeout=0.2)
         await ended(daemon, starts=1)
-        gpu.mend()
+        lost.unlink()
         await asyncio.to_thread(daemon.await_ready)
         stats = await client.stats()
         assert (stats.epoch > 1, stats.problems) == (True, ())
@@ -86,7 +78,7 @@ async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daem
     assert "Traceback" not in daemon.log
 
 
-async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, gpu):
+async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, lost):
     """Copies between all tiers are under way when it happens."""
     async with await connect(daemon.address) as client, Mirror(client, ["c"]) as mirror:
         cache = await client.open_cache("c", SPEC)
@@ -105,9 +97,9 @@ async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, gpu):
 
         users = [asyncio.create_task(use(number)) for number in range(4)]
         await eventually(client.stats, lambda stats: stats.last_event_id > 200)
-        gpu.lose()
+        lose(lost)
         await ended(daemon, starts=0)
-        gpu.mend()
+        lost.unlink()
         await asyncio.to_thread(daemon.await_ready)
         begun = (await client.stats()).last_event_id
         await eventually(client.stats, lambda stats: stats.last_event_id > begun + 50)

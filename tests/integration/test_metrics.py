@@ -53,12 +53,6 @@ async def traffic(client):
     return cache
 
 
-@pytest.fixture
-async def client(daemon):
-    async with await connect(daemon.address) as client:
-        yield client
-
-
 async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(daemon, client):
     cache = await traffic(client)
     async with cache.reserve(2, Tier.HOST):

@@ -20,7 +20,8 @@ from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.raw import attached
-from tests.integration.seeing import edge_stats, last_event
+from tests.integration.seeing import edge_stats
+from tests.integration.seeing import last_event as last_event  # noqa: PLC0414  test_event_log takes it from here
 from tests.integration.test_watch_restart import up_to
 from tests.integration.waiting import PATIENCE_S, eventually
 

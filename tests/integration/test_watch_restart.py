@@ -42,12 +42,6 @@ def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
-@pytest.fixture
-async def client(daemon):
-    async with await connect(daemon.address) as client:
-        yield client
-
-
 async def cleanly(daemon):
     await asyncio.to_thread(daemon.stop)
     await asyncio.to_thread(daemon.start)
