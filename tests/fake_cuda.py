@@ -1,4 +1,4 @@
-"""Daemons, clients and unit tests on the fake of NVIDIA's bindings in ``tests/fakes``."""
+"""Daemons, clients and unit tests on the fakes in ``tests/fakes``: of NVIDIA's bindings, and of the driver below."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
@@ -24,6 +25,19 @@ def fake_environment(environment: Mapping[str, str] = os.environ, **settings: An
     fields of ``Settings`` in ``tests/fakes/cuda/bindings/_settings.py``."""
     paths = [str(FAKES), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: _json(settings)}
+
+
+def stub_environment(folder: Path, *options: str) -> dict[str, str]:
+    """The environment for a process whose NVIDIA bindings, the real ones, call ``tests/fakes/libcuda.c``.
+
+    Args:
+        options: of the compiler; the source names them. It puts the library into ``folder``.
+    """
+    source, library = FAKES / "libcuda.c", folder / "libcuda.so.1"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", *options, "-o", library, source], check=True, timeout=60)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    return environment
 
 
 def load_fake(**settings: Any) -> ModuleType:

@@ -11,6 +11,8 @@ from typing import Any, Final
 from kvtier.abi.cuda.errors import NO_DEVICE, NOT_INITIALIZED, CudaUnavailable
 
 _NAME: Final = re.compile(r"cuda(?::(?P<ordinal>\d{1,4}))?|(?:GPU|MIG)-(?P<uuid>[0-9a-f-]{32,36})")
+_OLDEST_BINDINGS: Final = (12, 9, 1)
+"""Older ones hold the interpreter lock in every call: while the driver works, nothing else in the process runs."""
 _BATCH_COPY: Final = {12: 12080, 13: 13000}
 """The driver that each major version of the bindings needs for cuMemcpyBatchAsync: its arguments changed in 13.0."""
 
@@ -53,13 +55,18 @@ def uuid_name(uuid: bytes) -> str:
 def load_bindings() -> Any:
     """``cuda.bindings.driver``. Raises :class:`CudaUnavailable`."""
     try:
+        version: str = importlib.import_module("cuda.bindings").__version__
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise CudaUnavailable(
             f"NVIDIA's Python bindings cannot be imported ({error}): pip install 'kvtier[cuda]'"
         ) from error
-    if not hasattr(bindings, "cuMemcpyBatchAsync"):
-        raise CudaUnavailable("NVIDIA's Python bindings are older than 12.8: pip install --upgrade 'kvtier[cuda]'")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_BINDINGS:
+        oldest = ".".join(map(str, _OLDEST_BINDINGS))
+        raise CudaUnavailable(
+            f"cuda-bindings {version} hold the interpreter lock in every call, {oldest} is the oldest that do not: "
+            "pip install --upgrade 'kvtier[cuda]'"
+        )
     return bindings
 
 

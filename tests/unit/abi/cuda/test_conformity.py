@@ -1,7 +1,7 @@
 """What the fake says of NVIDIA's bindings is so in the real ones, which can be imported without a GPU.
 
 kvtier's code is tested on the fake, so what it uses is there; here the fake is held to the real package: names,
-arguments, numbers of answers, values, fields. That is so for all bindings from 12.8 on, whichever are installed.
+arguments, numbers of answers, values, fields. That is so for all bindings from 12.9.1 on, whichever are installed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import threading
 import time
 from types import ModuleType
 
+import cuda.bindings
 import pytest
 
 from kvtier.abi.cuda.driver import BATCH, Address, Driver, Event
@@ -226,8 +227,12 @@ def test_without_bindings_it_says_how_to_get_them(monkeypatch):
     assert "pip install 'kvtier[cuda]'" in opening(None, monkeypatch)
 
 
-def test_bindings_that_are_too_old_are_told(monkeypatch):
-    assert "older than 12.8: pip install --upgrade" in opening(ModuleType("driver"), monkeypatch)
+@pytest.mark.parametrize("version", ["11.8.7", "12.8.0", "12.9.0"])
+def test_bindings_that_hold_the_interpreter_lock_are_refused_by_name(version, monkeypatch):
+    monkeypatch.setattr(cuda.bindings, "__version__", version)
+    said = opening(ModuleType("driver"), monkeypatch)
+    assert f"cuda-bindings {version} " in said and "12.9.1 is the oldest" in said
+    assert "pip install --upgrade 'kvtier[cuda]'" in said
 
 
 def test_the_fake_comes_before_nvidias(tmp_path):

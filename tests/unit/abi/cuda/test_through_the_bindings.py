@@ -1,22 +1,22 @@
 """What arrives in NVIDIA's library of kvtier's calls, through the real bindings, and what comes back of its answers.
 
-The library is ``libcuda.c`` beside this: it does nothing but say what it was given.
+The library is ``tests/fakes/libcuda.c``: it does nothing but say what it was given, or wait for another thread.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda import load_fake
+from tests.fake_cuda import load_fake, stub_environment
 
-SOURCE = Path(__file__).with_name("libcuda.c")
+pytest.importorskip("cuda.bindings", reason="NVIDIA's bindings are not installed")
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make the library with")
+
 CALLS = """
 import os
 from kvtier.abi.cuda.driver import Address, Direction, Driver
@@ -70,7 +70,7 @@ cuCtxPushCurrent_v2 0xc0
 cuThreadExchangeStreamCaptureMode 2
 cuThreadExchangeStreamCaptureMode 1
 cuCtxPopCurrent_v2 .
->1 Stub 1 5 9 True 2147483647
+>1 Stub 1 5497558138880 9895604649984 True 2147483647
 cuCtxSetCurrent 0xc0
 cuThreadExchangeStreamCaptureMode 2
 cuMemCreate 4194304 type 1 handles 1 at 1 1 flags 0
@@ -108,8 +108,12 @@ cuStreamQuery 0x51
 cuMemcpyAsync 7100000000 7200000000 8 0x51
 cuMemcpy2DAsync_v2 128 4 0x51 from 1 0x7200000000 0 256 0 0 to 2 (nil) 7100000000 512 0 0
 cuMemcpy2DAsync_v2 128 4 0x51 from 2 (nil) 7100000000 256 0 0 to 1 0x7200000000 0 512 0 0
-cuMemcpyBatchAsync_v2 0x51 order 1 flags 1 firsts 0 of 1: fedcba9876543210 10 5
-cuMemcpyBatchAsync_v2 0x51 order 1 flags 1 firsts 0 of 1: 1 101 513 2 102 514 3 103 515
+cuMemcpyBatchAsync_v2 0x51 order 1 flags 1 firsts 0 of 1
+cuMemcpyBatchAsync_v2 fedcba9876543210 10 5
+cuMemcpyBatchAsync_v2 0x51 order 1 flags 1 firsts 0 of 1
+cuMemcpyBatchAsync_v2 1 101 513
+cuMemcpyBatchAsync_v2 2 102 514
+cuMemcpyBatchAsync_v2 3 103 515
 cuMemcpyAsync 7100000000 7200000000 700 0x51
 >CudaLost cuMemcpyAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700): as the test asked
 cuMemsetD8Async 7100000000 255 4711 0x51
@@ -120,6 +124,8 @@ cuMemFree_v2 7100000000
 cuMemFreeHost 0x7200000000
 cuDevicePrimaryCtxRelease_v2 1
 """
+
+
 ANSWERED = {
     *("cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetUuid", "cuDriverGetVersion"),
     *("cuGetErrorString", "cuMemGetAllocationGranularity", "cuMemGetInfo"),
@@ -132,16 +138,35 @@ def test_no_call_is_left_out():
     assert {name for name in vars(load_fake()) if re.match(r"cu[A-Z]", name)} == said | ANSWERED
 
 
-def test_every_call_arrives_as_it_was_meant(tmp_path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler to make the library with")
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCE], check=True, timeout=60)
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS], env=environment, check=False, capture_output=True, text=True, timeout=60
+ANSWERING = """
+import os, threading
+
+(asked, asks), (answers, answer) = os.pipe(), os.pipe()
+os.dup2(asks, 100)
+os.dup2(answers, 101)
+
+def answering():
+    while os.read(asked, 1):
+        os.write(answer, b"!")
+
+threading.Thread(target=answering, daemon=True).start()
+"""
+"""Another thread of Python, which each call of the driver waits for."""
+
+
+def run(script, environment):
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=False, capture_output=True, text=True, timeout=60
     )
+
+
+def test_every_call_arrives_as_it_was_meant(tmp_path):
+    done = run(CALLS, stub_environment(tmp_path))
     assert done.stderr == SAID
     assert done.returncode == 0
+
+
+def test_no_call_holds_the_interpreter_lock(tmp_path):
+    done = run(ANSWERING + CALLS, stub_environment(tmp_path, "-DGATE"))
+    assert "holds the interpreter lock" not in done.stderr
+    assert done.returncode == 0, done.stderr
