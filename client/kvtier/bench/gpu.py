@@ -94,16 +94,14 @@ def bare_copies(device: str, piece_bytes: int, pieces: int) -> Iterator[BareCopy
 
         def copy(count: int, source: Tier) -> float:
             read, written = (memory, host) if source is Tier.DEVICE else (host, memory)
-            copies = [
-                (Address(written + places[index] * piece_bytes), Address(read + index * piece_bytes), piece_bytes)
-                for index in range(count)
-            ]
+            dsts = [Address(written + place * piece_bytes) for place in places[:count]]
+            srcs = [Address(read + index * piece_bytes) for index in range(count)]
             started = time.perf_counter()
             if driver.features.batch_copy:
-                driver.copy_batch(copies, stream)
+                driver.copy_batch(dsts, srcs, [piece_bytes] * count, stream)
             else:
-                for each in copies:
-                    driver.copy(*each, stream)
+                for dst, src in zip(dsts, srcs, strict=True):
+                    driver.copy(dst, src, piece_bytes, stream)
             driver.record(event, stream)
             while not driver.done(event):
                 pass

@@ -9,7 +9,6 @@ A call may report an error of work that was given to the device earlier.
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 import threading
@@ -34,14 +33,6 @@ BATCH: Final = 1024
 """Copies that are made in one call. More gain nothing, and drivers have crashed with tens of thousands."""
 
 _HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-
-
-class Direction(enum.Enum):
-    """Of a copy by rows, whose call wants to be told; the other calls see it by the addresses. Not within a device:
-    there the driver may refuse strides that it has not chosen itself."""
-
-    TO_HOST = enum.auto()
-    TO_DEVICE = enum.auto()
 
 
 class _ThisThread(threading.local):
@@ -274,44 +265,18 @@ class Driver:
     def copy(self, dst: Address, src: Address, nbytes: int, stream: Stream) -> None:
         self._call(self._cuda.cuMemcpyAsync, dst, src, nbytes, stream)
 
-    def copy_rows(
-        self,
-        dst: Address,
-        dst_stride: int,
-        src: Address,
-        src_stride: int,
-        nbytes: int,
-        rows: int,
-        stream: Stream,
-        *,
-        direction: Direction,
-    ) -> None:
-        """``rows`` copies of ``nbytes``, each a stride after the one before. Strides are at least ``nbytes`` and at
-        most ``features.max_pitch``."""
-        kinds = self._cuda.CUmemorytype
-        plan = self._cuda.CUDA_MEMCPY2D()
-        if direction is Direction.TO_DEVICE:
-            plan.srcMemoryType, plan.srcHost = kinds.CU_MEMORYTYPE_HOST, src
-            plan.dstMemoryType, plan.dstDevice = kinds.CU_MEMORYTYPE_DEVICE, dst
-        else:
-            plan.srcMemoryType, plan.srcDevice = kinds.CU_MEMORYTYPE_DEVICE, src
-            plan.dstMemoryType, plan.dstHost = kinds.CU_MEMORYTYPE_HOST, dst
-        plan.srcPitch, plan.dstPitch = src_stride, dst_stride
-        plan.WidthInBytes, plan.Height = nbytes, rows
-        self._call(self._cuda.cuMemcpy2DAsync, plan, stream)
-
-    def copy_batch(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """All of them, of at least one byte each, in few calls and in no order among themselves: none may touch what
-        another writes. Host memory must be page-locked. Only where ``features.batch_copy``."""
+    def copy_batch(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], stream: Stream) -> None:
+        """Copies of at least one byte each, in few calls and in no order among themselves: none may touch what another
+        writes. Host memory must be page-locked. Only where ``features.batch_copy``."""
         pointer = self._cuda.CUdeviceptr
-        for first in range(0, len(copies), BATCH):
-            some = copies[first : first + BATCH]
+        for first in range(0, len(sizes), BATCH):
+            some = slice(first, first + BATCH)
             self._call(
                 self._cuda.cuMemcpyBatchAsync,
-                [pointer(dst) for dst, _, _ in some],
-                [pointer(src) for _, src, _ in some],
-                [nbytes for _, _, nbytes in some],
-                len(some),
+                list(map(pointer, dsts[some])),
+                list(map(pointer, srcs[some])),
+                sizes[some],
+                len(sizes[some]),
                 [self._batched],
                 [0],
                 1,

@@ -21,13 +21,12 @@ _BATCH_COPY: Final = {12: 12080, 13: 13000}
 class Features:
     """``driver_version``: 1000 × major + 10 × minor of the newest CUDA that the driver knows. ``vmm``: memory with an
     address range of its own. ``posix_fd``: such memory can be given to other processes. ``batch_copy``: many copies
-    of page-locked memory in one call. ``max_pitch``: bytes, the longest stride of a copy by rows."""
+    of page-locked memory in one call."""
 
     driver_version: int
     vmm: bool
     posix_fd: bool
     batch_copy: bool
-    max_pitch: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,7 +126,6 @@ def _described(bindings: Any, ordinal: int) -> Found:
         posix_fd=vmm and bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         # Where it is 0 (WSL) the addresses of a batch go to the device as they are, and registered memory has others.
         batch_copy=_has_batch_copy(bindings, version) and bool(attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")),
-        max_pitch=attribute("MAX_PITCH"),
     )
     name = _asked(bindings, "cuDeviceGetName", 128, handle).split(b"\0")[0].decode("ascii", "replace")
     return Found(ordinal, handle, _uuid(bindings, handle), name, features)

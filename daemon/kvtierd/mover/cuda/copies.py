@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from kvtier.abi.cuda.driver import Direction
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
-from kvtierd.core.ids import DEVICE, GroupId
+from kvtierd.core.ids import DEVICE, GroupId, SlotId, Tier
 from kvtierd.mover import disk_io
 from kvtierd.mover.cuda.page_locks import PageLocks
-from kvtierd.mover.cuda.plan import Load, Rows, Sites, plan
+from kvtierd.mover.cuda.plan import Copies, Direction, Load, Pairs, Sites, plan
 from kvtierd.mover.cuda.staging import Buffer, Staging
-from kvtierd.mover.cuda.traffic import Passage, Spot, Traffic, spot
+from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
 from kvtierd.mover.work import destination, items_of
 from kvtierd.tiers.base import Bytes, TierError, TierIOError
@@ -52,7 +52,6 @@ class CudaCopies:
         self._host = host
         self._segment = segment  # stays mapped for as long as a copy may touch it
         self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
-        self._pitch = device.driver.features.max_pitch
         self.locks: Final = PageLocks(name, device.driver, self._sites.host_chunks())
         sizes = [group.record_bytes for group in layout.groups]
         self._staging = Staging(device.driver, max(BATCH_BYTES, *sizes))
@@ -67,11 +66,9 @@ class CudaCopies:
         if edge.dst is None:
             raise ValueError("a copy stream cannot retire slots")
         direction = Direction.TO_HOST if edge.src is DEVICE else Direction.TO_DEVICE
-        items = [(move.group, item.src, destination(item)) for move, item in items_of(batch)]
-        reads = [spot(edge.src, group, src) for group, src, _ in items]
-        writes = [spot(edge.dst, group, dst) for group, _, dst in items]
-        pieces = plan(items, self._sites.between_tiers(direction), self._pitch)
-        passage = self._traffic.issue(direction, pieces, reads, writes)
+        pairs = _pairs(batch)
+        copies = plan(pairs, self._sites.between_tiers(direction))
+        passage = self._traffic.issue(direction, copies, _touched(edge.src, pairs, 0), _touched(edge.dst, pairs, 1))
 
         def finish() -> Faults:
             self._traffic.settle(passage)
@@ -163,8 +160,7 @@ class CudaCopies:
         """
         try:
             with self._buffer() as buffer:
-                pieces = list(self._pieces(Direction.TO_HOST, buffer, group, stretches))
-                self._run(Direction.TO_HOST, pieces, reads=_spots(group, stretches))
+                self._run(Direction.TO_HOST, buffer, group, stretches)
                 return buffer.memory[: sum(stretch.nbytes for stretch in stretches)].copy()
         except Unaccounted as error:  # of a reader nobody has to know more
             raise TierIOError(0, str(error)) from error
@@ -174,8 +170,7 @@ class CudaCopies:
         raises :class:`Unaccounted`, ever. Raises :class:`TierIOError` besides."""
         with self._buffer() as buffer:
             np.copyto(buffer.memory[: len(data)], data)
-            pieces = list(self._pieces(Direction.TO_DEVICE, buffer, group, stretches))
-            self._run(Direction.TO_DEVICE, pieces, writes=_spots(group, stretches))
+            self._run(Direction.TO_DEVICE, buffer, group, stretches)
             return data
 
     # the end
@@ -230,33 +225,39 @@ class CudaCopies:
 
     def _issue_load(self, direction: Direction, load: Load, places: Collection[int]) -> Passage:
         """Between the load's records at these places and the device slots that they are of."""
-        numbered = [one for one in load.numbered() if one.place in places]
-        spots = [spot(DEVICE, one.group, one.slot) for one in numbered]
-        if direction is Direction.TO_HOST:
-            copies, reads, writes = [(one.group, one.slot, one.number) for one in numbered], spots, []
-        else:
-            copies, reads, writes = [(one.group, one.number, one.slot) for one in numbered], [], spots
-        pieces = plan(copies, self._sites.to_staging(direction, load), self._pitch)
-        return self._traffic.issue(direction, pieces, reads, writes)
+        pairs = load.pairs(places)
+        device = _touched(DEVICE, pairs, 0)
+        if direction is Direction.TO_DEVICE:
+            pairs = {group: (numbers, slots) for group, (slots, numbers) in pairs.items()}
+        return self._issue_staged(direction, plan(pairs, self._sites.to_staging(direction, load)), device)
 
-    def _run(
-        self, direction: Direction, pieces: Sequence[Rows], reads: Iterable[Spot] = (), writes: Iterable[Spot] = ()
-    ) -> None:
+    def _run(self, direction: Direction, buffer: Buffer, group: GroupId, stretches: Sequence[Stretch]) -> None:
+        """Between the buffer, from its beginning on, and the slots."""
+        on_device = [part for stretch in stretches for part in self._sites.on_device(group, stretch)]
+        addresses, sizes = np.array(on_device, np.int64).T
+        staged = buffer.address + np.cumsum(sizes) - sizes
+        ends = (staged, addresses) if direction is Direction.TO_HOST else (addresses, staged)
+        slots = {(DEVICE, group): {stretch.slot for stretch in stretches}}
         try:
-            self._traffic.settle(self._traffic.issue(direction, pieces, reads, writes))
+            self._traffic.settle(self._issue_staged(direction, np.stack((*ends, sizes)), slots))
         except CudaError as error:
             raise TierIOError(0, str(error)) from error
 
-    def _pieces(
-        self, direction: Direction, buffer: Buffer, group: GroupId, stretches: Iterable[Stretch]
-    ) -> Iterator[Rows]:
-        """Between the buffer, from its beginning on, and the slots."""
-        place = buffer.address
-        for stretch in stretches:
-            for address, nbytes in self._sites.on_device(group, stretch):
-                yield Rows(place, address, nbytes) if direction is Direction.TO_HOST else Rows(address, place, nbytes)
-                place += nbytes
+    def _issue_staged(self, direction: Direction, copies: Copies, device: Touched) -> Passage:
+        """Staging memory is its borrower's alone."""
+        reads, writes = (device, {}) if direction is Direction.TO_HOST else ({}, device)
+        return self._traffic.issue(direction, copies, reads, writes)
 
 
-def _spots(group: GroupId, stretches: Iterable[Stretch]) -> list[Spot]:
-    return [spot(DEVICE, group, stretch.slot) for stretch in stretches]
+def _pairs(batch: Batch) -> Pairs:
+    pairs: defaultdict[GroupId, tuple[list[SlotId], list[SlotId]]] = defaultdict(lambda: ([], []))
+    for piece in batch:
+        sources, targets = pairs[piece.move.group]
+        sources += [item.src for item in piece.items]
+        targets += [destination(item) for item in piece.items]
+    return pairs
+
+
+def _touched(tier: Tier, pairs: Pairs, side: int) -> Touched:
+    """``side``: 0 for the sources, 1 for the destinations."""
+    return {(tier, group): frozenset(slots[side]) for group, slots in pairs.items()}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
@@ -27,14 +29,9 @@ class Chunk(NamedTuple):
     nbytes: int
 
 
-def slots_together(record_bytes: int) -> int:
-    """How many slots of a group make a chunk."""
-    return max(1, CHUNK_BYTES // record_bytes)
-
-
 def chunks_of(start: int, slots: int, record_bytes: int) -> Iterator[Chunk]:
     """Of one group, whose slot 0 is at ``start``. Slots are handed out from the lowest number up, and so are chunks."""
-    together = slots_together(record_bytes)
+    together = max(1, CHUNK_BYTES // record_bytes)
     for first in range(0, slots, together):
         count = min(together, slots - first)
         yield Chunk(start + first * record_bytes, count * record_bytes)
@@ -56,9 +53,10 @@ class PageLocks:
         self._name = name
         self._driver = driver
         self._chunks = chunks
-        self._by_address = sorted(range(len(chunks)), key=lambda number: chunks[number].address)
-        self._starts = [chunks[number].address for number in self._by_address]
-        self._locked = 0
+        by_address = sorted((chunk.address, chunk.nbytes, number) for number, chunk in enumerate(chunks))
+        self._starts, nbytes, self._numbers = np.array([(0, 0, -1), *by_address]).T
+        self._ends = self._starts + nbytes
+        self.locked = 0
         """So many of ``chunks``, the first ones."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtierd-page-locks", daemon=True)
@@ -73,16 +71,12 @@ class PageLocks:
 
     @property
     def complete(self) -> bool:
-        return self._locked == len(self._chunks)
+        return self.locked == len(self._chunks)
 
-    def covers(self, address: int) -> bool:
-        """Whether this address, if it is of the host segment at all, lies in a chunk that is locked."""
-        if self.complete:
-            return True
-        place = bisect_right(self._starts, address) - 1
-        number = self._by_address[place]
-        beyond = place < 0 or address >= self._starts[place] + self._chunks[number].nbytes
-        return beyond or number < self._locked
+    def chunks_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the chunks that these addresses lie in; -1 for one that is not of the host segment."""
+        places = np.searchsorted(self._starts, addresses, "right") - 1
+        return np.where(addresses < self._ends[places], self._numbers[places], -1)
 
     def close(self) -> bool:
         """Undoes everything. Blocks. No copy may be under way. False: some of it is locked still, and must stay mapped.
@@ -96,8 +90,8 @@ class PageLocks:
             _log.error("page-locking hangs in the driver name=%s", self._name)
             return False
         self._driver.bind()
-        while self._locked:
-            chunk = self._chunks[self._locked - 1]
+        while self.locked:
+            chunk = self._chunks[self.locked - 1]
             try:
                 self._driver.unregister(Address(chunk.address))
             except CudaLost:
@@ -105,7 +99,7 @@ class PageLocks:
             except CudaError as error:
                 _log.warning("host memory stays page-locked name=%s bytes=%d why=%r", self._name, self.nbytes, error)
                 return False
-            self._locked -= 1
+            self.locked -= 1
             self.nbytes -= chunk.nbytes
         return True
 
@@ -116,7 +110,7 @@ class PageLocks:
                 if self._stopping.is_set():
                     return
                 self._driver.register(Address(chunk.address), chunk.nbytes)
-                self._locked += 1
+                self.locked += 1
                 self.nbytes += chunk.nbytes
         except (CudaError, ValueError) as error:  # the latter where the host's pages are larger than a slot's
             self.problem = f"{self.nbytes} of {self.total} bytes of host memory are page-locked: {error}"

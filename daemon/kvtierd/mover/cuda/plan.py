@@ -1,100 +1,78 @@
-"""Where a cache's slots are, and a batch's copies in as few pieces as the hardware takes: arithmetic on addresses."""
+"""Where a cache's slots are, and a batch's copies as rows of addresses: arithmetic in numpy."""
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvtier.abi.cuda.driver import Address, Direction
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.abi.cuda.driver import Address
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, HOST, GroupId, SlotId
-from kvtierd.mover.cuda.page_locks import Chunk, chunks_of, in_turn, slots_together
+from kvtierd.mover.cuda.page_locks import Chunk, chunks_of, in_turn
 from kvtierd.mover.cuda.staging import Buffer
 from kvtierd.mover.runtime import Stretch
-from kvtierd.mover.work import Run, runs
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.cuda.store import CudaDevice
 
-EVERYWHERE: Final = 1 << 62
-"""``Place.together`` where all slots lie in one allocation."""
+
+class Direction(enum.Enum):
+    TO_HOST = enum.auto()
+    TO_DEVICE = enum.auto()
 
 
-class Place(NamedTuple):
-    """A pool's part of the slots of one group: of slot s it begins ``s * stride`` bytes after ``start``.
+Copies = NDArray[np.int64]
+"""Three rows: destination addresses, source addresses, bytes. A column is a copy."""
 
-    ``together``: so many slots from slot 0 on lie in one page-locked range, the next as many in the next one. No copy
-    may span two ranges: to the driver they are strangers, even where one ends at the other's first byte.
-    """
+Pairs = Mapping[GroupId, tuple[Sequence[SlotId], Sequence[SlotId]]]
+"""Source slots and destination slots of each group's copies."""
 
-    start: int
-    stride: int
-    together: int = EVERYWHERE
+Parts = NDArray[np.int64]
+"""Where a group's slots have their parts: a row of addresses of slot 0's, a row of bytes from slot to slot. A column is
+a pool."""
 
 
 class Path(NamedTuple):
-    """Where ``nbytes`` of every slot of a group come from and go to."""
+    """Where a part of ``nbytes`` in each pool goes to and comes from. ``parts``: of both sides, the target's first."""
 
-    source: Place
-    target: Place
-    nbytes: int
-
-
-Paths = Mapping[GroupId, Sequence[Path]]
-"""One a pool."""
+    parts: NDArray[np.int64]
+    """2 sides × 2 rows of :data:`Parts` × pools × 1."""
+    nbytes: NDArray[np.int64]
+    """Pools × 1."""
 
 
-class Rows(NamedTuple):
-    """``rows`` times ``nbytes``, ``src_stride`` apart at the source and ``dst_stride`` at the destination."""
-
-    dst: int
-    src: int
-    nbytes: int
-    rows: int = 1
-    dst_stride: int = 0
-    src_stride: int = 0
-
-    def singles(self) -> Iterator[tuple[int, int, int]]:
-        """(destination, source, bytes) of each row."""
-        for row in range(self.rows):
-            yield self.dst + row * self.dst_stride, self.src + row * self.src_stride, self.nbytes
+def plan(pairs: Pairs, paths: Mapping[GroupId, Path]) -> Copies:
+    """One copy for each pair of slots and each pool."""
+    return np.concatenate([_copies(paths[group], *slots) for group, slots in pairs.items()], axis=1)
 
 
-def plan(copies: Iterable[tuple[GroupId, SlotId, SlotId]], paths: Paths, max_pitch: int) -> list[Rows]:
-    """The pieces of (group, source, destination) copies, whose destinations differ.
+def _copies(path: Path, sources: Sequence[SlotId], targets: Sequence[SlotId]) -> Copies:
+    copies = np.empty((3, len(path.nbytes), len(sources)), np.int64)
+    copies[:2] = path.parts[:, 0] + path.parts[:, 1] * np.array([targets, sources], np.int64)[:, None]
+    copies[2] = path.nbytes
+    return copies.reshape(3, -1)
 
-    Adjacent slots are one piece where their bytes are contiguous on both sides, else rows of one. A stride over
-    ``max_pitch`` is more than the hardware takes as rows: then every slot is a piece.
+
+def joined(copies: Copies, ranges: NDArray[np.intp]) -> tuple[Copies, NDArray[np.intp]]:
+    """Fewer copies of the same bytes: those that continue each other on both sides become one.
+
+    Args:
+        ranges: the range of host memory that each copy is of. No copy may span two: to the driver they are strangers,
+            even where one ends at the other's first byte.
     """
-    return [
-        piece
-        for run in runs(copies)
-        for path in paths[run.group]
-        for part in _within_ranges(run, path)
-        for piece in _pieces(part, path, max_pitch)
-    ]
-
-
-def _within_ranges(run: Run, path: Path) -> Iterator[Run]:
-    source, target = path.source.together, path.target.together
-    src, dst, left = run.src, run.dst, run.count
-    while left:
-        count = min(left, source - src % source, target - dst % target)
-        yield Run(run.group, src, dst, count)
-        src, dst, left = SlotId(src + count), SlotId(dst + count), left - count
-
-
-def _pieces(run: Run, path: Path, max_pitch: int) -> Iterator[Rows]:
-    source, target, nbytes = path
-    src, dst = source.start + run.src * source.stride, target.start + run.dst * target.stride
-    if run.count == 1 or source.stride == target.stride == nbytes:
-        yield Rows(dst, src, nbytes * run.count)
-        return
-    rows = Rows(dst, src, nbytes, run.count, target.stride, source.stride)
-    if max(source.stride, target.stride) <= max_pitch:
-        yield rows
-    else:
-        yield from (Rows(*single) for single in rows.singles())
+    order = np.argsort(copies[0])
+    copies, ranges = copies[:, order], ranges[order]
+    apart = (copies[:2, 1:] != copies[:2, :-1] + copies[2, :-1]).any(axis=0) | (ranges[1:] != ranges[:-1])
+    if apart.all():
+        return copies, ranges
+    firsts = np.flatnonzero(np.concatenate(([True], apart)))
+    fewer = copies[:, firsts]
+    fewer[2] = np.add.reduceat(copies[2], firsts)
+    return fewer, ranges[firsts]
 
 
 class Sites:
@@ -104,21 +82,19 @@ class Sites:
         self.layout: Final = layout
         self._device = device
         self._host_address = host_address
-        groups = [GroupId(group) for group in range(len(layout.groups))]
-        self._on_device = {group: self._device_places(group) for group in groups}
-        on_host = {group: self._host_places(group) for group in groups}
-        self._paths: dict[Direction, Paths] = {
-            direction: {group: self._joined(direction, group, on_host[group]) for group in groups}
-            for direction in (Direction.TO_HOST, Direction.TO_DEVICE)
+        groups = [GroupId(number) for number, group in enumerate(layout.groups) if group.slots[DEVICE]]
+        self._paths = {
+            direction: {group: self._path(direction, group, self._host_parts(group)) for group in groups}
+            for direction in Direction
         }
 
-    def between_tiers(self, direction: Direction) -> Paths:
+    def between_tiers(self, direction: Direction) -> Mapping[GroupId, Path]:
         """Of device and host slots."""
         return self._paths[direction]
 
-    def to_staging(self, direction: Direction, load: Load) -> Paths:
+    def to_staging(self, direction: Direction, load: Load) -> Mapping[GroupId, Path]:
         """Of device slots and the load's records."""
-        return {group: self._joined(direction, group, load.sites(group)) for group in load.groups}
+        return {group: self._path(direction, group, load.parts(group)) for group in load.groups}
 
     def on_device(self, group: GroupId, stretch: Stretch) -> list[tuple[Address, int]]:
         """(address, bytes) of the bytes of a device slot's block, in order."""
@@ -141,24 +117,25 @@ class Sites:
             ]
         )
 
-    def _device_places(self, group: GroupId) -> Sequence[Place]:
-        if not self.layout.groups[group].slots[DEVICE]:
-            return []
-        pools = range(len(self.layout.groups[group].pools))
-        first = SlotId(0)
-        return [Place(self._device.address(group, pool, first), self._device.stride(group, pool)) for pool in pools]
+    def _path(self, direction: Direction, group: GroupId, others: Parts) -> Path:
+        """Between the device and ``others``."""
+        device = self._device_parts(group)
+        both = (others, device) if direction is Direction.TO_HOST else (device, others)
+        nbytes = [[pool.block_bytes] for pool in self.layout.groups[group].pools]
+        return Path(np.stack(both)[..., None], np.array(nbytes, np.int64))
 
-    def _host_places(self, group: GroupId) -> Sequence[Place]:
+    def _device_parts(self, group: GroupId) -> Parts:
+        pools, first = range(len(self.layout.groups[group].pools)), SlotId(0)
+        return _parts([(self._device.address(group, pool, first), self._device.stride(group, pool)) for pool in pools])
+
+    def _host_parts(self, group: GroupId) -> Parts:
         place = self.layout.groups[group]
-        start, together = self._host_address + place.host_offset, slots_together(place.record_bytes)
-        return [Place(start + pool.record_offset, place.record_bytes, together) for pool in place.pools]
+        start = self._host_address + place.host_offset
+        return _parts([(start + pool.record_offset, place.record_bytes) for pool in place.pools])
 
-    def _joined(self, direction: Direction, group: GroupId, others: Sequence[Place]) -> Sequence[Path]:
-        """Of a group without device slots there are none."""
-        pools = zip(self._on_device[group], others, self.layout.groups[group].pools, strict=False)
-        if direction is Direction.TO_HOST:
-            return [Path(device, other, pool.block_bytes) for device, other, pool in pools]
-        return [Path(other, device, pool.block_bytes) for device, other, pool in pools]
+
+def _parts(of_pools: Sequence[tuple[int, int]]) -> Parts:
+    return np.array(of_pools, np.int64).T
 
 
 Wanted = Mapping[int, tuple[GroupId, SlotId]]
@@ -195,11 +172,11 @@ class Load:
         if end > len(buffer.memory):
             raise ValueError(f"records of {end} bytes: the staging buffer has {len(buffer.memory)}")
 
-    def sites(self, group: GroupId) -> Sequence[Place]:
-        """Where a group's parts are, one a pool; "slots" are counted by :meth:`numbered`."""
+    def parts(self, group: GroupId) -> Parts:
+        """Of a group's records; "slots" are counted by :meth:`numbered`."""
         record = self._layout.groups[group]
         start = self.buffer.address + self._starts[group]
-        return [Place(start + pool.record_offset, record.record_bytes) for pool in record.pools]
+        return _parts([(start + pool.record_offset, record.record_bytes) for pool in record.pools])
 
     @property
     def groups(self) -> Sequence[GroupId]:
@@ -212,6 +189,15 @@ class Load:
             for group, places in self._places.items()
             for number, place in enumerate(places)
         ]
+
+    def pairs(self, places: Collection[int]) -> Pairs:
+        """Device slots and the numbers of their records, of those at these places."""
+        pairs: dict[GroupId, tuple[list[SlotId], list[SlotId]]] = {group: ([], []) for group in self.groups}
+        for place, group, slot, number in self.numbered():
+            if place in places:
+                pairs[group][0].append(slot)
+                pairs[group][1].append(number)
+        return pairs
 
     def records(self) -> dict[int, Sequence[memoryview]]:
         """The bytes of each, in the buffer."""

@@ -6,29 +6,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final, NewType, Protocol
+from typing import Final, Protocol
 
-from kvtier.abi.cuda.driver import Address, Direction, Driver, Event, Stream
+from kvtier.abi.cuda.driver import Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.mover.cuda.page_locks import PageLocks
-from kvtierd.mover.cuda.plan import Rows
+from kvtierd.mover.cuda.plan import Copies, Direction, joined
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 
-Spot = NewType("Spot", int)
-"""A tier-qualified slot."""
-
-_TIERS: Final = 2
-"""Bits of a spot for the tier."""
-_GROUPS: Final = 8
-
-
-def spot(tier: Tier, group: GroupId, slot: SlotId) -> Spot:
-    return Spot((slot << _GROUPS | group) << _TIERS | tier)
+Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
+"""Slots of each tier and group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,18 +32,18 @@ class Passage:
 
     stream: Stream
     event: Event
-    reads: frozenset[Spot]
-    writes: frozenset[Spot]
+    reads: Touched
+    writes: Touched
     recorded: threading.Event = field(default_factory=threading.Event)
     fault: Exception | None = None
 
     def clashes(self, other: Passage) -> bool:
         """Whether the order of the two matters: read after write, write after read, write after write."""
-        return not (
-            self.writes.isdisjoint(other.writes)
-            and self.writes.isdisjoint(other.reads)
-            and self.reads.isdisjoint(other.writes)
-        )
+        return _meet(self.writes, other.writes) or _meet(self.writes, other.reads) or _meet(self.reads, other.writes)
+
+
+def _meet(some: Touched, others: Touched) -> bool:
+    return any(not slots.isdisjoint(others[place]) for place, slots in some.items() if place in others)
 
 
 class Hazards:
@@ -176,9 +168,7 @@ class Traffic:
         """Batches that the hardware may be working on."""
         return len(self._hazards)
 
-    def issue(
-        self, direction: Direction, pieces: Sequence[Rows], reads: Iterable[Spot], writes: Iterable[Spot]
-    ) -> Passage:
+    def issue(self, direction: Direction, copies: Copies, reads: Touched, writes: Touched) -> Passage:
         """Begins the copies of a batch, which are in no order among themselves. :meth:`settle` must follow.
 
         Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`, where nothing of it can be running; and
@@ -191,13 +181,13 @@ class Traffic:
             self._require_open()
             with self._noticing():
                 event = self._take_event()
-            passage = Passage(way.stream, event, frozenset(reads), frozenset(writes))
+            passage = Passage(way.stream, event, reads, writes)
             clashing = self._hazards.enter(passage)
             try:
                 with self._noticing():
                     self._hazards.order(clashing, lambda theirs: self._driver.wait(way.stream, theirs))
                     self._require_device()
-                    self._copy(way, pieces)
+                    self._copy(way, copies)
             except Exception as error:  # noqa: BLE001 - raised by settle: the event tells when nothing of it runs
                 passage.fault = error
             try:
@@ -250,26 +240,18 @@ class Traffic:
                 self._driver.drop_stream(way.stream)
         return True
 
-    def _copy(self, way: _Way, pieces: Sequence[Rows]) -> None:
-        singles: list[tuple[Address, Address, int]] = []
-        batched = self._driver.features.batch_copy and (len(pieces) > 1 or pieces[0].rows > 1)
-        for piece in pieces:
-            host = piece.dst if way.direction is Direction.TO_HOST else piece.src
-            if batched and self._locks.covers(host):
-                singles += ((Address(dst), Address(src), nbytes) for dst, src, nbytes in piece.singles())
-            else:
-                self._copy_piece(way, piece)
-        if singles:
-            self._driver.copy_batch(singles, way.stream)
-
-    def _copy_piece(self, way: _Way, piece: Rows) -> None:
-        dst, src, nbytes, rows, dst_stride, src_stride = piece
-        if rows == 1:
-            self._driver.copy(Address(dst), Address(src), nbytes, way.stream)
-        else:
-            self._driver.copy_rows(
-                Address(dst), dst_stride, Address(src), src_stride, nbytes, rows, way.stream, direction=way.direction
-            )
+    def _copy(self, way: _Way, copies: Copies) -> None:
+        """Page-locked memory by as few calls as the driver has, other memory copy by copy."""
+        if copies.shape[1] > 1:
+            chunks = self._locks.chunks_at(copies[0 if way.direction is Direction.TO_HOST else 1])
+            copies, chunks = joined(copies, chunks)
+            if self._driver.features.batch_copy:
+                locked = chunks < self._locks.locked
+                dsts, srcs, sizes = copies[:, locked].tolist()
+                self._driver.copy_batch(dsts, srcs, sizes, way.stream)
+                copies = copies[:, ~locked]
+        for dst, src, nbytes in copies.T.tolist():
+            self._driver.copy(dst, src, nbytes, way.stream)
 
     def _unknowable(self, passage: Passage, error: CudaError) -> Exception:
         """The batch's event cannot be asked. With a lost device nothing runs any more: the driver says so only after

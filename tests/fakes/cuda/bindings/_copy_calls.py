@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-from ._device_calls import MAX_PITCH
 from ._entry import entry
 from ._enums import CUmemcpySrcAccessOrder as _Order
-from ._enums import CUmemorytype
 from ._races import check_batch
 from ._refusal import invalid
 from ._state import LEGACY, STATE
 from ._streams import FakeStream
-from ._structs import CUDA_MEMCPY2D, CUdeviceptr, CUmemcpyAttributes, CUstream
+from ._structs import CUdeviceptr, CUmemcpyAttributes, CUstream
 
 _PIECE: Final = 256 << 10
 """Bytes between which a copy lets others have their turn, so that one that races is seen half done."""
@@ -25,21 +23,6 @@ _memory: Final = STATE.memory
 @entry()
 def cuMemcpyAsync(dst: CUdeviceptr | int, src: CUdeviceptr | int, ByteCount: int, hStream: CUstream | int) -> None:
     _give_copies(STATE.stream(int(hStream)), [(int(dst), int(src), ByteCount)] if ByteCount else [])
-
-
-@entry()
-def cuMemcpy2DAsync(pCopy: CUDA_MEMCPY2D, hStream: CUstream | int) -> None:
-    dst, dst_kind = _side(pCopy.dstMemoryType, pCopy.dstHost, pCopy.dstDevice)
-    src, src_kind = _side(pCopy.srcMemoryType, pCopy.srcHost, pCopy.srcDevice)
-    width, rows = pCopy.WidthInBytes, pCopy.Height
-    for pitch in (pCopy.srcPitch, pCopy.dstPitch):
-        if not width <= pitch <= MAX_PITCH:
-            raise invalid(f"pitch {pitch} of rows of {width} bytes")
-    copies = [(dst + row * pCopy.dstPitch, src + row * pCopy.srcPitch, width) for row in range(rows)]
-    for to, start, nbytes in copies:
-        if (_memory.kind(to, nbytes) == "device", _memory.kind(start, nbytes) == "device") != (dst_kind, src_kind):
-            raise invalid("a memory type does not fit its address")
-    _give_copies(STATE.stream(int(hStream)), copies)
 
 
 @entry(int(STATE.settings.bindings == 12))
@@ -96,14 +79,6 @@ def cuMemsetD8Async(dstDevice: CUdeviceptr | int, uc: int, N: int, hStream: CUst
     stream = STATE.stream(int(hStream))
     STATE.races.given(stream.number, (), [(address, address + N)])
     stream.give(fill)
-
-
-def _side(kind: CUmemorytype | None, host: int, device: CUdeviceptr | int) -> tuple[int, bool]:
-    if kind == CUmemorytype.CU_MEMORYTYPE_HOST:
-        return host, False
-    if kind == CUmemorytype.CU_MEMORYTYPE_DEVICE:
-        return int(device), True
-    raise invalid(f"memory type {kind!r}")
 
 
 def _give_copies(stream: FakeStream, copies: list[tuple[int, int, int]]) -> None:

@@ -10,7 +10,6 @@ from ._refusal import Refusal, invalid
 from ._state import STATE, uuid
 from ._structs import CUcontext, CUdevice, CUuuid
 
-MAX_PITCH: Final = 2**31 - 1
 _CONTEXT: Final = 0xC0_0000
 
 
@@ -55,8 +54,6 @@ def cuDeviceGetAttribute(attrib: CUdevice_attribute, dev: CUdevice | int) -> int
     off = STATE.settings.features_off
     prefix = "CU_DEVICE_ATTRIBUTE_"
     match attrib.name.removeprefix(prefix):
-        case "MAX_PITCH":
-            return MAX_PITCH
         case "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED":
             return int("vmm" not in off)
         case "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM":

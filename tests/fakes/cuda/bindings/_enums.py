@@ -29,7 +29,6 @@ class CUresult(IntEnum):
 
 
 class CUdevice_attribute(IntEnum):
-    CU_DEVICE_ATTRIBUTE_MAX_PITCH = 11
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41
     CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
@@ -58,11 +57,6 @@ class CUmemLocationType(IntEnum):
 class CUmemAccess_flags(IntEnum):
     CU_MEM_ACCESS_FLAGS_PROT_NONE = 0
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-
-class CUmemorytype(IntEnum):
-    CU_MEMORYTYPE_HOST = 1
-    CU_MEMORYTYPE_DEVICE = 2
 
 
 class CUmemcpySrcAccessOrder(IntEnum):

@@ -10,7 +10,6 @@ from ._enums import (
     CUmemAllocationType,
     CUmemcpySrcAccessOrder,
     CUmemLocationType,
-    CUmemorytype,
 )
 
 
@@ -83,17 +82,3 @@ class CUmemAccessDesc:
 class CUmemcpyAttributes:
     srcAccessOrder: CUmemcpySrcAccessOrder = CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_INVALID
     flags: int = 0
-
-
-@dataclass(slots=True)
-class CUDA_MEMCPY2D:
-    srcMemoryType: CUmemorytype | None = None
-    srcHost: int = 0
-    srcDevice: int = 0
-    srcPitch: int = 0
-    dstMemoryType: CUmemorytype | None = None
-    dstHost: int = 0
-    dstDevice: int = 0
-    dstPitch: int = 0
-    WidthInBytes: int = 0
-    Height: int = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ._copy_calls import cuMemcpy2DAsync, cuMemcpyAsync, cuMemcpyBatchAsync, cuMemsetD8Async
+from ._copy_calls import cuMemcpyAsync, cuMemcpyBatchAsync, cuMemsetD8Async
 from ._device_calls import (
     cuCtxPopCurrent,
     cuCtxPushCurrent,
@@ -65,7 +65,6 @@ from ._stream_calls import (
     fake_work,
 )
 from ._structs import (
-    CUDA_MEMCPY2D,
     CUcontext,
     CUdevice,
     CUdeviceptr,

@@ -29,7 +29,7 @@ MAJOR = int(cuda.bindings.__version__.split(".")[0])
 FAKE = load_fake(bindings=MAJOR, max_delay_ms=0)
 CALLS = sorted(name for name in vars(FAKE) if re.match(r"cu[A-Z]", name))
 ENUMS = sorted(name for name, value in vars(FAKE).items() if isinstance(value, EnumType) and name.startswith("CU"))
-STRUCTS = ("CUDA_MEMCPY2D", "CUmemAccessDesc", "CUmemAllocationProp", "CUmemLocation", "CUmemcpyAttributes", "CUuuid")
+STRUCTS = ("CUmemAccessDesc", "CUmemAllocationProp", "CUmemLocation", "CUmemcpyAttributes", "CUuuid")
 NUMBERS = ("CUcontext", "CUdevice", "CUdeviceptr", "CUevent", "CUmemGenericAllocationHandle", "CUstream")
 
 
@@ -91,7 +91,7 @@ def test_an_answer_without_an_error_is_false_and_equal_to_its_number():
 def test_the_code_uses_nothing_that_the_fake_lacks():
     known = set(vars(FAKE)) | {member for name in ENUMS for member in getattr(FAKE, name).__members__}
     attributes = {f"CU_DEVICE_ATTRIBUTE_{name}" for name in used_in_code(r'attribute\("(\w+)"\)')}
-    names = used_in_code(r"\b(?:cu[A-Z]|CU_|CUDA_MEMCPY|CU[a-z])\w+") - {"CU_DEVICE_ATTRIBUTE_"}
+    names = used_in_code(r"\b(?:cu[A-Z]|CU_|CU[a-z])\w+") - {"CU_DEVICE_ATTRIBUTE_"}
     assert attributes
     assert {"cuMemMap", "cuMemcpyBatchAsync", "CUmemAccessDesc"} <= names
     assert (names | attributes) - known <= ({"cuDeviceGetUuid_v2"} if MAJOR > 12 else set()) | {"CUresult"}

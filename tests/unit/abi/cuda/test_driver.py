@@ -63,11 +63,11 @@ def until(true):
 def test_a_long_batch_is_made_in_several_calls(fake, driver, memory):
     stream, host = driver.stream(), driver.alloc_host(BATCH + 1)
     ctypes.memmove(host, bytes(range(256)) * 4 + b"\x01", BATCH + 1)
-    copies = [(Address(memory.address + n), Address(host + n), 1) for n in range(BATCH + 1)]
-    driver.copy_batch(copies, stream)
+    places = range(BATCH + 1)
+    driver.copy_batch([memory.address + n for n in places], [host + n for n in places], [1] * len(places), stream)
     settle(driver, stream)
     assert ctypes.string_at(memory.address, BATCH + 1) == ctypes.string_at(host, BATCH + 1)
-    driver.copy_batch([], stream)
+    driver.copy_batch([], [], [], stream)
 
 
 def test_an_event_is_done_before_it_was_recorded(driver):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import Address, Direction, Driver, Stream
+from kvtier.abi.cuda.driver import Address, Driver, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaUnsupported
 from kvtier.abi.cuda.memory import DeviceMemory
 from tests.fake_cuda import fake_environment, load_fake
@@ -151,19 +151,10 @@ def test_what_a_batch_may_not_be(fake, driver, at):
         (stream, [(at, plus(at, MIB), 4096), (plus(at, 2 * MIB), at, 4096)]),
     ):
         with refused():
-            driver.copy_batch(copies, stream_)
+            driver.copy_batch(*zip(*copies, strict=True), stream_)
     with pytest.raises(TypeError):
-        driver.copy_batch([(at, plus(at, MIB), np.int64(4096))], stream)
-    driver.copy_batch([(at, plus(at, MIB), 4096), (plus(at, 4096), plus(at, MIB), 4096)], stream)
-
-
-def test_rows_fit_their_strides(driver, at):
-    stream, host = driver.stream(), driver.alloc_host(MIB)
-    for dst_stride, src_stride in ((512, 1024), (1024, 512), (1024, 2**31)):
-        with refused():
-            driver.copy_rows(at, dst_stride, host, src_stride, 1024, 2, stream, direction=Direction.TO_DEVICE)
-    with refused():  # the other way round
-        driver.copy_rows(at, 1024, host, 1024, 1024, 2, stream, direction=Direction.TO_HOST)
+        driver.copy_batch([at], [plus(at, MIB)], [np.int64(4096)], stream)
+    driver.copy_batch([at, plus(at, 4096)], [plus(at, MIB)] * 2, [4096, 4096], stream)
 
 
 def test_pageable_memory_is_copied_but_not_in_a_batch(driver, at):
@@ -172,9 +163,9 @@ def test_pageable_memory_is_copied_but_not_in_a_batch(driver, at):
     host = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
     driver.copy(at, host, 4096, stream)
     with refused():
-        driver.copy_batch([(at, host, 4096)], stream)
+        driver.copy_batch([at], [host], [4096], stream)
     driver.register(host, mmap.PAGESIZE)
-    driver.copy_batch([(at, host, 4096)], stream)
+    driver.copy_batch([at], [host], [4096], stream)
     with refused():  # in part registered, in part not
         driver.copy(at, host, mmap.PAGESIZE + 1, stream)
     driver.register(plus(host, mmap.PAGESIZE), mmap.PAGESIZE)
@@ -290,13 +281,13 @@ def test_batches_need_a_driver_that_knows_the_form_of_the_bindings(settings, has
     driver = Driver(load_fake(max_delay_ms=0, **settings), "cuda")
     assert driver.features.batch_copy is has
     memory, stream = DeviceMemory.create(driver, 8192), driver.stream()
-    copies = [(plus(memory.address, 4096), memory.address, 4096)]
+    copies = [plus(memory.address, 4096)], [memory.address], [4096]
     if has or "registered_address" in settings.get("features_off", ()):
-        driver.copy_batch(copies, stream)
+        driver.copy_batch(*copies, stream)
         finish(driver, stream)
     else:
         with pytest.raises(CudaUnsupported, match="cuMemcpyBatchAsync"):
-            driver.copy_batch(copies, stream)
+            driver.copy_batch(*copies, stream)
 
 
 def test_calls_and_leaks_are_written_down(tmp_path):

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import Direction
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.mover.cuda.plan import Load
+from kvtierd.mover.cuda.plan import Direction, Load
 from kvtierd.mover.cuda.staging import BUFFERS, Buffer
 from kvtierd.mover.runtime import Stretch, Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError

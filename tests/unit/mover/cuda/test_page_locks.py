@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtierd.mover.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn, slots_together
+from kvtierd.mover.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn
 from tests.fake_cuda import load_fake
 
 PAGE = 4096
@@ -61,19 +61,29 @@ def driver() -> Iterator[Slow]:
 def test_what_is_ready_is_known_chunk_by_chunk_and_all_is_undone(driver: Slow, chunks: list[Chunk]) -> None:
     locks = PageLocks("cache", driver, chunks)
     locks.start()
-    assert not locks.covers(chunks[0].address)
+    assert locks.locked == 0
     driver.may.release(3)
     until(lambda: locks.nbytes == 3 * 2 * PAGE)
-    assert [locks.covers(chunk.address) for chunk in chunks] == [True, True, True, False, False]
-    assert locks.covers(chunks[1].address + 2 * PAGE - 1)
+    assert locks.locked == 3
 
     driver.may.release(2)
     until(lambda: locks.complete)
-    assert locks.covers(chunks[4].address)
+    assert locks.locked == 5
     assert locks.nbytes == locks.total == 10 * PAGE
     assert locks.problem is None
     assert locks.close()
     assert locks.nbytes == 0
+
+
+def test_an_address_is_told_by_its_chunk_and_a_strangers_is_nobodys(chunks: list[Chunk]) -> None:
+    locks = PageLocks("cache", Driver(load_fake(), "cuda"), chunks)
+    firsts = np.array([chunk.address for chunk in chunks])
+    assert locks.chunks_at(firsts).tolist() == [0, 1, 2, 3, 4]
+    assert locks.chunks_at(firsts + 2 * PAGE - 1).tolist() == [0, 1, 2, 3, 4]
+    assert (
+        locks.chunks_at(np.array([1, firsts[0] - 1, firsts[4] + 2 * PAGE, firsts[3] + 2 * PAGE])).tolist() == [-1] * 4
+    )
+    assert PageLocks("none", Driver(load_fake(), "cuda"), []).chunks_at(firsts).tolist() == [-1] * 5
 
 
 def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, chunks: list[Chunk]) -> None:
@@ -112,11 +122,11 @@ def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) ->
 
 def test_chunks_are_whole_slots_and_come_group_by_group_in_turn() -> None:
     small, large = 12 * PAGE, CHUNK_BYTES + PAGE
-    assert slots_together(small) * small <= CHUNK_BYTES < (slots_together(small) + 1) * small
-    assert slots_together(large) == 1
     first = list(chunks_of(0, 3000, small))
     assert sum(chunk.nbytes for chunk in first) == 3000 * small
     assert all(chunk.address % small == 0 for chunk in first)
+    assert all(chunk.nbytes <= CHUNK_BYTES < chunk.nbytes + small for chunk in first[:-1])
     second = list(chunks_of(1 << 40, 2, large))
+    assert len(second) == 2
     assert in_turn([iter(first), iter(second)])[:4] == [first[0], second[0], first[1], second[1]]
     assert list(chunks_of(0, 0, small)) == []

@@ -10,18 +10,17 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import BATCH, Direction, Driver, Event, Stream
+from kvtier.abi.cuda.driver import BATCH, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.mover.cuda.page_locks import Chunk, PageLocks
-from kvtierd.mover.cuda.plan import Rows
+from kvtierd.mover.cuda.plan import Direction
 from kvtierd.mover.cuda.traffic import (
     Hazards,
     Passage,
-    Spot,
+    Touched,
     Traffic,
-    spot,
 )
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
@@ -63,15 +62,17 @@ class Rig:
 
     def up(self, src: int, dst: int, slots: int = 1) -> Callable[[], None]:
         """Begins a copy of host slots to the device; the answer settles it."""
-        pieces = [Rows(self.on_device(dst + number), self.on_host(src + number), SLOT) for number in range(slots)]
-        return self._go(UP, pieces, at(Tier.HOST, src, slots), at(Tier.DEVICE, dst, slots))
+        copies = [(self.on_device(dst + number), self.on_host(src + number), SLOT) for number in range(slots)]
+        return self.go(UP, copies, at(Tier.HOST, src, slots), at(Tier.DEVICE, dst, slots))
 
     def down(self, src: int, dst: int, slots: int = 1) -> Callable[[], None]:
-        pieces = [Rows(self.on_host(dst + number), self.on_device(src + number), SLOT) for number in range(slots)]
-        return self._go(DOWN, pieces, at(Tier.DEVICE, src, slots), at(Tier.HOST, dst, slots))
+        copies = [(self.on_host(dst + number), self.on_device(src + number), SLOT) for number in range(slots)]
+        return self.go(DOWN, copies, at(Tier.DEVICE, src, slots), at(Tier.HOST, dst, slots))
 
-    def _go(self, way: Direction, pieces: list[Rows], reads: list[Spot], writes: list[Spot]) -> Callable[[], None]:
-        passage = self.traffic.issue(way, pieces, reads, writes)
+    def go(
+        self, way: Direction, copies: list[tuple[int, int, int]], reads: Touched, writes: Touched
+    ) -> Callable[[], None]:
+        passage = self.traffic.issue(way, np.array(copies).T, reads, writes)
         return lambda: self.traffic.settle(passage)
 
     def fill(self, slot: int, value: int) -> None:
@@ -91,8 +92,8 @@ class Rig:
         assert self.fake.fake_left() == {}
 
 
-def at(tier: Tier, first: int, slots: int) -> list[Spot]:
-    return [spot(tier, GroupId(0), SlotId(first + number)) for number in range(slots)]
+def at(tier: Tier, first: int, slots: int) -> Touched:
+    return {(tier, GroupId(0)): {SlotId(first + number) for number in range(slots)}}
 
 
 @pytest.fixture(params=[13000, 12060], ids=["batches", "one-by-one"])
@@ -113,13 +114,12 @@ def test_what_went_up_comes_down_again(rig: Rig) -> None:
     assert rig.traffic.under_way == 0
 
 
-def test_rows_are_copied_where_the_slots_have_gaps(rig: Rig) -> None:
+def test_slots_with_gaps_keep_what_is_between_them(rig: Rig) -> None:
     for slot in range(6):
         rig.fill(slot, slot + 1)
     rig.up(0, 0, slots=6)()
-    rows = Rows(rig.on_host(32), rig.on_device(1), SLOT, 3, 3 * SLOT, 2 * SLOT)
-    passage = rig.traffic.issue(DOWN, [rows], at(Tier.DEVICE, 1, 5), at(Tier.HOST, 32, 7))
-    rig.traffic.settle(passage)
+    copies = [(rig.on_host(32 + 3 * number), rig.on_device(1 + 2 * number), SLOT) for number in range(3)]
+    rig.go(DOWN, copies, at(Tier.DEVICE, 1, 5), at(Tier.HOST, 32, 7))()
     assert [rig.value(32 + slot) for slot in range(7)] == [2, 0, 0, 4, 0, 0, 6]
 
 
@@ -176,8 +176,9 @@ def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
         rig.fill(slot, 7)
     gate = threading.Event()
     rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
-    pieces = [Rows(rig.on_device(0) + at, rig.on_host(0) + at, part) for at in range(0, (slots + 1) * SLOT, part)]
-    passage = rig.traffic.issue(UP, pieces, at(Tier.HOST, 0, slots + 1), at(Tier.DEVICE, 0, slots + 1))
+    end = (slots + 1) * SLOT
+    copies = [(rig.on_device(0) + begin, rig.on_host(0) + end - part - begin, part) for begin in range(0, end, part)]
+    passage = rig.traffic.issue(UP, np.array(copies).T, at(Tier.HOST, 0, slots + 1), at(Tier.DEVICE, 0, slots + 1))
     assert not rig.traffic.ends_soon(passage)
     gate.set()
     with pytest.raises(CudaError, match="INVALID_VALUE"):
@@ -326,10 +327,10 @@ def _next(fake: ModuleType, call: str, code: str) -> Failure:
 
 def test_an_event_is_waited_for_only_once_it_is_recorded() -> None:
     hazards, waited = Hazards(), list[Event]()
-    slot = frozenset(at(Tier.DEVICE, 1, slots=1))
-    first = Passage(Stream(1), Event(1), reads=frozenset(), writes=slot)
+    slot = at(Tier.DEVICE, 1, slots=1)
+    first = Passage(Stream(1), Event(1), reads={}, writes=slot)
     hazards.enter(first)
-    clashing = hazards.enter(Passage(Stream(2), Event(2), reads=slot, writes=frozenset()))
+    clashing = hazards.enter(Passage(Stream(2), Event(2), reads=slot, writes={}))
     waiter = threading.Thread(target=hazards.order, args=(clashing, waited.append))
     waiter.start()
     waiter.join(0.05)
