@@ -127,8 +127,9 @@ async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir):
                 assert_bytes(keys, await cache.get(keys, tier=tier))
 
 
-async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir):
-    failure = {"call": "cuMemcpyBatchAsync", "code": "CUDA_ERROR_INVALID_VALUE"}
+@pytest.mark.parametrize(("call", "times"), [("cuMemcpyBatchAsync", 1), ("cuEventRecord", 1), ("cuEventQuery", 2)])
+async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir, call, times):
+    failure = {"call": call, "code": "CUDA_ERROR_INVALID_VALUE", "times": times}
     keys = chain("failing", 4)
     with troubled(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
         async with await connect(daemon.address) as client:
@@ -136,7 +137,7 @@ async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir)
             await cache.put(keys, blocks(keys), tier=HOST)
             assert BlockResult.OK not in set(await cache.move(keys, DEVICE))
             assert set((await cache.match(keys)).residency) == {HOST.bit}
-            assert any("cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE" in line for line in await problems(client))
+            assert any(f"{call}: CUDA_ERROR_INVALID_VALUE" in line for line in await problems(client))
             assert_bytes(keys, await cache.get(keys, tier=HOST))
             assert set(await cache.move(keys, DEVICE)) == OK
             assert_bytes(keys, await cache.get(keys, tier=DEVICE))

@@ -123,33 +123,23 @@ class CudaCopies:
             verified = wanted.keys() - faults.failed - faults.corrupt
             if not verified:
                 return faults
+            passage = self._issue_load(Direction.TO_DEVICE, load, verified)
             held = holding.pop_all()
-        try:
-            with ExitStack() as issuing:
-                issuing.push(held)
-                passage = self._issue_load(Direction.TO_DEVICE, load, verified)
-                held = issuing.pop_all()
-        except Unaccounted as error:
-            return self._unaccounted(faults, verified, error)
 
         def finish() -> Faults:
             try:
                 with held:
                     self._traffic.settle(passage)
             except Unaccounted as error:
-                return self._unaccounted(faults, verified, error)
+                count, why = len(verified), str(error)
+                _log.error("blocks are out of use until a restart cache=%s count=%d why=%r", self._name, count, why)
+                return replace(faults, unaccounted=frozenset(verified))
             except (CudaError, TierError) as error:
                 _log.warning("blocks did not reach the device cache=%s why=%r", self._name, str(error))
                 return Faults(faults.failed | verified, faults.corrupt)
             return faults
 
         return finish
-
-    def _unaccounted(self, faults: Faults, places: Collection[int], error: Unaccounted) -> Faults:
-        _log.error(
-            "blocks are out of use until a restart cache=%s count=%d why=%r", self._name, len(places), str(error)
-        )
-        return replace(faults, unaccounted=frozenset(places))
 
     # bytes for streams and checksums
 

@@ -27,7 +27,8 @@ Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
 class Passage:
     """A batch from its first copy's issue until nothing of it runs any more. ``event`` says that, once it is recorded.
 
-    ``recorded`` is set when it is, or when it never will be. ``fault``: why not all of it was issued.
+    ``recorded`` is set when it is, or when it never will be. ``event_failed``: it says nothing of this batch.
+    ``fault``: why the batch failed.
     """
 
     stream: Stream
@@ -35,7 +36,12 @@ class Passage:
     reads: Touched
     writes: Touched
     recorded: threading.Event = field(default_factory=threading.Event)
+    event_failed: bool = False
     fault: Exception | None = None
+
+    def no_event(self, error: CudaError) -> None:
+        """Its event could not be recorded or asked."""
+        self.event_failed, self.fault = True, self.fault or error
 
     def clashes(self, other: Passage) -> bool:
         """Whether the order of the two matters: read after write, write after read, write after write."""
@@ -75,13 +81,17 @@ class Hazards:
         """Has ``wait`` called for the event of each of these that is still under way.
 
         It waits until their events are recorded: before that there is nothing to wait for. No circle comes of it, since
-        each waits only for what was entered before. Nobody's event goes back to the pool during ``wait``.
+        each waits only for what was entered before. Nobody's event goes back to the pool during ``wait``. Raises
+        :class:`TierIOError` where an event failed.
         """
         for passage in after:
             passage.recorded.wait()
             with self._lock:
-                if passage in self._under_way:
-                    wait(passage.event)
+                if passage not in self._under_way:
+                    continue
+                if passage.event_failed:
+                    raise TierIOError(0, f"a batch on the same slots cannot be waited for: {passage.fault}")
+                wait(passage.event)
 
     def leave(self, passage: Passage) -> None:
         """Nothing of it runs any more."""
@@ -171,8 +181,7 @@ class Traffic:
     def issue(self, direction: Direction, copies: Copies, reads: Touched, writes: Touched) -> Passage:
         """Begins the copies of a batch, which are in no order among themselves. :meth:`settle` must follow.
 
-        Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`, where nothing of it can be running; and
-        :class:`Unaccounted`.
+        Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`, where nothing of it can be running.
         """
         with self._noticing():
             self._driver.bind()
@@ -191,34 +200,56 @@ class Traffic:
             except Exception as error:  # noqa: BLE001 - raised by settle: the event tells when nothing of it runs
                 passage.fault = error
             try:
-                self._driver.record(passage.event, way.stream)
+                with self._noticing():
+                    self._driver.record(passage.event, way.stream)
+            except CudaLost:
+                self._leave(passage)  # nothing runs any more: the driver says so only after it has stopped all work
+                raise
             except CudaError as error:
-                raise self._unknowable(passage, error) from error
+                passage.no_event(error)
             finally:
                 passage.recorded.set()
         return passage
 
     def ends_soon(self, passage: Passage) -> bool:
-        """Waits for a moment, if nothing else is under way. Whether :meth:`settle` would return, or raise, at once."""
-        if self.under_way > 1:
+        """Waits for a moment, if nothing else is under way. Whether :meth:`settle` would return at once."""
+        if self.under_way > 1 or passage.event_failed:
             return False
         self._driver.bind()
-        try:
+        with suppress(CudaError):  # settle asks again
             return soon(lambda: self._driver.done(passage.event))
-        except CudaError:
-            return True
+        return False
 
     def settle(self, passage: Passage) -> None:
         """Returns when the batch is done. Raises what went wrong, when nothing of it runs any more, or
         :class:`Unaccounted`."""
         self._driver.bind()
         try:
-            wait_until(lambda: self._driver.done(passage.event))
+            with self._noticing():
+                self._await(passage)
+        except CudaLost:
+            self._leave(passage)
+            raise
         except CudaError as error:
-            raise self._unknowable(passage, error) from error
+            self._device.lose(str(error))
+            raise Unaccounted(f"nobody can say whether copies still run: {error}") from error
         self._leave(passage)
         if passage.fault is not None:
             raise passage.fault
+
+    def _await(self, passage: Passage) -> None:
+        """Returns when nothing of the batch runs. An error of its event says nothing of the device: the stream is asked
+        then, and given no other work meanwhile."""
+        if not passage.event_failed:
+            try:
+                wait_until(lambda: self._driver.done(passage.event))
+                return
+            except CudaLost:
+                raise
+            except CudaError as error:
+                passage.no_event(error)
+        with next(way.issuing for way in self._ways.values() if way.stream == passage.stream):
+            wait_until(lambda: self._driver.idle(passage.stream))
 
     def close(self, patience_s: float = 0.0) -> bool:
         """Gives streams and events back; nothing is issued any more. False: something is under way, or being issued for
@@ -253,15 +284,6 @@ class Traffic:
         for dst, src, nbytes in copies.T.tolist():
             self._driver.copy(dst, src, nbytes, way.stream)
 
-    def _unknowable(self, passage: Passage, error: CudaError) -> Exception:
-        """The batch's event cannot be asked. With a lost device nothing runs any more: the driver says so only after
-        it has stopped the device's work."""
-        self._device.lose(str(error))
-        if isinstance(error, CudaLost):
-            self._leave(passage)
-            return error
-        return Unaccounted(f"nobody can say whether copies still run: {error}")
-
     @contextmanager
     def _noticing(self) -> Iterator[None]:
         """Whatever call says that the device is lost: that is told before the batch is reported as failed."""
@@ -287,4 +309,8 @@ class Traffic:
 
     def _leave(self, passage: Passage) -> None:
         self._hazards.leave(passage)
-        self._events.append(passage.event)
+        if not passage.event_failed:
+            self._events.append(passage.event)
+            return
+        with suppress(CudaError):  # its handle may be what failed
+            self._driver.drop_event(passage.event)

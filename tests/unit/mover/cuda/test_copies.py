@@ -78,7 +78,8 @@ def test_staging_memory_that_cannot_be_had_fails_one_copy_after_another() -> Non
 
 def test_what_may_still_be_written_to_is_said_and_its_memory_kept() -> None:
     rig = Rig()
-    rig.fake.STATE.settings.fail.append(Failure("cuEventQuery", "CUDA_ERROR_INVALID_VALUE", times=0))
+    for call in ("cuEventQuery", "cuStreamQuery"):
+        rig.fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", times=0))
     with pytest.raises(Unaccounted):
         rig.copies.put(GROUP, [whole(0)], block(0))
     with pytest.raises(TierIOError, match="nobody can say"):

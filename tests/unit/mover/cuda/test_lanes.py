@@ -50,6 +50,12 @@ class Desk:
         return self.edges.problems()
 
 
+def cannot_be_asked(rig: Rig, call: str) -> None:
+    """From now on ``call``, of an event, fails, and so does a look at its stream."""
+    for each in (call, "cuStreamQuery"):
+        rig.fake.STATE.settings.fail.append(Failure(each, "CUDA_ERROR_INVALID_VALUE", times=0))
+
+
 @pytest.fixture
 async def desk() -> AsyncIterator[Desk]:
     desk = Desk()
@@ -60,7 +66,7 @@ async def desk() -> AsyncIterator[Desk]:
 async def test_a_batch_that_nobody_can_account_for_is_never_reported(
     rig: Rig, runtime: CacheRuntime, desk: Desk
 ) -> None:
-    rig.fake.STATE.settings.fail.append(Failure("cuEventRecord", "CUDA_ERROR_INVALID_VALUE", times=0))
+    cannot_be_asked(rig, "cuEventRecord")
     desk.edges.submit(runtime, move(1, HOST, DEVICE, [(1, 3, 5)]))
     await eventually(desk.problems, lambda problems: "Unaccounted" in str(problems))
     assert desk.results == []
@@ -83,7 +89,7 @@ async def test_a_fetch_that_nobody_can_account_for_is_no_matter_to_the_rest_of_i
         fill(with_disk, HOST, slot, key(slot))
     desk.edges.submit(with_disk, move(1, HOST, DISK, [(3, 3, 3)]))
     await desk.edges.idle()
-    rig.fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", times=0))
+    cannot_be_asked(rig, call)
     # What the writer is given at once it takes as one batch.
     lane = next(lane for lane in LANES if lane.name == "disk-writer")
     moves = (
@@ -115,7 +121,7 @@ async def test_a_load_that_nobody_can_account_for_keeps_its_own_slots_out_of_use
     fill(with_disk, HOST, 2, key(2))
     desk.edges.submit(with_disk, move(1, HOST, DISK, [(1, 1, 1), (2, 2, 2)]))
     await desk.edges.idle()
-    rig.fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", times=0))
+    cannot_be_asked(rig, call)
     lane = next(lane for lane in LANES if lane.name == "disk-reader")
     moves = move(2, DISK, DEVICE, [(1, 1, 6)]), move(3, DISK, HOST, [(2, 2, 7)])
     batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]

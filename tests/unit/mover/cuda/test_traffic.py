@@ -188,7 +188,15 @@ def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
     rig.close()
 
 
-CALLS = ("cuEventCreate", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventQuery")
+CALLS = (
+    "cuEventCreate",
+    "cuStreamWaitEvent",
+    "cuMemcpyBatchAsync",
+    "cuMemcpyAsync",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamQuery",
+)
 CODES = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_LAUNCH_FAILED")
 
 
@@ -271,11 +279,58 @@ def test_whichever_call_of_a_batch_says_that_the_device_is_lost_it_is_told_befor
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
-def test_a_batch_of_which_nobody_can_say_whether_it_runs_is_never_over(call: str) -> None:
-    rig = Rig(fail=[{"call": call, "code": "CUDA_ERROR_INVALID_VALUE", "times": 0}])
+def test_an_error_of_an_event_fails_its_batch_alone_and_not_before_it_has_ended(call: str) -> None:
+    rig, gate, order = Rig(), threading.Event(), list[str]()
+    rig.fill(0, 7)
+    stream = rig.traffic._ways[UP].stream
+    rig.fake.fake_work(stream, gate.wait)
+    rig.fake.STATE.settings.fail.append(_next(rig.fake, call, "CUDA_ERROR_INVALID_HANDLE"))
+    settle = rig.up(0, 0)
+    rig.fake.fake_work(stream, lambda: order.append("copied"))
+
+    def ends() -> None:
+        with pytest.raises(CudaError, match=f"{call}: CUDA_ERROR_INVALID_HANDLE"):
+            settle()
+        order.append("failed")
+
+    ending = threading.Thread(target=ends)
+    ending.start()
+    while not rig.fake.STATE._calls["cuStreamQuery"]:
+        assert ending.is_alive()
+    assert (rig.traffic.under_way, order) == (1, [])
+    gate.set()
+    ending.join(30)
+    assert order == ["copied", "failed"]
+    assert rig.pool.lost is None
+    rig.up(0, 1)()
+    rig.down(1, 2)()
+    assert rig.value(2) == 7
+    rig.close()
+
+
+def test_who_shares_slots_with_a_batch_whose_event_failed_fails_as_well() -> None:
+    """There is nothing that its stream could wait for."""
+    rig, gate = Rig(), threading.Event()
+    rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
+    rig.fake.STATE.settings.fail.append(_next(rig.fake, "cuEventRecord", "CUDA_ERROR_INVALID_HANDLE"))
+    up, down, other = rig.up(0, 5), rig.down(5, 1), rig.down(6, 2)
+    with pytest.raises(TierIOError, match="cannot be waited for: cuEventRecord"):
+        down()
+    other()
+    gate.set()
+    with pytest.raises(CudaError, match="cuEventRecord"):
+        up()
+    assert rig.pool.lost is None
+    rig.close()
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
+def test_a_batch_is_never_over_if_its_stream_cannot_be_asked_either(call: str) -> None:
+    rig = Rig(fail=[{"call": each, "code": "CUDA_ERROR_INVALID_VALUE", "times": 0} for each in (call, "cuStreamQuery")])
     with pytest.raises(Unaccounted):
         rig.up(0, 0)()
     assert rig.pool.lost is not None
+    assert "cuStreamQuery" in rig.pool.lost
     assert rig.traffic.under_way == 1
     assert not rig.traffic.close()
 
