@@ -1,7 +1,7 @@
 """TensorRT-LLM's names for blocks.
 
-Where a value is pinned, ``hash_v1_block_key`` of TensorRT-LLM's ``runtime/kv_cache_hash.py``, or the ``Hasher`` of its
-``kv_cache_manager_v2/_block_radix_tree.py``, gave it: published vectors were not to be found.
+Two vectors are those of TensorRT-LLM's own test of its event manager. The other pinned values come from its
+``hash_v1_block_key`` (``runtime/kv_cache_hash.py``) and ``Hasher`` (``kv_cache_manager_v2/_block_radix_tree.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ SALT_ID = 3697813978277427044
 
 DIGEST = bytes(range(32))
 IMAGE = Scope(multimodal=(MultimodalItem(DIGEST, 2, 4),))
+
+
+@pytest.mark.parametrize(
+    ("scope", "salt_id", "number"),
+    [(Scope(), None, 924206229973855), (Scope(salt="any"), 123, 6280297290684427985)],
+)
+def test_v1_is_the_number_that_tensorrt_llm_publishes(scope, salt_id, number):
+    packed = event_hashes(V1_BLOCK_KEY, [1, 2, 3, 4], 4, scope, salt_id=salt_id)
+    assert int.from_bytes(packed, "big") == number
 
 
 def test_v1_of_plain_tokens():
