@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
@@ -512,7 +512,8 @@ class Holdings:
         for lease in live:
             lease.released = True
         self._leases.difference_update(live)
-        await self._to_the_end(self._release(live, fence, deadline))
+        ending = self._ending.intersection(live)  # now: a commit that has been answered forgets its lease
+        await self._to_the_end(self._release(live, ending, fence, deadline))
 
     async def release_all(self, stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release_all`."""
@@ -533,12 +534,14 @@ class Holdings:
             self._binder.later(work, "release after its caller was cancelled")
             raise
 
-    async def _release(self, leases: Sequence[Lease], fence: Fence, deadline: Deadline) -> None:
+    async def _release(
+        self, leases: Sequence[Lease], ending: Collection[Lease], fence: Fence, deadline: Deadline
+    ) -> None:
         """What of it fails leaves the leases as they were, to be released again."""
         try:
             await passing(fence, deadline)
             self._untouched(leases)
-            await self._tell(leases, deadline)
+            await self._tell(leases, ending, deadline)
         except (RetryableError, DeviceError):
             for lease in leases:
                 lease.released = False
@@ -553,10 +556,9 @@ class Holdings:
             lease.trimmed -= blocks
             raise
 
-    async def _tell(self, leases: Sequence[Lease], deadline: Deadline) -> None:
+    async def _tell(self, leases: Sequence[Lease], ending: Collection[Lease], deadline: Deadline) -> None:
         """Those that a commit was asked to end go first and one by one: it may have ended them, though nobody heard the
         answer, and a call that names one unknown lease ends none."""
-        ending = [lease for lease in leases if lease in self._ending]
         for lease in ending:
             try:
                 await self._binder.release(lease.binding, [lease.id], deadline)

@@ -143,22 +143,22 @@ async def test_a_watch_of_some_keys_sees_only_their_blocks(client, cache):
             assert event.moved_bytes == len(event.keys) * SPEC.record_bytes(0)
 
 
-async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for):
+async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for, name):
     daemon = start_for(VSWA, host=8)
     async with await connect(daemon.address) as client:
-        cache = await client.open_cache("groups", VSWA)
+        cache = await client.open_cache(name, VSWA)
         for group in groups_of(VSWA):
             keys = chain("groups", 2)
             await cache.in_group(group).put(keys, content(VSWA, group, keys))
         seen: list[int] = []
-        async with client.watch(snapshot=True, groups=[0, 2]) as watch, asyncio.timeout(PATIENCE_S):
+        async with client.watch(snapshot=True, caches=[name], groups=[0, 2]) as watch, asyncio.timeout(PATIENCE_S):
             async for item in watch:
                 if isinstance(item, SnapshotSlice):
                     seen.append(item.group)
                 if isinstance(item, SnapshotEnd):
                     break
         assert seen == [0, 2]
-        async with client.watch(oldest=True, groups=[2], heartbeat_s=0.05, heartbeats=True) as watch:
+        async with client.watch(oldest=True, caches=[name], groups=[2], heartbeat_s=0.05, heartbeats=True) as watch:
             events = await until(watch, await last_event(client))
         assert {(event.type, event.group) for event in events} == {(EventType.CREATED, 2), (EventType.STORED, 2)}
 

@@ -108,7 +108,7 @@ def test_a_driver_that_crashes_or_hangs_takes_nobody_along(
     bindings = tmp_path / "cuda" / "bindings"
     bindings.mkdir(parents=True)
     for package in (bindings, bindings.parent):
-        (package / "__init__.py").touch()
+        (package / "__init__.py").write_text('__version__ = "13.0.3"')
     (bindings / "driver.py").write_text(driver)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     if says == "timed out":  # the others end by themselves
