@@ -191,7 +191,7 @@ async def test_a_hundred_watchers_come_and_go(start_daemon):
             clients = [await stack.enter_async_context(await connect(daemon.address)) for _ in range(CLIENTS)]
             tasks = [asyncio.create_task(visitors.one_after_the_other(each)) for each in clients for _ in range(EACH)]
             for _ in range(2):
-                with Actor("follow", address=daemon.address, epoch=before.epoch, id=0, upto=1 << 62) as killed:
+                with Actor("stare", address=daemon.address) as killed:
                     await asyncio.to_thread(killed.says)
                     await put()
             while visitors.visits.total() < 2 * CLIENTS * EACH or len(visitors.visits) < 4:
