@@ -61,7 +61,7 @@ test: check
 
 .PHONY: test-long
 test-long: check
-	KVTIER_LONG=1 $(PYTHON) -m pytest -m "not gpu" -o faulthandler_timeout=3600
+	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu" -o faulthandler_timeout=3600
 	$(MAKE) systemd-vm
 
 # On the host with the GPU. GPU_TESTS: arguments of pytest; GPU_BENCH: of kvtier bench gpu.
