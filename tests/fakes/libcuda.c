@@ -52,7 +52,7 @@ Result cuCtxPopCurrent_v2(Handle *context) { *context = (Handle)0xc0; SAYS(".");
 Result cuThreadExchangeStreamCaptureMode(int *mode) { SAYS("%d", *mode); *mode = 1; return 0; }
 Result cuMemGetInfo_v2(size_t *free, size_t *total) { *free = 5ull << 40; *total = 9ull << 40; return 0; }
 Result cuMemGetAllocationGranularity(size_t *bytes, const Properties *of, int option) { *bytes = 2 << 20; return of->type != 1 || option; }
-Result cuMemCreate(Pointer *handle, size_t size, const Properties *of, Pointer flags) { *handle = 77; SAYS("%zu type %d handles %d at %d %d flags %llu", size, of->type, of->handles, of->at.type, of->at.id, flags); return 0; }
+Result cuMemCreate(Pointer *handle, size_t size, const Properties *of, Pointer flags) { *handle = 77; SAYS("%zu type %d handles %d at %d %d rdma %d flags %llu", size, of->type, of->handles, of->at.type, of->at.id, of->flags.b, flags); return 0; }
 Result cuMemRelease(Pointer handle) { SAYS("%llu", handle); return 0; }
 Result cuMemAddressReserve(Pointer *address, size_t size, size_t alignment, Pointer hint, Pointer flags) { *address = 0x7000000000; SAYS("%zu %zu %llu %llu", size, alignment, hint, flags); return 0; }
 Result cuMemAddressFree(Pointer address, size_t size) { SAYS("%llx %zu", address, size); return 0; }

@@ -112,13 +112,20 @@ async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
             assert sum(call["call"] == "cuMemUnmap" for call in calls(short_dir, daemon.pid)) == 1
 
 
-async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir):
-    with serving(short_dir, device=DEVICE, host=HOST, gpu={"features_off": ["vmm"]}) as daemon:
+@pytest.mark.parametrize("code", [None, "INVALID_VALUE", "NOT_PERMITTED", "NOT_SUPPORTED"])
+async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir, code):
+    """The device says that it cannot, or a container has the driver refuse it."""
+    refused = {"fail": [{"call": "cuMemCreate", "code": f"CUDA_ERROR_{code}", "times": 0}]}
+    with serving(short_dir, device=DEVICE, host=HOST, gpu=refused if code else {"features_off": ["vmm"]}) as daemon:
         async with attached(daemon.address) as raw:
             opened = await raw.open("c")
             said, fds = raw.socket.mapped(opened.cache_id, write=True)
             close_all(fds)
             assert "cannot be shared" in said.unmapped[attach.DEVICE]
+        async with await connect(daemon.address) as client:
+            cache, keys = await client.open_cache("c", SPEC), chain("unshared", 2)
+            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+            assert_bytes(keys, await cache.get(keys, tier=Tier.DEVICE))
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -202,7 +209,7 @@ async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir)
 
 @pytest.mark.parametrize(
     "gpu",
-    [{"memory": GPU_BYTES - 1}, {"fail": [{"call": "cuMemCreate", "code": "CUDA_ERROR_INVALID_DEVICE", "times": 0}]}],
+    [{"memory": GPU_BYTES - 1}, {"fail": [{"call": "cuMemsetD8Async", "code": "CUDA_ERROR_INVALID_DEVICE"}]}],
     ids=["taken", "fails"],
 )
 async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_dir, gpu):

@@ -127,7 +127,8 @@ class Driver:
         return int(self._call(self._cuda.cuMemGetAllocationGranularity, self._properties(), minimum))
 
     def create(self, nbytes: int) -> Handle:
-        """Memory of a multiple of :meth:`granularity`, which can be exported where ``features.posix_fd``."""
+        """Memory of a multiple of :meth:`granularity`, which can be exported where ``features.posix_fd``, and
+        registered with a network card where ``features.rdma``."""
         return Handle(int(self._call(self._cuda.cuMemCreate, nbytes, self._properties(), 0)))
 
     def release(self, handle: Handle) -> None:
@@ -175,6 +176,7 @@ class Driver:
         wanted.location.id = self.ordinal
         if self.features.posix_fd:
             wanted.requestedHandleTypes = self._fd
+        wanted.allocFlags.gpuDirectRDMACapable = int(self.features.rdma)
         return wanted
 
     # Memory without a handle, and memory of the host. -------------------------------------------------------------

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 from kvtier.abi.cuda.driver import Address, Driver, Handle
-from kvtier.abi.cuda.errors import CudaLost, CudaUnsupported
+from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory
 
 
 class DeviceMemory:
@@ -46,8 +46,11 @@ class DeviceMemory:
         if why_not is None:
             try:
                 return cls._shared(driver, nbytes)
-            except CudaUnsupported as error:
-                # The device says that it can and this machine does not let it: a container, a virtual machine.
+            except (CudaOutOfMemory, CudaLost):
+                raise
+            except CudaError as error:
+                # The device says that it can and this machine does not let it: a container, a virtual machine. Which
+                # code they answer is theirs to choose, INVALID_VALUE among them.
                 why_not = str(error)
         with ExitStack() as undo:
             address = driver.alloc(nbytes)

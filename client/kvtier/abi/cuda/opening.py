@@ -20,12 +20,13 @@ _BATCH_COPY: Final = {12: 12080, 13: 13000}
 @dataclass(slots=True, frozen=True)
 class Features:
     """``driver_version``: 1000 × major + 10 × minor of the newest CUDA that the driver knows. ``vmm``: memory with an
-    address range of its own. ``posix_fd``: such memory can be given to other processes. ``batch_copy``: many copies
-    of page-locked memory in one call."""
+    address range of its own. ``posix_fd``: such memory can be given to other processes. ``rdma``: and registered with
+    a network card. ``batch_copy``: many copies of page-locked memory in one call."""
 
     driver_version: int
     vmm: bool
     posix_fd: bool
+    rdma: bool
     batch_copy: bool
 
 
@@ -124,6 +125,7 @@ def _described(bindings: Any, ordinal: int) -> Found:
         driver_version=version,
         vmm=vmm,
         posix_fd=vmm and bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
+        rdma=vmm and bool(attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")),
         # Where it is 0 (WSL) the addresses of a batch go to the device as they are, and registered memory has others.
         batch_copy=_has_batch_copy(bindings, version) and bool(attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")),
     )

@@ -66,10 +66,16 @@ class CUmemLocation:
 
 
 @dataclass(slots=True)
+class _AllocFlags:
+    gpuDirectRDMACapable: int = 0
+
+
+@dataclass(slots=True)
 class CUmemAllocationProp:
     type: CUmemAllocationType = CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID
     requestedHandleTypes: CUmemAllocationHandleType = CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
     location: CUmemLocation = field(default_factory=CUmemLocation)
+    allocFlags: _AllocFlags = field(default_factory=_AllocFlags)
 
 
 @dataclass(slots=True)
