@@ -15,10 +15,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
@@ -120,6 +122,53 @@ def all_of(fences: Iterable[Fence]) -> Fence:
     if len(waiting) > 1:
         return _All(waiting)
     return waiting[0] if waiting else PASSED
+
+
+_LOOK_S: Final = 0.0005
+"""Between two looks at fences that have not passed: half of the delay that a commit may have from them."""
+
+
+class _Lookout:
+    """A thread that looks whether fences have passed, and sleeps while there are none. An event loop would look less
+    often, or do little else."""
+
+    def __init__(self) -> None:
+        self.asked: Final[SimpleQueue[tuple[Fence, Future[None]]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="kvtier-fences", daemon=True).start()
+
+    def _run(self) -> None:
+        waiting: list[tuple[Fence, Future[None]]] = []
+        while True:
+            while not waiting or not self.asked.empty():
+                waiting.append(self.asked.get())
+            waiting = [each for each in waiting if not _settled(*each)]
+            if waiting:
+                time.sleep(_LOOK_S)
+
+
+def _settled(fence: Fence, passing: Future[None]) -> bool:
+    """Whether nobody has to look any more."""
+    with suppress(InvalidStateError):  # it was cancelled meanwhile
+        try:
+            if not fence.passed():
+                return passing.cancelled()
+            passing.set_result(None)
+        except Exception as error:  # noqa: BLE001  raised where it is awaited
+            passing.set_exception(error)
+    return True
+
+
+@cache
+def _lookout(pid: int) -> _Lookout:
+    """The process's own: a forked child has none of its parent's threads."""
+    return _Lookout()
+
+
+def passage(fence: Fence) -> Future[None]:
+    """Is done less than a millisecond after the fence has passed, or fails with what :meth:`Fence.passed` raises."""
+    future: Future[None] = Future()
+    _lookout(os.getpid()).asked.put((fence, future))
+    return future
 
 
 _LEGACY: Final = DriverStream(1)

@@ -37,7 +37,7 @@ from kvtier.errors import (
     fault_of,
     link_is_broken,
 )
-from kvtier.gpu import PASSED, Fence, Stream, Unknown, all_of
+from kvtier.gpu import PASSED, Fence, Stream, Unknown, all_of, passage
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 
@@ -53,11 +53,6 @@ _HEAL_GRACE_S: Final = 0.5
 
 _WORK_GRACE_S: Final = 5.0
 """How long it waits for this process's own work on a GPU, so that it may say goodbye."""
-
-_TURNS: Final = 32
-"""Of the loop before it sleeps between them: most kernels are over by then, and epoll sleeps for 1 ms at least."""
-_FIRST_SLEEP_S: Final = 0.001
-_LONGEST_SLEEP_S: Final = 0.02
 
 _JITTER: Final = random.Random()
 
@@ -430,15 +425,11 @@ async def passing(fence: Fence, deadline: Deadline) -> None:
 
     Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) where it has not by the deadline, :class:`DeviceError`.
     """
-    turns, sleep = 0, _FIRST_SLEEP_S
-    while not fence.passed():
-        left = deadline.left()
-        if not left:
-            message = "this process's own work on the slots has not completed in time: nothing was sent, they are held"
-            raise DeadlineExceeded(message, reason="WORK_UNFINISHED")
-        turns += 1
-        if turns <= _TURNS:
-            await asyncio.sleep(0)
-        else:
-            await asyncio.sleep(min(sleep, left))
-            sleep = min(sleep * 1.5, _LONGEST_SLEEP_S)
+    if fence.passed():
+        return
+    try:
+        async with asyncio.timeout_at(deadline.at):
+            await asyncio.wrap_future(passage(fence))
+    except TimeoutError as error:
+        message = "this process's own work on the slots has not completed in time: nothing was sent, they are held"
+        raise DeadlineExceeded(message, reason="WORK_UNFINISHED") from error

@@ -8,10 +8,12 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from mmap import PAGESIZE, mmap
 from pathlib import Path
+from statistics import median
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,7 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import DeviceBytes
 from kvtier.errors import DaemonError
 from kvtier.gpu import PASSED, CannotMap, CudaMemory, Gpu, all_of, fence_over, joined, map_device
+from kvtier.session import Deadline, passing
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.unit.tiers.arena_helpers import parts
@@ -139,6 +142,40 @@ def test_several_fences_have_passed_when_the_last_of_them_has(fake: ModuleType, 
         go.set()
         gpu.wait(fence.passed)
     assert together.passed()
+
+
+async def test_a_fence_is_seen_to_have_passed_within_a_millisecond(fake: ModuleType, gpu: Gpu) -> None:
+    """However long it was waited for. On a machine that is busy a millisecond takes longer: as a sleep does."""
+    delays: list[float] = []
+    naps: list[float] = []
+    for _ in range(11):
+        go, stream = threading.Event(), int(gpu.driver.stream())
+        fake.fake_work(stream, go.wait)
+        asked = fake.STATE._calls["cuEventQuery"]
+        waiting = asyncio.create_task(passing(gpu.fence(stream), Deadline(30)))
+        while fake.STATE._calls["cuEventQuery"] < asked + 60:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            naps.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        go.set()
+        await waiting
+        delays.append(time.perf_counter() - began)
+    assert median(delays) < 3 * median(naps), (delays, naps)
+
+
+async def test_whoever_waits_for_a_fence_is_told_what_went_wrong(tmp_path: Path) -> None:
+    lost, go = tmp_path / "lost", threading.Event()
+    fake = load_fake(lost=lost)
+    gpu = Gpu(Driver(fake, "cuda"))
+    gpu.driver.bind()
+    fake.fake_work(1, go.wait)
+    waiting = asyncio.create_task(passing(gpu.fence(1), Deadline(30)))
+    await asyncio.sleep(0)
+    lost.touch()
+    with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+        await waiting
+    go.set()
 
 
 def test_a_stream_that_is_being_captured_has_no_point_to_mark(fake: ModuleType, gpu: Gpu, memory: CudaMemory) -> None:
