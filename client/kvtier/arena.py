@@ -320,6 +320,8 @@ class Binder:
         session.followers.add(self)
         self.work: Callable[[Stream | None], Fence] = lambda stream: PASSED
         """Where this process's own work on what it leases is: see :class:`kvtier.session.Follower`."""
+        self.rest: Callable[[], None] = lambda: None
+        """See there."""
 
     @property
     def unmapped(self) -> Mapping[Tier, str]:

@@ -8,6 +8,7 @@ about leases on a GPU take a point in a stream's work, a :class:`Fence`, and are
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, groupby
@@ -29,7 +30,7 @@ from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event
 from kvtier.abi.cuda.driver import Stream as DriverStream
 from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
-from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.memory import DeviceMemory, end
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, ArenaLayout
@@ -38,6 +39,8 @@ from kvtier.errors import DaemonError, DeviceError, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 
 class Fence(ABC):
@@ -197,6 +200,8 @@ class Gpu:
         # Appending is atomic, and so is popping; to ask first whether there is any is not.
         self._lanes: Final[deque[_Lane]] = deque()
         self._events: Final[deque[Event]] = deque()
+        self._pid: Final = os.getpid()
+        _lookout(self._pid)  # garbage is collected at any moment, at some of which no thread can be started
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
@@ -247,6 +252,15 @@ class Gpu:
             finally:
                 self.wait(self._over(lane))
                 self._lanes.append(lane)
+
+    def unmap_later(self, undo: ExitStack) -> None:
+        """Nothing refers to a mapping any more, which ``undo`` ends. This thread's current stream and the default
+        stream may still be at work on it: it ends when they are done. Where the GPU cannot tell, it stays mapped to the
+        end of the process."""
+        if self._pid != os.getpid():
+            return  # it is the parent's
+        with suppress(DeviceError):
+            passage(all_of([self.fence(None), self.fence(_LEGACY)])).add_done_callback(partial(_unmap, undo))
 
     def _over(self, lane: _Lane) -> Callable[[], bool]:
         """Whether what the lane was given so far is over. The point is marked when it is first asked, by :meth:`wait`:
@@ -309,6 +323,18 @@ class _Recorded(Fence):
         self._gpu.take_back(self._event)
 
 
+def _unmap(undo: ExitStack, passed: Future[None]) -> None:
+    def unmap() -> None:
+        try:
+            end(undo)
+        except CudaError as error:
+            _log.warning("device memory stays mapped: %s", error)
+
+    if passed.exception() is None:
+        # Not in the thread that looks at fences: it may take long.
+        threading.Thread(target=unmap, name="kvtier-unmap", daemon=True).start()
+
+
 def _popped(kept: deque[Kept]) -> Kept | None:
     try:
         return kept.pop()
@@ -356,7 +382,9 @@ async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout]
     def open_and_map() -> tuple[Gpu, DeviceMemory]:
         try:
             gpu = Gpu.of(told.uuid)
-            return gpu, DeviceMemory.from_fd(gpu.driver, kept, told.nbytes)
+            memory = DeviceMemory.from_fd(gpu.driver, kept, told.nbytes)
+            memory.collected_by(gpu.unmap_later)
+            return gpu, memory
         finally:
             os.close(kept)
 
@@ -377,7 +405,8 @@ def _heard(opening: asyncio.Future[Any]) -> None:
 
 
 class CudaMemory:
-    """Implements :class:`kvtier.arena.Memory`. It is unmapped when the last view of it is gone."""
+    """Implements :class:`kvtier.arena.Memory`. It is unmapped when the last view of it is gone: see
+    :meth:`Gpu.unmap_later`."""
 
     waits = True
 

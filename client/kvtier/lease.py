@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
@@ -317,6 +318,10 @@ _log = logging.getLogger(__name__)
 
 _RESULTS: Final = {int(result): result for result in BlockResult}
 
+_touched: Final[Counter[Memory | None]] = Counter()
+"""How many leases of each memory kernels may touch. It stays mapped though its cache is garbage, to the end of the
+process if nobody has seen those kernels end."""
+
 
 class Holdings:
     """The leases of one cache object and of what :meth:`kvtier.Cache.in_group` makes of it."""
@@ -331,6 +336,7 @@ class Holdings:
         self._in_use: set[Lease] = set()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
+        binder.rest = lambda: self._untouched(list(self._in_use))
 
     async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
@@ -406,6 +412,7 @@ class Holdings:
         for lease in leases:
             self._leases.add(lease)
             self._in_use.add(lease)
+            _touched[lease.memory] += 1
             self._session.lend(lease.binding.session)
 
     async def commit(
@@ -582,6 +589,9 @@ class Holdings:
         for lease in leases:
             if lease in self._in_use:
                 self._in_use.discard(lease)
+                _touched[lease.memory] -= 1
+                if not _touched[lease.memory]:
+                    del _touched[lease.memory]
                 self._session.give_back(lease.binding.session)
 
 

@@ -144,6 +144,10 @@ class Follower(Protocol):
         """The point that this process's own work on what it holds has reached. Raises :class:`DeviceError`."""
         ...
 
+    def rest(self) -> None:
+        """That work is over, and there will be no more of it."""
+        ...
+
 
 class Session:
     """Calls go through :meth:`call`; :meth:`close` ends it. Belongs to the loop that opened it."""
@@ -323,6 +327,8 @@ class Session:
         self._linked.set()
         if self._link is not None:
             if at_rest:
+                for follower in list(self.followers):
+                    follower.rest()
                 self._lent.clear()  # whose memory goes with this client, as what it leases now does
                 self._settle()
                 await self._link.attach.say_bye()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import tempfile
 import threading
 from functools import partial
@@ -28,6 +29,7 @@ from kvtier import (
     Tier,
     TierFull,
     connect,
+    session,
 )
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.memory import DeviceMemory
@@ -326,6 +328,32 @@ async def test_where_this_process_lost_its_gpu_its_leases_stay_held(daemon, name
     await client.close()
     async with await connect(daemon.address) as other:
         assert (await tier_stats(other, name, Tier.DEVICE)).held == 3, "no goodbye was said"
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["in time", "too late"])
+async def test_slots_stay_mapped_while_a_kernel_touches_them(fake, daemon, name, monkeypatch, ends):
+    """Also for a client that has stopped waiting for the kernel, and of which nothing is left."""
+    monkeypatch.setattr(session, "_WORK_GRACE_S", 0.05)
+    client = await connect(daemon.address)
+    cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
+    kernels = Kernels(fake, cache)
+    lease = await cache.reserve(1, Tier.DEVICE)
+    part: Any = lease.view(0)[0]
+    address, nbytes = part.address, part.nbytes
+    del part
+    kernels.give(lambda: ctypes.memset(address, 1, nbytes))
+    if ends:
+        kernels.go()
+    await client.close(stream=kernels.stream)
+    del client, cache, lease
+    gc.collect()
+    if ends:
+        await eventually(lambda: asyncio.to_thread(fake.fake_left), lambda left: "mappings" not in left)
+    else:
+        assert fake.fake_left()["mappings"] == 1
+        kernels.go()
+        assert not await eventually(lambda: asyncio.to_thread(begun, fake), lambda under_way: not under_way)
+        assert ctypes.string_at(address, nbytes) == b"\1" * nbytes
 
 
 async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_done(fake, short_dir):

@@ -178,6 +178,27 @@ async def test_whoever_waits_for_a_fence_is_told_what_went_wrong(tmp_path: Path)
     go.set()
 
 
+def test_a_mapping_that_is_garbage_ends_when_the_default_stream_is_done(fake: ModuleType, gpu: Gpu) -> None:
+    """Work of the caller's that no lease tells of: reads of slots whose generations are compared afterwards."""
+    made = DeviceMemory.create(gpu.driver, LAYOUT.device_bytes)
+    assert made.fd is not None
+    mapped = DeviceMemory.from_fd(gpu.driver, made.fd, made.nbytes)
+    mapped.collected_by(gpu.unmap_later)
+    go, address, nbytes = threading.Event(), mapped.address, made.nbytes
+    fake.fake_work(1, go.wait)
+    fake.fake_work(1, lambda: ctypes.memset(address, 7, nbytes))
+    del mapped
+    gc.collect()
+    assert fake.fake_left()["mappings"] == 2
+    go.set()
+    deadline = time.monotonic() + 30
+    while fake.fake_left()["mappings"] == 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    assert ctypes.string_at(made.address, nbytes) == b"\7" * nbytes
+    made.close()
+
+
 def test_a_stream_that_is_being_captured_has_no_point_to_mark(fake: ModuleType, gpu: Gpu, memory: CudaMemory) -> None:
     stream = gpu.driver.stream()
     fake.fake_capture(stream, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Final
 
@@ -32,8 +33,8 @@ class DeviceMemory:
         self.nbytes = nbytes
         self.fd = fd
         self.why_not = why_not
-        self._close = weakref.finalize(self, _ended, undo)
-        self._close.atexit = False  # the memory ends with the process anyway, and copies may still be under way
+        self._undo = undo
+        self._garbage = _finalized(self, end)
 
     @classmethod
     def create(cls, driver: Driver, nbytes: int) -> DeviceMemory:
@@ -91,7 +92,13 @@ class DeviceMemory:
     def close(self) -> None:
         """Gives the memory back. Nothing may be copying to or from it, and no view of it may be used after. Once is
         enough, more does nothing."""
-        self._close()
+        if self._garbage.detach() is not None:
+            end(self._undo)
+
+    def collected_by(self, ending: Callable[[ExitStack], None]) -> None:
+        """Has ``ending`` call :func:`end`, now or later, once nothing refers to this object any more."""
+        self._garbage.detach()
+        self._garbage = _finalized(self, ending)
 
 
 def _why_not_shared(driver: Driver) -> str | None:
@@ -122,6 +129,15 @@ def _checked(nbytes: int) -> None:
         raise ValueError(f"device memory of {nbytes} bytes: must be at least 1")
 
 
-def _ended(undo: ExitStack) -> None:
+def _finalized(
+    memory: DeviceMemory, ending: Callable[[ExitStack], None]
+) -> weakref.finalize[[ExitStack], DeviceMemory]:
+    garbage = weakref.finalize(memory, ending, memory._undo)
+    garbage.atexit = False  # the memory ends with the process anyway, and copies may still be under way
+    return garbage
+
+
+def end(undo: ExitStack) -> None:
+    """Gives the memory back. Nothing may be copying to or from it. Raises ``CudaError``."""
     with suppress(CudaLost):  # of a lost device nothing can be given back before the process ends
         undo.close()
