@@ -1,4 +1,4 @@
-"""Mapped memory of one tier, whatever can address it: how slots are shown, filled and read."""
+"""A cache's arena as it is mapped, and the cache in whatever session there is."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import numpy as np
-import xxhash
 from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
-from kvtier import buffers
 from kvtier.abi import attach
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
-from kvtier.buffers import Bytes, Row, Rows, Slots
+from kvtier.buffers import Bytes, OnGpu, Reach, Row, Rows, Slots
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -34,100 +32,12 @@ from kvtier.errors import (
     SpecMismatch,
     TierFull,
 )
-from kvtier.gpu import PASSED, CannotMap, Fence, Gpu, Stream, map_device
+from kvtier.gpu import PASSED, Fence, Gpu, Stream
+from kvtier.memory import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
-
-if TYPE_CHECKING:
-    from kvtier.gpu import Gpu
-
-
-View: TypeAlias = "Bytes | Any"
-"""Bytes in place: a numpy array, or a :class:`kvtier.abi.cuda.views.DeviceView` of memory that only a GPU addresses."""
-
-
-class Memory(Protocol):
-    """The slots of one tier, by window group."""
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """Whose memory it is; None: the CPU's. Rows may lie on that GPU, too."""
-        ...
-
-    @property
-    def waits(self) -> bool:
-        """Whether a copy waits for a device, so that no copy, however small, belongs on an event loop."""
-        ...
-
-    def pools(self, group: int) -> tuple[View, ...]:
-        """All slots, one view a pool: [slots, bytes of a block in that pool]."""
-        ...
-
-    def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
-        """A slot's bytes in place, one 1-D view a pool."""
-        ...
-
-    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
-        ...
-
-    def read(self, group: int, slots: buffers.Slots, blocks: Rows) -> None:
-        """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
-        ...
-
-    def fence(self, stream: int | None) -> Fence:
-        """The point that a stream has reached: see :func:`kvtier.gpu.fence_of`."""
-        ...
-
-
-class CpuMemory:
-    """Shared memory, as numpy arrays. It is unmapped when the last array over it is gone."""
-
-    gpu: Final = None
-    waits: Final = False
-
-    def __init__(self, layout: ArenaLayout, tier: Tier, data: Bytes) -> None:
-        """``data``: the tier's whole segment."""
-        self._pools = [
-            tuple(layout.pool_view(data, tier, group, pool) for pool in range(len(place.pools)))
-            for group, place in enumerate(layout.groups)
-        ]
-
-    def pools(self, group: int) -> tuple[Bytes, ...]:
-        return self._pools[group]
-
-    def view(self, group: int, slot: int, *, write: bool) -> list[Bytes]:
-        views = [pool[slot] for pool in self._pools[group]]
-        if not write:
-            for view in views:
-                view.flags.writeable = False
-        return views
-
-    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        buffers.into_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
-
-    def read(self, group: int, slots: buffers.Slots, blocks: Rows) -> None:
-        buffers.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
-
-    async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
-        """xxh3-128 of the bytes of each slot, 16 bytes each."""
-        pools, digest, digests = self._pools[group], xxhash.xxh3_128(), bytearray()
-
-        def work() -> None:
-            for slot in slots:
-                digest.reset()
-                for pool in pools:
-                    digest.update(pool[slot].data)
-                digests.extend(digest.digest())
-
-        await buffers.run_copy(work, len(slots) * sum(pool.shape[1] for pool in pools))
-        return bytes(digests)
-
-    def fence(self, stream: int | None) -> Fence:
-        return PASSED
-
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
@@ -218,6 +128,16 @@ class Arena:
             why = self.unmapped.get(tier, f"the cache has no {tier} tier")
             raise CallerError(f"slots of the {tier} tier are not mapped in this process: {why}", reason="CANNOT_MAP")
         return memory
+
+    def reach(self, tier: Tier | None) -> Reach | None:
+        """See :meth:`kvtier.cache.Cache.reach`."""
+        memories = [memory for each, memory in self._memories.items() if tier is None or each is tier]
+
+        def within(block: OnGpu) -> Gpu | None:
+            gpus = {memory.reach(block) for memory in memories}
+            return gpus.pop() if len(gpus) == 1 else None
+
+        return within if memories else None
 
     def pools(self, tier: Tier, group: int) -> tuple[View, ...]:
         """All slots, one view a pool: [slots, bytes of a block in that pool]; see :meth:`kvtier.lease.Lease.view`."""

@@ -41,11 +41,12 @@ class DeviceBytes:
     address: int
     nbytes: int
     owner: object
+    gpu: Gpu
     after: Fence
 
 
 Row: TypeAlias = "Bytes | DeviceBytes"
-"""A block's bytes outside of slots, flat. Those of a GPU only where the slots are memory of the same one."""
+"""A block's bytes outside of slots, flat. Those of a GPU only where it reaches the slots."""
 Rows: TypeAlias = "Sequence[Row] | Bytes"
 """The bytes of n blocks: n rows, or one C-contiguous array of them, [n, bytes of a block]."""
 
@@ -61,6 +62,16 @@ class CudaArray(Protocol):
 def is_cuda_array(value: object) -> TypeGuard[CudaArray]:
     """Whether it is one, tensors of torch aside."""
     return not is_tensor(value) and not isinstance(value, np.ndarray) and isinstance(value, CudaArray)
+
+
+OnGpu: TypeAlias = "torch.Tensor | CudaArray"
+"""What lies on a GPU."""
+Reach: TypeAlias = "Callable[[OnGpu], Gpu | None]"
+"""Tells which GPU a block lies on, where that reaches the slots that the block is for; None: it stays with the CPU."""
+
+
+def address_of(array: CudaArray) -> int:
+    return int(array.__cuda_array_interface__["data"][0])
 
 
 def nbytes_of(array: CudaArray) -> int:
@@ -80,15 +91,15 @@ Blocks: TypeAlias = (
     "| Sequence[CudaArray] | Sequence[Row]"
 )
 """n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape. Arrays
-of a GPU that are no tensors, only for slots in memory of that GPU."""
+of a GPU that are no tensors, only for slots that are mapped."""
 
 
-def readable(blocks: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) -> Rows:
-    """The bytes of the caller's blocks, copied only where an array is not contiguous, or on a GPU.
+def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
+    """The bytes of the caller's blocks, copied only where an array is not contiguous, or out of reach.
 
     Args:
-        gpu: whose slots they are for; blocks on it stay there, and are taken once the streams that they were made on
-            have done what they were given so far.
+        reach: of the slots that they are for; blocks within it stay on their GPU, and are taken once the streams that
+            they were made on have done what they were given so far. None: no GPU is.
 
     Raises:
         InvalidArgument: where there are not ``count`` blocks of ``block_bytes``.
@@ -97,9 +108,9 @@ def readable(blocks: Blocks, count: int, block_bytes: int, gpu: Gpu | None = Non
     if whole is not None:
         return whole
     _check(blocks, "blocks", count, block_bytes)
-    after = _Reached(gpu)
+    after = _Reached(reach)
     # All of them before the point is marked that they are taken at: on a GPU it only begins here.
-    in_order = [block.contiguous() if is_tensor(block) and after.has(block) else block for block in blocks]
+    in_order = [block.contiguous() if reach and is_tensor(block) and block.is_cuda else block for block in blocks]
     return [_readable(block, f"blocks[{index}]", after) for index, block in enumerate(in_order)]
 
 
@@ -112,16 +123,16 @@ def _readable(block: Block, field: str, after: _Reached) -> Row:
             return there
         if is_tensor(block):
             return bytes_of(block)
-        raise InvalidArgument(field, "an array of a GPU", "C-contiguous, and for slots of a GPU")
+        raise InvalidArgument(field, "an array of a GPU", "C-contiguous, and for slots that are mapped for its GPU")
     flat: Bytes = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
     return flat
 
 
-def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) -> Rows:
+def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
     """The bytes of the caller's arrays, to be written in place.
 
-    Of a tensor that is neither contiguous memory of the CPU nor on ``gpu``: fresh bytes, which :func:`deliver` copies
-    into it.
+    Of a tensor that is not contiguous, or neither the CPU's nor within ``reach``: fresh bytes, which :func:`fill`
+    copies into it.
 
     Raises:
         InvalidArgument: where there are not ``count`` blocks of ``block_bytes`` that can be written.
@@ -130,7 +141,7 @@ def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) 
     if whole is not None and whole.flags.writeable:
         return whole
     _check(out, "out", count, block_bytes)
-    after = _Reached(gpu)
+    after = _Reached(reach)
     return [_writable(block, f"out[{index}]", block_bytes, after) for index, block in enumerate(out)]
 
 
@@ -146,7 +157,7 @@ def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Ro
     if isinstance(block, np.ndarray) and block.flags.c_contiguous and block.flags.writeable:
         flat: Bytes = block.reshape(-1).view(np.uint8)
         return flat
-    limit = "C-contiguous and writable; one of a GPU, for a get from the device tier there"
+    limit = "C-contiguous and writable; one of a GPU, for a get from slots that are mapped for it"
     raise InvalidArgument(field, "an array that is not", limit)
 
 
@@ -175,21 +186,24 @@ class _Reached:
     """The points that streams have reached on which blocks are made or used, marked for the first block that needs one:
     this thread's current stream, unless an array names another stream."""
 
-    def __init__(self, gpu: Gpu | None) -> None:
-        self._gpu: Final = gpu
-        self._fences: dict[int | None, Fence] = {}
+    def __init__(self, reach: Reach | None) -> None:
+        self._reach: Final = reach
+        self._fences: dict[tuple[Gpu, int | None], Fence] = {}
 
-    def has(self, block: torch.Tensor | CudaArray) -> bool:
-        """Whether it lies on the GPU, for all that is known of it."""
-        return self._gpu is not None and (not is_tensor(block) or block.is_cuda)
-
-    def on_gpu(self, block: torch.Tensor | CudaArray) -> DeviceBytes | None:
-        if self._gpu is None or not self.has(block):
+    def on_gpu(self, block: OnGpu) -> DeviceBytes | None:
+        """The block where it lies in C order on a GPU within reach."""
+        if self._reach is None or (is_tensor(block) and not block.is_cuda) or not _is_contiguous(block):
+            return None
+        gpu = self._reach(block)
+        if gpu is None:
             return None
         stream = None if is_tensor(block) else stream_of(block)
-        if stream not in self._fences:
-            self._fences[stream] = self._gpu.fence(stream)
-        return on_gpu(block, self._gpu.driver.ordinal, self._fences[stream])
+        if (gpu, stream) not in self._fences:
+            self._fences[gpu, stream] = gpu.fence(stream)
+        address, nbytes = (
+            (block.data_ptr(), block.nbytes) if is_tensor(block) else (address_of(block), nbytes_of(block))
+        )
+        return DeviceBytes(address, nbytes, block, gpu, self._fences[gpu, stream])
 
 
 Late: TypeAlias = "tuple[torch.Tensor, Bytes, torch.cuda.Stream | None]"
@@ -212,17 +226,13 @@ def of_cpu(rows: Rows) -> Sequence[Bytes]:
     return cast("Sequence[Bytes]", rows)
 
 
-def on_gpu(value: torch.Tensor | CudaArray, ordinal: int, after: Fence) -> DeviceBytes | None:
-    """Its bytes where they lie on this GPU in C order. Of an array that is no tensor the GPU is taken for granted."""
-    if is_tensor(value):
-        here = value.device.type == "cuda" and value.device.index == ordinal and value.is_contiguous()
-        return DeviceBytes(value.data_ptr(), value.nbytes, value, after) if here else None
-    interface = value.__cuda_array_interface__
+def _is_contiguous(block: OnGpu) -> bool:
+    if is_tensor(block):
+        return block.is_contiguous()
+    interface = block.__cuda_array_interface__
     size, strides = np.dtype(interface["typestr"]).itemsize, interface.get("strides")
     expected = [size * math.prod(interface["shape"][axis + 1 :]) for axis in range(len(interface["shape"]))]
-    if strides is not None and list(strides) != expected:
-        return None
-    return DeviceBytes(interface["data"][0], nbytes_of(value), value, after)
+    return strides is None or list(strides) == expected
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -350,9 +360,7 @@ def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | B
 
 def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:
     """Reads slots into blocks. Raises IndexError for a slot that does not exist."""
-    index = np.asarray(slots, dtype=np.intp)
-    if len(index) and not 0 <= index.min() <= index.max() < len(pools[0]):
-        raise IndexError(f"slots {slots}: the pool has {len(pools[0])}")
+    index = checked(pools, slots)
 
     def copy(start: int, end: int) -> None:
         some, rows, offset = index[start:end], blocks[start:end], 0
@@ -366,6 +374,14 @@ def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] |
             offset = part.stop
 
     _in_parts(copy, pools, len(index))
+
+
+def checked(pools: Sequence[Bytes], slots: Slots) -> NDArray[np.intp]:
+    """The slots, as an index of each pool. Raises IndexError for one that does not exist."""
+    index = np.asarray(slots, dtype=np.intp)
+    if len(index) and not 0 <= index.min() <= index.max() < len(pools[0]):
+        raise IndexError(f"slots {slots}: the pool has {len(pools[0])}")
+    return index
 
 
 def _in_parts(copy: Callable[[int, int], None], pools: Sequence[Bytes], blocks: int) -> None:

@@ -15,11 +15,11 @@ from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena, Binder, send
-from kvtier.buffers import Blocks, Row, Rows
+from kvtier.buffers import Blocks, Reach, Row, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import Streamed
 from kvtier.errors import CallerError, InvalidArgument, require_within
-from kvtier.gpu import Fence, Gpu, Stream
+from kvtier.gpu import Fence, Stream
 from kvtier.groups import AcrossGroups
 from kvtier.lease import Held, Holdings, Lease, ReadLease, WriteLease
 from kvtier.reading import Read, verified
@@ -270,8 +270,8 @@ class Cache(GroupVerbs):
         """
         packed = packed_keys(keys)
         place = self.lease_tier(tier)
-        way, gpu = self.way(place), self.gpu(place)
-        return await self._put(way, gpu, packed, blocks, parent, place, priorities, retention, prompt, timeout)
+        way, reach = self.way(place), self.reach(place)
+        return await self._put(way, reach, packed, blocks, parent, place, priorities, retention, prompt, timeout)
 
     async def stream_put(
         self,
@@ -331,8 +331,8 @@ class Cache(GroupVerbs):
         the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
         if tier is not None:
             self.lease_tier(tier)
-        gpu = None if tier is None or in_cpu else self.gpu(tier)
-        targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes, gpu)
+        reach = None if in_cpu else self.reach(tier)
+        targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes, reach)
         return self.reader.begin(packed, self.group, tier, targets), targets
 
     async def end_get(
@@ -412,10 +412,10 @@ class Cache(GroupVerbs):
         """How bytes travel to and from slots of a tier."""
         return copies.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
 
-    def gpu(self, tier: Tier) -> Gpu | None:
-        """Whose memory the tier's mapped slots are; None: the CPU's, or not mapped."""
+    def reach(self, tier: Tier | None) -> Reach | None:
+        """On which GPUs blocks may lie on their way to or from mapped slots of a tier; of every tier, if it is None."""
         mapped = self._binder.binding.mapped
-        return mapped.memory(tier).gpu if mapped is not None and tier in mapped.tiers else None
+        return None if mapped is None else mapped.reach(tier)
 
     @property
     def _streamed(self) -> copies.Way:
@@ -424,7 +424,7 @@ class Cache(GroupVerbs):
     async def _put(
         self,
         way: copies.Way,
-        gpu: Gpu | None,
+        reach: Reach | None,
         keys: Keys,
         blocks: Blocks,
         parent: bytes | None,
@@ -437,7 +437,7 @@ class Cache(GroupVerbs):
         chain = split_keys(packed_keys(keys))
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
-        sources = buffers.readable(blocks, len(chain), self.block_bytes, gpu)
+        sources = buffers.readable(blocks, len(chain), self.block_bytes, reach)
         whole = copies.Piece(chain, sources, parent, kept, prompt)
         place = self.lease_tier(tier)
         return await copies.put(self.slots(place), way, place, whole, timeout)

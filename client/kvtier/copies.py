@@ -78,7 +78,7 @@ class Mapped:
         try:
             memory = lease.arena.memory(tier)
             copy = partial(memory.write, self._cache.group, lease.slots, piece.blocks)
-            await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits)
+            await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits(piece.blocks))
             return await self._holdings.store(lease, piece, timeout)
         finally:
             await self._cache.release(lease, stream=PASSED)
@@ -102,7 +102,7 @@ async def copied_out(lease: ReadLease, rows: Rows) -> None:
     cache, memory = lease.cache, lease.arena.memory(lease.tier)
     before = lease.unchanged()
     nbytes = lease.blocks * cache.block_bytes
-    await buffers.run_copy(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits)
+    await buffers.run_copy(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits(rows))
     if not (before and lease.unchanged()):
         raise StaleRead("a slot changed under its lease", reason="STALE_READ")
 

@@ -7,7 +7,6 @@ about leases on a GPU take a point in a stream's work, a :class:`Fence`, and are
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -20,25 +19,17 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, groupby
+from itertools import chain
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import numpy as np
-
-from kvtier.abi import attach
-from kvtier.abi.cuda.driver import Address, Copy, Driver, Event
+from kvtier.abi.cuda.driver import Copy, Driver, Event
 from kvtier.abi.cuda.driver import Stream as DriverStream
 from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
-from kvtier.abi.cuda.memory import DeviceMemory, end
+from kvtier.abi.cuda.memory import end
 from kvtier.abi.cuda.opening import uuid_name
-from kvtier.abi.cuda.views import DeviceView
-from kvtier.abi.layout import DEVICE, ArenaLayout
-from kvtier.buffers import DeviceBytes, Row, Rows, Slots
-from kvtier.errors import DaemonError, DeviceError, InvalidArgument
-
-if TYPE_CHECKING:
-    import torch
+from kvtier.buffers import OnGpu, address_of, is_tensor
+from kvtier.errors import DeviceError, InvalidArgument
 
 _log = logging.getLogger(__name__)
 
@@ -181,24 +172,19 @@ _LONGEST_PAUSE_S: Final = 0.001
 Kept = TypeVar("Kept")
 
 
-@dataclass(slots=True, frozen=True)
-class _Lane:
-    """What a thread copies with."""
-
-    stream: DriverStream
-    event: Event
-
-
 class Gpu:
     """Any thread may use it. What fails raises :class:`DeviceError`."""
 
     _open: ClassVar[dict[tuple[int, str], Gpu]] = {}
+    """By process, since a forked child cannot use its parent's, and by each name that it was opened by."""
     _opening: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, driver: Driver) -> None:
+        """Raises :class:`CudaError`."""
         self.driver: Final = driver
+        self.to_host: Final = driver.stream()
+        self.to_device: Final = driver.stream()
         # Appending is atomic, and so is popping; to ask first whether there is any is not.
-        self._lanes: Final[deque[_Lane]] = deque()
         self._events: Final[deque[Event]] = deque()
         self._pid: Final = os.getpid()
         _lookout(self._pid)  # garbage is collected at any moment, at some of which no thread can be started
@@ -209,12 +195,31 @@ class Gpu:
 
         Raises :class:`kvtier.abi.cuda.errors.CudaUnavailable`, :class:`CudaError`.
         """
+        return cls._named(uuid_name(bytes.fromhex(uuid)))
+
+    @classmethod
+    def holding(cls, block: OnGpu) -> Gpu | None:
+        """The one in whose memory a block lies; None: it cannot be used here, and a warning says why."""
+        try:
+            ordinal = block.device.index if is_tensor(block) else Driver.ordinal_at(address_of(block))
+            return cls._named(f"cuda:{ordinal}")
+        except (CudaUnavailable, CudaError) as error:
+            _warn_once(f"blocks of a GPU are copied by way of the CPU's memory: {error}")
+            return None
+
+    @classmethod
+    def _named(cls, device: str) -> Gpu:
         with cls._opening:
-            place = os.getpid(), uuid  # a forked child cannot use its parent's
-            gpu = cls._open.get(place)
-            if gpu is None:
-                gpu = cls._open[place] = cls(Driver.open(uuid_name(bytes.fromhex(uuid))))
-            return gpu
+            pid = os.getpid()
+            if (pid, device) not in cls._open:
+                driver = Driver.open(device)
+                uuid = uuid_name(driver.uuid)
+                if (pid, uuid) in cls._open:
+                    driver.close()
+                else:
+                    cls._open[pid, uuid] = cls(driver)
+                cls._open[pid, device] = cls._open[pid, uuid]
+            return cls._open[pid, device]
 
     def fence(self, stream: int | None) -> Fence:
         """The point that a stream has reached. None: torch's current one of this thread, else the legacy default."""
@@ -237,21 +242,33 @@ class Gpu:
         """Nobody asks for it any more; that it may still be pending does no harm to whoever records it next."""
         self._events.append(event)
 
-    def copy(self, runs: Iterable[Iterable[Copy]]) -> None:
+    def reached(self, fences: Iterable[Fence]) -> None:
+        """Returns when all have passed."""
+        for fence in set(fences):
+            self.wait(fence.passed)
+
+    def copy(self, stream: DriverStream, singles: Iterable[Copy], batch: Sequence[Copy]) -> None:
         """Copies, in no order; when it returns or raises, nothing is being copied any more. Only where the driver
         answers neither about an event nor about the stream, though the device is not lost, can nobody wait for that.
 
-        Only within a run may the host memory of several copies be taken as one: what was page-locked apart stays apart
-        to the driver, even where one range ends at the other's first byte.
+        Args:
+            stream: :attr:`to_host` or :attr:`to_device`.
+            singles: each one in a call of its own.
+            batch: of page-locked memory and of the device's, in one call where the driver has it.
         """
         with failing("copying to or from slots"), self.driver.visit():
-            lane = _popped(self._lanes) or _Lane(self.driver.stream(), self.driver.event())
+            event = _popped(self._events) or self.driver.event()
+            if not self.driver.features.batch_copy:
+                singles, batch = chain(singles, batch), ()
             try:
-                for dst, src, nbytes in chain.from_iterable(map(joined, runs)):
-                    self.driver.copy(dst, src, nbytes, lane.stream)
+                if batch:
+                    dsts, srcs, sizes = map(list, zip(*batch, strict=True))
+                    self.driver.copy_batch(dsts, srcs, sizes, stream)
+                for dst, src, nbytes in singles:
+                    self.driver.copy(dst, src, nbytes, stream)
             finally:
-                self.wait(self._over(lane))
-                self._lanes.append(lane)
+                self.wait(self._over(stream, event))
+                self._events.append(event)
 
     def unmap_later(self, undo: ExitStack) -> None:
         """Nothing refers to a mapping any more, which ``undo`` ends. This thread's current stream and the default
@@ -262,10 +279,10 @@ class Gpu:
         with suppress(DeviceError):
             passage(all_of([self.fence(None), self.fence(_LEGACY)])).add_done_callback(partial(_unmap, undo))
 
-    def _over(self, lane: _Lane) -> Callable[[], bool]:
-        """Whether what the lane was given so far is over. The point is marked when it is first asked, by :meth:`wait`:
-        an interrupt in between would leave copies that nobody waits for. Where it cannot be marked, or asked for, the
-        stream itself is asked, and what went wrong is raised when that is idle."""
+    def _over(self, stream: DriverStream, event: Event) -> Callable[[], bool]:
+        """Whether what the stream was given so far is over. The point is marked when this is first asked, by
+        :meth:`wait`: an interrupt in between would leave copies that nobody waits for. Where it cannot be marked, or
+        asked for, the stream itself is asked, and what went wrong is raised when that is idle."""
         marked, fault = False, None
 
         def over() -> bool:
@@ -273,14 +290,14 @@ class Gpu:
             if fault is None:
                 try:
                     if not marked:
-                        self.driver.record(lane.event, lane.stream)
+                        self.driver.record(event, stream)
                         marked = True
-                    return self.driver.done(lane.event)
+                    return self.driver.done(event)
                 except CudaLost:
                     raise
                 except CudaError as error:
                     fault = error
-            if self.driver.idle(lane.stream):
+            if self.driver.idle(stream):
                 raise fault
             return False
 
@@ -335,6 +352,11 @@ def _unmap(undo: ExitStack, passed: Future[None]) -> None:
         threading.Thread(target=unmap, name="kvtier-unmap", daemon=True).start()
 
 
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
+
+
 def _popped(kept: deque[Kept]) -> Kept | None:
     try:
         return kept.pop()
@@ -369,143 +391,3 @@ def failing(doing: str) -> Iterator[None]:
     except CudaError as error:
         message = f"{doing}: {error}"
         raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_FAILED") from error
-
-
-class CannotMap(Exception):
-    """The message says why this process cannot have the memory."""
-
-
-async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], CudaMemory]:
-    """Maps the memory behind a descriptor, which stays the caller's. Raises :class:`CannotMap`."""
-    kept = os.dup(fd)
-
-    def open_and_map() -> tuple[Gpu, DeviceMemory]:
-        try:
-            gpu = Gpu.of(told.uuid)
-            memory = DeviceMemory.from_fd(gpu.driver, kept, told.nbytes)
-            memory.collected_by(gpu.unmap_later)
-            return gpu, memory
-        finally:
-            os.close(kept)
-
-    # In a thread, since CUDA takes seconds to start. Whoever is cancelled leaves it running: it has the descriptor.
-    opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
-    opening.add_done_callback(_heard)
-    try:
-        gpu, memory = await asyncio.shield(opening)
-    except (CudaUnavailable, CudaError) as error:
-        raise CannotMap(str(error)) from error
-    return partial(CudaMemory, gpu, memory)
-
-
-def _heard(opening: asyncio.Future[Any]) -> None:
-    """asyncio would say that nobody was told of a failure: its caller may have gone."""
-    if not opening.cancelled():
-        opening.exception()
-
-
-class CudaMemory:
-    """Implements :class:`kvtier.arena.Memory`. It is unmapped when the last view of it is gone: see
-    :meth:`Gpu.unmap_later`."""
-
-    waits = True
-
-    def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
-        """Raises :class:`DaemonError` where it is shorter than the layout says."""
-        if memory.nbytes < layout.device_bytes:
-            message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
-            raise DaemonError(message, reason="BAD_ARENA")
-        self.gpu = gpu
-        self._pools = [
-            tuple(
-                DevicePool(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
-                for pool in group.pools
-            )
-            for group in layout.groups
-        ]
-
-    def pools(self, group: int) -> tuple[DevicePool, ...]:
-        return self._pools[group]
-
-    def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
-        return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
-
-    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        rows = list(blocks)
-        self._after(rows)
-        self.gpu.copy(self._parts(group, slots, rows))
-
-    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
-        rows = list(blocks)
-        self._after(rows)
-        parts = self._parts(group, [int(slot) for slot in slots], rows)
-        self.gpu.copy([(part, slot, nbytes) for slot, part, nbytes in copies] for copies in parts)
-
-    def fence(self, stream: int | None) -> Fence:
-        return self.gpu.fence(stream)
-
-    def _after(self, blocks: Sequence[Row]) -> None:
-        """Returns when the blocks that lie on the GPU may be touched."""
-        for fence in {block.after for block in blocks if isinstance(block, DeviceBytes)}:
-            self.gpu.wait(fence.passed)
-
-    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> Iterator[list[Copy]]:
-        """Where each slot's part in each pool is, where that part of its block is, and its length; by pool, and by
-        the array that blocks are rows of."""
-        begun = 0
-        for pool in self._pools[group]:
-            nbytes = pool.shape[1]
-            for _, rows in groupby(zip(slots, blocks, strict=True), key=_array_of):
-                yield [(pool.address(slot), Address(_address_of(block) + begun), nbytes) for slot, block in rows]
-            begun += nbytes
-
-
-def _address_of(block: Row) -> int:
-    return block.address if isinstance(block, DeviceBytes) else block.ctypes.data
-
-
-def _array_of(row: tuple[int, Row]) -> int:
-    """Which array a block is in."""
-    block: Any = row[1]
-    while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
-        block = block.base
-    return id(block)
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class DevicePool:
-    """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
-    the next. Any bytes of it may be somebody else's."""
-
-    memory: DeviceMemory
-    offset: int
-    shape: tuple[int, int]
-    stride: int
-
-    def address(self, slot: int) -> Address:
-        """Raises :class:`IndexError` for a slot that there is not."""
-        if not 0 <= slot < self.shape[0]:
-            raise IndexError(f"slot {slot} of {self.shape[0]}")
-        return Address(self.memory.address + self.offset + slot * self.stride)
-
-    def slot(self, slot: int, *, readonly: bool) -> DeviceView:
-        """Raises :class:`IndexError`, likewise."""
-        return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, as of :class:`kvtier.abi.cuda.views.DeviceView`, in two dimensions."""
-        return {
-            "shape": self.shape,
-            "strides": (self.stride, 1),
-            "typestr": "|u1",
-            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
-            "stream": None,
-            "version": 3,
-        }
-
-    def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of the same shape, not copied."""
-        import torch
-
-        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

@@ -254,7 +254,7 @@ class AcrossGroups:
             if len(rows) > count:
                 raise InvalidArgument(f"blocks[{group}]", f"{len(rows)} blocks", f"at most {count}, one a key")
         return {
-            group: buffers.readable(rows, len(rows), cache.block_bytes, cache.gpu(tier))
+            group: buffers.readable(rows, len(rows), cache.block_bytes, cache.reach(tier))
             for group, rows in blocks.items()
             for cache in [self._groups[group]]
         }

@@ -14,7 +14,7 @@ import numpy as np
 from kvtier import buffers
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena, Binder, Binding, CpuMemory, Memory, View, send
+from kvtier.arena import Arena, Binder, Binding, send
 from kvtier.chains import Prompt
 from kvtier.errors import (
     DeviceError,
@@ -27,6 +27,7 @@ from kvtier.errors import (
     require_within,
 )
 from kvtier.gpu import Fence, Stream, fence_over
+from kvtier.memory import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.session import Deadline, Link, passing
 from kvtier.types import ROOT_PARENT, BlockResult, Tier

@@ -195,8 +195,10 @@ class Read:
 
     @property
     def waits(self) -> bool:
-        """Its copies wait for a device: see :attr:`kvtier.arena.Memory.waits`."""
-        return self._mapping is not None and any(self._mapping.arena.memory(tier).waits for tier in self._tiers)
+        """Its copies wait for a device: see :meth:`kvtier.memory.Memory.waits`."""
+        return self._mapping is not None and any(
+            self._mapping.arena.memory(tier).waits(self._rows) for tier in self._tiers
+        )
 
     def used(self) -> Sequence[bytes]:
         """The keys that tell the daemon which blocks were read: of a full-attention group the last one."""

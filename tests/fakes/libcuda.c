@@ -61,6 +61,7 @@ Result cuMemUnmap(Pointer address, size_t size) { SAYS("%llx %zu", address, size
 Result cuMemSetAccess(Pointer address, size_t size, const Access *of, size_t count) { SAYS("%llx %zu at %d %d flags %d count %zu", address, size, of->at.type, of->at.id, of->flags, count); return 0; }
 Result cuMemExportToShareableHandle(void *fd, Pointer handle, int type, Pointer flags) { *(int *)fd = memfd_create("stub", 0); SAYS("%llu %d %llu", handle, type, flags); return 0; }
 Result cuMemImportFromShareableHandle(Pointer *handle, void *fd, int type) { *handle = 78; SAYS("%ld %d", (long)fd, type); return 0; }
+Result cuPointerGetAttribute(void *value, int attribute, Pointer address) { *(int *)value = 1; SAYS("%d %llx", attribute, address); return 0; }
 Result cuMemAlloc_v2(Pointer *address, size_t size) { *address = 0x7100000000; SAYS("%zu", size); return 0; }
 Result cuMemFree_v2(Pointer address) { SAYS("%llx", address); return 0; }
 Result cuMemHostRegister_v2(void *address, size_t size, unsigned flags) { SAYS("%p %zu %u", address, size, flags); return 0; }

@@ -83,8 +83,7 @@ class Kernels:
     """Work on a stream of this process, which begins when :meth:`go` is called."""
 
     def __init__(self, fake, cache):
-        gpu = cache.gpu(Tier.DEVICE)
-        assert gpu is not None
+        gpu = cache.arena.memory(Tier.DEVICE).gpu
         self._fake = fake
         self._go = threading.Event()
         gpu.driver.bind()
@@ -142,8 +141,8 @@ async def test_the_device_is_found_whatever_its_number_here(short_dir, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
-        gpu = cache.gpu(Tier.DEVICE)
-        assert gpu is not None and gpu.driver.ordinal == 0
+        memory: Any = cache.arena.memory(Tier.DEVICE)
+        assert memory.gpu.driver.ordinal == 0
         await cache.put(KEYS, blocks(KEYS))
         assert_bytes(KEYS, await cache.get(KEYS))
     daemon.stop()
@@ -189,8 +188,7 @@ class Array:
     """An array of this process on its GPU, of one block."""
 
     def __init__(self, cache, content=None):
-        gpu = cache.gpu(Tier.DEVICE)
-        assert gpu is not None
+        gpu = cache.arena.memory(Tier.DEVICE).gpu
         self.memory = DeviceMemory.create(gpu.driver, BLOCK_BYTES)
         self.address = int(self.memory.address)
         self.nbytes = BLOCK_BYTES
@@ -214,6 +212,25 @@ async def test_arrays_on_the_gpu_go_in_and_come_out(cache):
     found = await cache.get([*KEYS, chain("nobody has it", 1)[0]], out, tier=Tier.DEVICE)
     assert all(one is other for one, other in zip(found, out[:3], strict=True))
     assert_bytes(KEYS, [each.bytes for each in found])
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, None], ids=str)
+async def test_arrays_on_the_gpu_go_to_host_slots_and_back(daemon, cache, tier):
+    """As a connector's blocks do, whose engine has its own memory on the GPU."""
+    assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.HOST) == OK
+    assert [place.residency for place in await cache.locate(KEYS)] == [Tier.HOST.bit] * 3
+    assert_bytes(KEYS, await cache.get(KEYS))
+    out = [Array(cache) for _ in KEYS]
+    await cache.get(KEYS, out, tier=tier)
+    assert_bytes(KEYS, [each.bytes for each in out])
+    assert await cache.across.put(OTHERS, {0: [Array(cache, block(key)) for key in OTHERS]}, tier=Tier.HOST) == {0: OK}
+    with Client(daemon.address) as calls:
+        same, out = calls.open_cache(cache.name, SPEC), [Array(cache) for _ in OTHERS]
+        same.get(OTHERS, out, tier=tier)
+        assert_bytes(OTHERS, [each.bytes for each in out])
+        keys = chain("third", 3)
+        assert same.put(keys, [Array(cache, block(key)) for key in keys], tier=Tier.HOST) == OK
+        assert_bytes(keys, await cache.get(keys))
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from kvtier import buffers, cache, groups, lease
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena, Memory, View
+from kvtier.arena import Arena
 from kvtier.buffers import Blocks
 from kvtier.errors import ClientClosed, KvtierError
 from kvtier.gpu import Fence, Stream
 from kvtier.groups import AcrossBlocks
+from kvtier.memory import Memory, View
 from kvtier.session import require_timeout
 from kvtier.sync.loop import LoopThread, Work
 from kvtier.types import BlockResult, CacheInfo, Tier
@@ -358,8 +359,8 @@ class Cache(Twin[cache.Cache]):
     @like(cache.Cache.put)
     def put(self, keys: Keys, blocks: Blocks, *, tier: Tier | None = None, **kept: Any) -> list[BlockResult]:
         packed = packed_keys(keys)
-        gpu = self.inner.gpu(self.inner.lease_tier(tier))
-        sources = buffers.readable(blocks, len(packed) // KEY_BYTES, self.block_bytes, gpu)
+        reach = self.inner.reach(self.inner.lease_tier(tier))
+        sources = buffers.readable(blocks, len(packed) // KEY_BYTES, self.block_bytes, reach)
         return self.thread.run(lambda: self.inner.put(packed, sources, tier=tier, **kept))
 
     @like(cache.Cache.stream_put)

@@ -33,7 +33,8 @@ from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import DeviceBytes
 from kvtier.errors import DaemonError
-from kvtier.gpu import PASSED, CannotMap, CudaMemory, Gpu, all_of, fence_over, joined, map_device
+from kvtier.gpu import PASSED, Gpu, all_of, fence_over, joined
+from kvtier.memory import CannotMap, CudaMemory, map_device
 from kvtier.session import Deadline, passing
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
@@ -220,10 +221,9 @@ class Snatched(deque[Any]):
         return True
 
 
-def test_threads_that_want_the_last_stream_or_event_at_once_get_one_each(
+def test_threads_that_want_the_last_event_at_once_get_one_each(
     gpu: Gpu, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "_lanes", Snatched())
     monkeypatch.setattr(gpu, "_events", Snatched())
     blocks, found = some_blocks(1), empty_blocks(1)
     memory.write(0, [1], blocks)
@@ -293,9 +293,8 @@ def test_copies_whose_event_fails_are_over_when_that_is_raised(
     fake: ModuleType, gpu: Gpu, memory: CudaMemory, call: str
 ) -> None:
     memory.write(0, [0], some_blocks(1))
-    (lane,) = gpu._lanes
     go = threading.Event()
-    fake.fake_work(lane.stream, go.wait)
+    fake.fake_work(gpu.to_device, go.wait)
     fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", after=fake.STATE._calls[call]))
     asked = fake.STATE._calls["cuStreamQuery"]
     blocks = some_blocks(SLOTS)
@@ -358,7 +357,7 @@ def test_a_block_is_taken_when_the_callers_stream_has_made_it(
     fake.fake_work(1, go.wait)
     fake.fake_work(1, lambda: ctypes.memmove(made.memory.address, block.ctypes.data, BLOCK_BYTES))
     writing = threading.Thread(
-        target=lambda rows: memory.write(0, [1], rows), args=[buffers.readable([made], 1, BLOCK_BYTES, gpu)]
+        target=lambda rows: memory.write(0, [1], rows), args=[buffers.readable([made], 1, BLOCK_BYTES, lambda _: gpu)]
     )
     writing.start()
     go.set()
@@ -376,7 +375,7 @@ def test_an_array_is_taken_when_the_stream_that_it_names_has_made_it(gpu: Gpu, m
     made = Array(gpu)
     made.__cuda_array_interface__ |= {"version": 3, "stream": stream}
     gpu.driver.copy(made.memory.address, source, BLOCK_BYTES, stream)
-    memory.write(0, [2], buffers.readable([made], 1, BLOCK_BYTES, gpu))
+    memory.write(0, [2], buffers.readable([made], 1, BLOCK_BYTES, lambda _: gpu))
     found = empty_blocks(1)
     memory.read(0, [2], found)
     assert np.array_equal(found, [data])
@@ -401,37 +400,38 @@ def test_what_is_made_contiguous_is_so_before_it_is_taken(monkeypatch: pytest.Mo
         def data_ptr(self) -> int:
             return 0
 
-    def fence(stream: int | None) -> object:
-        steps.append("marked")
-        return PASSED
+    class Here:
+        def fence(self, stream: int | None) -> object:
+            steps.append("marked")
+            return PASSED
 
     monkeypatch.setattr(buffers, "is_tensor", lambda value: isinstance(value, Tensor))
-    here: Any = SimpleNamespace(fence=fence, driver=SimpleNamespace(ordinal=0))
+    here: Any = Here()
     blocks: Any = [Tensor(), Tensor()]
-    assert len(buffers.readable(blocks, 2, 8, here)) == 2
+    assert len(buffers.readable(blocks, 2, 8, lambda _: here)) == 2
     assert steps == ["copied", "copied", "marked"]
 
 
 def test_what_cannot_be_taken_where_it_lies_is_refused(gpu: Gpu) -> None:
     scattered = Array(gpu, shape=(BLOCK_BYTES // 2, 2), strides=(4, 1))
-    for array, place in ((scattered, gpu), (Array(gpu), None)):
+    for array, place in ((scattered, lambda _: gpu), (Array(gpu), None)):
         for take in (buffers.readable, buffers.writable):
             with pytest.raises(InvalidArgument, match=r"\[0\] = an array .* C-contiguous"):
                 take([array], 1, BLOCK_BYTES, place)
     with pytest.raises(InvalidArgument, match=f"{BLOCK_BYTES} bytes: must be {BLOCK_BYTES + 1} bytes"):
-        buffers.readable([Array(gpu)], 1, BLOCK_BYTES + 1, gpu)
+        buffers.readable([Array(gpu)], 1, BLOCK_BYTES + 1, lambda _: gpu)
 
 
 def test_what_is_read_only_is_no_target(gpu: Gpu) -> None:
     view = DeviceView(DeviceMemory.create(gpu.driver, BLOCK_BYTES), 0, BLOCK_BYTES, readonly=True)
     with pytest.raises(InvalidArgument, match=r"out\[0\] = an array that is not"):
-        buffers.writable([view], 1, BLOCK_BYTES, gpu)
-    assert len(buffers.readable([view], 1, BLOCK_BYTES, gpu)) == 1
+        buffers.writable([view], 1, BLOCK_BYTES, lambda _: gpu)
+    assert len(buffers.readable([view], 1, BLOCK_BYTES, lambda _: gpu)) == 1
 
 
 def test_rows_with_strides_of_c_order_are_contiguous(gpu: Gpu) -> None:
     array = Array(gpu, shape=(BLOCK_BYTES // 2, 2), strides=(2, 1))
-    (row,) = buffers.readable([array], 1, BLOCK_BYTES, gpu)
+    (row,) = buffers.readable([array], 1, BLOCK_BYTES, lambda _: gpu)
     assert isinstance(row, DeviceBytes) and row.address == array.memory.address
 
 

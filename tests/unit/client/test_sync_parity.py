@@ -35,7 +35,7 @@ SEAMS = {
         "open",
         "reader",
         "way",
-        "gpu",
+        "reach",
         "begin_get",
         "end_get",
     },  # of its client: the way to call the first is open_cache

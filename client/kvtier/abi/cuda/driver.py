@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NewType
 
 from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnavailable, CudaUnsupported, error_of
-from kvtier.abi.cuda.opening import Features, described, find, load_bindings
+from kvtier.abi.cuda.opening import Features, described, find, load_bindings, ordinal_at
 
 Address = NewType("Address", int)
 """Of device memory, or of host memory, in the one address space that CUDA shares with the process."""
@@ -32,7 +32,7 @@ Copy = tuple[Address, Address, int]
 BATCH: Final = 1024
 """Copies that are made in one call. More gain nothing, and drivers have crashed with tens of thousands."""
 
-_HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class _ThisThread(threading.local):
@@ -60,6 +60,14 @@ class Driver:
         text that names no device.
         """
         return cls(load_bindings(), device)
+
+    @staticmethod
+    def ordinal_at(address: int) -> int:
+        """The :attr:`ordinal` of the device that an address of CUDA's memory is of, whoever allocated it.
+
+        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable` where that cannot be told.
+        """
+        return ordinal_at(load_bindings(), address)
 
     def __init__(self, bindings: Any, device: str) -> None:
         found = find(bindings, device)
@@ -191,8 +199,8 @@ class Driver:
     def register(self, address: Address, nbytes: int) -> None:
         """Page-locks memory of this process: copies of it then are asynchronous, and faster. Whole pages, none of
         them registered yet. No copy may reach beyond what one call registered."""
-        if address % _HOST_PAGE or nbytes % _HOST_PAGE or nbytes <= 0:
-            raise ValueError(f"{nbytes} bytes at {address:#x}: must be whole pages of {_HOST_PAGE} bytes")
+        if address % HOST_PAGE or nbytes % HOST_PAGE or nbytes <= 0:
+            raise ValueError(f"{nbytes} bytes at {address:#x}: must be whole pages of {HOST_PAGE} bytes")
         self._call(self._cuda.cuMemHostRegister, address, nbytes, self._cuda.CU_MEMHOSTREGISTER_PORTABLE)
 
     def unregister(self, address: Address) -> None:

@@ -91,6 +91,12 @@ def find(bindings: Any, device: str) -> Found:
     return _described(bindings, ordinal)
 
 
+def ordinal_at(bindings: Any, address: int) -> int:
+    """Which of the visible devices an address of CUDA's memory is of. Raises :class:`CudaUnavailable`."""
+    kind = bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(_asked(bindings, "cuPointerGetAttribute", kind, address))
+
+
 def _start(bindings: Any) -> None:
     try:
         code = int(bindings.cuInit(0)[0])

@@ -36,6 +36,10 @@ class CUdevice_attribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
 
 
+class CUpointer_attribute(IntEnum):
+    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
+
+
 class CUmemAllocationGranularity_flags(IntEnum):
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
 

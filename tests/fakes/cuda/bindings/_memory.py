@@ -58,6 +58,7 @@ class _Reservation(_Range):
     mapped: _Physical | None = None
     mapped_size: int = 0
     allowed: bool = False
+    ordinal: int = 0
 
 
 @dataclass(slots=True)
@@ -237,8 +238,9 @@ class Memory:
         entry.mapped, entry.mapped_size, entry.allowed = physical, size, False
         physical.mappings += 1
 
-    def allow(self, start: int, size: int) -> None:
+    def allow(self, start: int, size: int, ordinal: int) -> None:
         entry = self._mapping(start, size)
+        entry.ordinal = ordinal
         _libc.mprotect(start, size, mmap.PROT_READ | mmap.PROT_WRITE)
         entry.allowed = True
 
@@ -324,6 +326,12 @@ class Memory:
         if pinned := self._registered.touching(address, nbytes):
             return _whole("pinned", address, nbytes, pinned[0].start, pinned[0].size)
         return "pageable"
+
+    def ordinal(self, address: int) -> int:
+        """The device of memory that has a handle; of other memory the first, whatever context it was allocated in."""
+        if self.kind(address, 1) == "pageable":
+            raise invalid(f"{address:#x} is not memory of CUDA")
+        return next((entry.ordinal for entry in self._reserved.touching(address, 1)), 0)
 
     def left(self) -> dict[str, int]:
         """What has not been given back, by kind."""

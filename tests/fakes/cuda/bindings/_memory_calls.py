@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ._entry import entry, must_be_an_int, must_be_zero, number_of
-from ._enums import CUmemAccess_flags, CUmemAllocationHandleType, CUresult
+from ._enums import CUmemAccess_flags, CUmemAllocationHandleType, CUpointer_attribute, CUresult
 from ._enums import CUmemLocationType as _Location
 from ._memory import GRANULARITY
 from ._refusal import Refusal, invalid
@@ -70,7 +70,7 @@ def cuMemSetAccess(ptr: CUdeviceptr | int, size: int, desc: list[CUmemAccessDesc
     _check_location(desc[0].location)
     if desc[0].flags != CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE:
         raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "the fake knows PROT_READWRITE")
-    _memory.allow(int(ptr), size)
+    _memory.allow(int(ptr), size, desc[0].location.id)
 
 
 @entry(1)
@@ -89,6 +89,13 @@ def cuMemImportFromShareableHandle(
     _check_handle_type(shHandleType)
     must_be_an_int(osHandle)
     return CUmemGenericAllocationHandle(_memory.import_(osHandle))
+
+
+@entry(1)
+def cuPointerGetAttribute(attribute: CUpointer_attribute, ptr: CUdeviceptr | int) -> int:
+    if attribute != CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "the fake knows DEVICE_ORDINAL")
+    return _memory.ordinal(int(ptr))
 
 
 @entry(1)

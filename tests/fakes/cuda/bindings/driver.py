@@ -48,6 +48,7 @@ from ._memory_calls import (
     cuMemRelease,
     cuMemSetAccess,
     cuMemUnmap,
+    cuPointerGetAttribute,
 )
 from ._state import STATE
 from ._stream_calls import (

@@ -31,7 +31,7 @@ tell(driver.ordinal, driver.name, *driver.memory(), driver.features.batch_copy)
 driver.bind()
 made = DeviceMemory.create(driver, 3 << 20)
 shared = DeviceMemory.from_fd(driver, made.fd, 3 << 20)
-tell(made.fd, hex(made.address))
+tell(made.fd, hex(made.address), Driver.ordinal_at(made.address))
 shared.close()
 made.close()
 stream, event, plain, host = driver.stream(), driver.event(), driver.alloc(100), driver.alloc_host(100)
@@ -82,7 +82,8 @@ cuMemAddressReserve 4194304 2097152 0 0
 cuMemMap 7000000000 4194304 0 78 0
 cuMemSetAccess 7000000000 4194304 at 1 1 flags 3 count 1
 cuMemRelease 78
->3 0x7000000000
+cuPointerGetAttribute 9 7000000000
+>3 0x7000000000 1
 cuMemUnmap 7000000000 4194304
 cuMemAddressFree 7000000000 4194304
 cuMemUnmap 7000000000 4194304

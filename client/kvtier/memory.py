@@ -1,0 +1,343 @@
+"""Mapped memory of one tier, whatever can address it: how slots are shown, filled and read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtier import buffers
+from kvtier.abi import attach
+from kvtier.abi.cuda.driver import Address, Copy
+from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
+from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.page_locks import CHUNK_BYTES, PageLocks
+from kvtier.abi.cuda.views import DeviceView
+from kvtier.abi.layout import DEVICE, ArenaLayout
+from kvtier.buffers import Bytes, DeviceBytes, OnGpu, Row, Rows, Slots
+from kvtier.errors import DaemonError
+from kvtier.gpu import PASSED, Fence, Gpu, joined
+from kvtier.types import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+
+View: TypeAlias = "Bytes | Any"
+"""Bytes in place: a numpy array, or a :class:`kvtier.abi.cuda.views.DeviceView` of memory that only a GPU addresses."""
+
+
+class Memory(Protocol):
+    """The slots of one tier, by window group."""
+
+    def reach(self, block: OnGpu) -> Gpu | None:
+        """The GPU that a block lies on, where it can be copied from there, or to there; None: it cannot."""
+        ...
+
+    def waits(self, blocks: Rows) -> bool:
+        """Whether a copy waits for a device, so that it, however small, does not belong on an event loop."""
+        ...
+
+    def pools(self, group: int) -> tuple[View, ...]:
+        """All slots, one view a pool: [slots, bytes of a block in that pool]."""
+        ...
+
+    def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
+        """A slot's bytes in place, one 1-D view a pool."""
+        ...
+
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
+        ...
+
+    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
+        ...
+
+    def fence(self, stream: int | None) -> Fence:
+        """The point that a stream has reached: see :func:`kvtier.gpu.fence_over`."""
+        ...
+
+
+class CpuMemory:
+    """Shared memory, as numpy arrays. It is unmapped when the last array over it is gone.
+
+    Blocks may lie on any GPU of this process. The first of them has the memory page-locked in the background: the GPU
+    then reads and writes it without the processor's help.
+    """
+
+    def __init__(self, layout: ArenaLayout, tier: Tier, data: Bytes) -> None:
+        """``data``: the tier's whole segment, the array that was made of its mapping."""
+        self._data: Final = data
+        self._pools: Final = [
+            tuple(layout.pool_view(data, tier, group, pool) for pool in range(len(place.pools)))
+            for group, place in enumerate(layout.groups)
+        ]
+        self._locking: Final = threading.Lock()
+        self._locks: PageLocks | None = None
+
+    def reach(self, block: OnGpu) -> Gpu | None:
+        return Gpu.holding(block)
+
+    def waits(self, blocks: Rows) -> bool:
+        return _any_on_gpu(blocks)
+
+    def pools(self, group: int) -> tuple[Bytes, ...]:
+        return self._pools[group]
+
+    def view(self, group: int, slot: int, *, write: bool) -> list[Bytes]:
+        views = [pool[slot] for pool in self._pools[group]]
+        if not write:
+            for view in views:
+                view.flags.writeable = False
+        return views
+
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        cpu, gpus = _by_gpu(slots, blocks)
+        buffers.into_slots(self._pools[group], *cpu)
+        for gpu, rows in gpus.items():
+            gpu.copy(gpu.to_host, *self._copies(gpu, group, rows, to_host=True))
+
+    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        cpu, gpus = _by_gpu(slots, blocks)
+        buffers.out_of_slots(self._pools[group], *cpu)
+        for gpu, rows in gpus.items():
+            gpu.copy(gpu.to_device, *self._copies(gpu, group, rows, to_host=False))
+
+    async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
+        """xxh3-128 of the bytes of each slot, 16 bytes each."""
+        pools, digest, digests = self._pools[group], xxhash.xxh3_128(), bytearray()
+
+        def work() -> None:
+            for slot in slots:
+                digest.reset()
+                for pool in pools:
+                    digest.update(pool[slot].data)
+                digests.extend(digest.digest())
+
+        await buffers.run_copy(work, len(slots) * sum(pool.shape[1] for pool in pools))
+        return bytes(digests)
+
+    def fence(self, stream: int | None) -> Fence:
+        return PASSED
+
+    def _copies(
+        self, gpu: Gpu, group: int, rows: Sequence[tuple[int, DeviceBytes]], *, to_host: bool
+    ) -> tuple[list[Copy], list[Copy]]:
+        """Between slots and rows on a GPU: copies of memory that is pageable yet, and of memory that is page-locked.
+
+        Returns when the rows may be touched.
+        """
+        gpu.reached(row.after for _, row in rows)
+        locked, start, pools = self._lock(gpu).locked, self._data.ctypes.data, self._pools[group]
+        slots = buffers.checked(pools, [slot for slot, _ in rows])
+        there = np.array([row.address for _, row in rows], np.int64)
+        pageable: list[Copy] = []
+        batch: list[Copy] = []
+        for pool in pools:
+            offsets = pool.ctypes.data - start + slots * pool.strides[0]
+            for offset, device, nbytes in _within_chunks(offsets, there, pool.shape[1]):
+                dst, src = (start + offset, device) if to_host else (device, start + offset)
+                ready = offset + nbytes <= locked
+                for copies, some in ((batch, ready), (pageable, ~ready)):
+                    copies += zip(dst[some].tolist(), src[some].tolist(), nbytes[some].tolist(), strict=True)
+            there += pool.shape[1]
+        return pageable, batch
+
+    def _lock(self, gpu: Gpu) -> PageLocks:
+        with self._locking:
+            if self._locks is None:
+                data = self._data
+                self._locks = PageLocks(gpu.driver, data.base, data.ctypes.data, len(data))
+                # The array ends before its mapping does. At the end of the process both stay: copies may be under way.
+                weakref.finalize(data, self._locks.close).atexit = False
+            return self._locks
+
+
+def _any_on_gpu(blocks: Rows) -> bool:
+    return not isinstance(blocks, np.ndarray) and any(isinstance(block, DeviceBytes) for block in blocks)
+
+
+def _by_gpu(
+    slots: Slots, blocks: Rows
+) -> tuple[tuple[Slots, Sequence[Bytes] | Bytes], dict[Gpu, list[tuple[int, DeviceBytes]]]]:
+    """Slots and blocks of the CPU's memory, and by GPU the others, each with its slot."""
+    gpus: dict[Gpu, list[tuple[int, DeviceBytes]]] = {}
+    if not _any_on_gpu(blocks):
+        return (slots, buffers.of_cpu(blocks)), gpus
+    cpu: list[tuple[int, Bytes]] = []
+    for slot, block in zip(slots, blocks, strict=True):
+        if isinstance(block, DeviceBytes):
+            gpus.setdefault(block.gpu, []).append((int(slot), block))
+        else:
+            cpu.append((int(slot), block))
+    return ([slot for slot, _ in cpu], [block for _, block in cpu]), gpus
+
+
+Pieces: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]"
+"""Of a segment and a GPU's memory: offsets in the one, addresses in the other, and bytes."""
+
+
+def _within_chunks(offsets: NDArray[np.int64], addresses: NDArray[np.int64], nbytes: int) -> Iterator[Pieces]:
+    """All pieces of ``nbytes`` each, cut where chunks of :mod:`kvtier.abi.cuda.page_locks` meet."""
+    left = np.full(len(offsets), nbytes)
+    while len(left):
+        fit = np.minimum(left, CHUNK_BYTES - offsets % CHUNK_BYTES)
+        yield offsets, addresses, fit
+        rest = left > fit
+        offsets, addresses, left = (offsets + fit)[rest], (addresses + fit)[rest], (left - fit)[rest]
+
+
+class CannotMap(Exception):
+    """The message says why this process cannot have the memory."""
+
+
+async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], CudaMemory]:
+    """Maps the memory behind a descriptor, which stays the caller's. Raises :class:`CannotMap`."""
+    kept = os.dup(fd)
+
+    def open_and_map() -> tuple[Gpu, DeviceMemory]:
+        try:
+            gpu = Gpu.of(told.uuid)
+            memory = DeviceMemory.from_fd(gpu.driver, kept, told.nbytes)
+            memory.collected_by(gpu.unmap_later)
+            return gpu, memory
+        finally:
+            os.close(kept)
+
+    # In a thread, since CUDA takes seconds to start. Whoever is cancelled leaves it running: it has the descriptor.
+    opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
+    opening.add_done_callback(_heard)
+    try:
+        gpu, memory = await asyncio.shield(opening)
+    except (CudaUnavailable, CudaError) as error:
+        raise CannotMap(str(error)) from error
+    return partial(CudaMemory, gpu, memory)
+
+
+def _heard(opening: asyncio.Future[Any]) -> None:
+    """asyncio would say that nobody was told of a failure: its caller may have gone."""
+    if not opening.cancelled():
+        opening.exception()
+
+
+class CudaMemory:
+    """Memory of a GPU. It is unmapped when the last view of it is gone: see :meth:`kvtier.gpu.Gpu.unmap_later`."""
+
+    def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
+        """Raises :class:`DaemonError` where it is shorter than the layout says."""
+        if memory.nbytes < layout.device_bytes:
+            message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
+            raise DaemonError(message, reason="BAD_ARENA")
+        self.gpu: Final = gpu
+        self._pools = [
+            tuple(
+                DevicePool(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
+                for pool in group.pools
+            )
+            for group in layout.groups
+        ]
+
+    def reach(self, block: OnGpu) -> Gpu | None:
+        return self.gpu if Gpu.holding(block) is self.gpu else None
+
+    def waits(self, blocks: Rows) -> bool:
+        return True
+
+    def pools(self, group: int) -> tuple[DevicePool, ...]:
+        return self._pools[group]
+
+    def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
+        return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
+
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        pageable, batch = self._copies(group, slots, blocks)
+        self.gpu.copy(self.gpu.to_device, pageable, batch)
+
+    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        copies = self._copies(group, [int(slot) for slot in slots], blocks)
+        turned = ([(row, slot, nbytes) for slot, row, nbytes in some] for some in copies)
+        self.gpu.copy(self.gpu.to_host, *turned)
+
+    def fence(self, stream: int | None) -> Fence:
+        return self.gpu.fence(stream)
+
+    def _copies(self, group: int, slots: Sequence[int], blocks: Rows) -> tuple[list[Copy], list[Copy]]:
+        """From blocks to slots: copies of the CPU's memory, of which only its owner knows whether it is page-locked,
+        and of the GPU's. Returns when the blocks may be touched."""
+        rows = list(blocks)
+        self.gpu.reached(row.after for row in rows if isinstance(row, DeviceBytes))
+        pageable: list[Copy] = []
+        batch: list[Copy] = []
+        begun = 0
+        for pool in self._pools[group]:
+            nbytes = pool.shape[1]
+            # Copies of one array are joined. What was page-locked apart stays apart to the driver, even where one
+            # array ends at the other's first byte.
+            for _, some in groupby(zip(slots, rows, strict=True), key=_array_of):
+                pairs = list(some)
+                copies = batch if isinstance(pairs[0][1], DeviceBytes) else pageable
+                copies += joined((pool.address(slot), Address(_address_of(row) + begun), nbytes) for slot, row in pairs)
+            begun += nbytes
+        return pageable, batch
+
+
+def _address_of(block: Row) -> int:
+    return block.address if isinstance(block, DeviceBytes) else block.ctypes.data
+
+
+def _array_of(row: tuple[int, Row]) -> int:
+    """Which array a block is in."""
+    block: Any = row[1]
+    while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
+        block = block.base
+    return id(block)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DevicePool:
+    """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
+    the next. Any bytes of it may be somebody else's."""
+
+    memory: DeviceMemory
+    offset: int
+    shape: tuple[int, int]
+    stride: int
+
+    def address(self, slot: int) -> Address:
+        """Raises :class:`IndexError` for a slot that there is not."""
+        if not 0 <= slot < self.shape[0]:
+            raise IndexError(f"slot {slot} of {self.shape[0]}")
+        return Address(self.memory.address + self.offset + slot * self.stride)
+
+    def slot(self, slot: int, *, readonly: bool) -> DeviceView:
+        """Raises :class:`IndexError`, likewise."""
+        return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, as of :class:`kvtier.abi.cuda.views.DeviceView`, in two dimensions."""
+        return {
+            "shape": self.shape,
+            "strides": (self.stride, 1),
+            "typestr": "|u1",
+            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
+            "stream": None,
+            "version": 3,
+        }
+
+    def tensor(self) -> torch.Tensor:
+        """A uint8 tensor of the same shape, not copied."""
+        import torch
+
+        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")
