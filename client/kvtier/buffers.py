@@ -49,6 +49,8 @@ Row: TypeAlias = "Bytes | DeviceBytes"
 """A block's bytes outside of slots, flat. Those of a GPU only where it reaches the slots."""
 Rows: TypeAlias = "Sequence[Row] | Bytes"
 """The bytes of n blocks: n rows, or one C-contiguous array of them, [n, bytes of a block]."""
+PrefixRows: TypeAlias = "list[Row | None]"
+"""What was copied of a prefix, a row a block; None before a sliding window, where nothing is."""
 
 
 @runtime_checkable
@@ -209,7 +211,7 @@ class _Reached:
 Late: TypeAlias = "tuple[torch.Tensor, Bytes, torch.cuda.Stream | None]"
 
 
-def late(out: Blocks, rows: Sequence[Row]) -> list[Late]:
+def late(out: Blocks, rows: PrefixRows) -> list[Late]:
     """The tensors of ``out`` that could not be written in place, each with its bytes and this thread's current stream:
     for :func:`fill`, in whatever thread."""
     if isinstance(out, np.ndarray):
@@ -217,11 +219,11 @@ def late(out: Blocks, rows: Sequence[Row]) -> list[Late]:
     return [
         (block, row, torch_stream(block))
         for block, row in zip(out, rows, strict=False)
-        if is_tensor(block) and not isinstance(row, DeviceBytes) and not is_in_place(block)
+        if is_tensor(block) and isinstance(row, np.ndarray) and not is_in_place(block)
     ]
 
 
-def of_cpu(rows: Rows) -> Sequence[Bytes]:
+def of_cpu(rows: Rows | PrefixRows) -> Sequence[Bytes]:
     """The same ones, of which none was taken where it lies on a GPU: they are not for slots there."""
     return cast("Sequence[Bytes]", rows)
 

@@ -15,7 +15,7 @@ from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena, Binder, send
-from kvtier.buffers import Blocks, Reach, Row, Rows
+from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import Streamed
 from kvtier.errors import CallerError, InvalidArgument, require_within
@@ -178,6 +178,7 @@ class Cache(GroupVerbs):
         """The longest prefix that can be had, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
 
         ``retention``: new values for what is found, counted from this lease's release.
+        Of a sliding group what its window needs of that is held: see :attr:`ReadLease.prefix_length`.
         Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
         room for that many, or for not one of those that are stored.
         """
@@ -302,15 +303,18 @@ class Cache(GroupVerbs):
         verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
-        """The longest stored prefix of a chain, copied out: one array a block of the prefix.
+        """The longest stored prefix of a chain, copied out: one array a block of the prefix, None for a block before a
+        sliding window, which that prefix does not need.
 
         ``out``: arrays or tensors of exactly :attr:`block_bytes` to copy into, one a key, arrays C-contiguous; the
-        first ones are filled and returned, and what is in the others is undefined: of a block that leaves its slot
-        while it is copied, bytes stay there. Without it: fresh uint8 arrays.
+        first ones, from the window on, are filled and returned; those before it are left as they are, and what is in
+        the others is undefined: of a block that leaves its slot while it is copied, bytes stay there. Without it: fresh
+        uint8 arrays.
 
         What is in mapped slots is copied without a call, and stays where it is; with ``tier`` only what is in that one.
         The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
-        most half of it; ``timeout`` is for each. Where the cache is not mapped, the bytes come through a stream.
+        most half of it, but a sliding window whole; ``timeout`` is for each. Where the cache is not mapped, the bytes
+        come through a stream.
 
         ``verify``: what was copied is compared with what the daemon finds in its memory, by checksum, in one more call;
         blocks that have left it meanwhile come again, through a stream.
@@ -337,25 +341,27 @@ class Cache(GroupVerbs):
 
     async def end_get(
         self, read: Read, targets: Rows | None, tier: Tier | None, verify: bool, timeout: float | None
-    ) -> list[Row]:
+    ) -> PrefixRows:
         """After :meth:`begin_get` and the copy: what the daemon has to make ready, and the check where it is wanted."""
         rows = read.rows
         if read.done and not (verify and rows):
             return rows
         place = self.lease_tier(tier)
 
-        async def rest(first: int, way: copies.Way) -> list[Row]:
+        async def rest(first: int, way: copies.Way) -> PrefixRows:
             into = None if targets is None else targets[first:]
-            return await copies.get(self.slots(place), way, place, split_keys(read.keys)[first:], into, timeout)
+            return await self._get(way, place, split_keys(read.keys)[first:], into, timeout)
 
         if not read.done:
             self.reader.count(calls=1)
             rows += await rest(read.blocks, self.way(place))
         if verify and rows and self.mapped:  # a stream brings its own checksums
-            good = await verified(self._binder, self.group, read.keys, buffers.of_cpu(rows), self._deadline(timeout))
-            rows = rows[:good]
-            if good < read.asked:
-                rows += await rest(good, self._streamed)
+            first = sum(row is None for row in rows)
+            keys, copied = read.keys[first * KEY_BYTES :], buffers.of_cpu(rows[first:])
+            good = first + await verified(self._binder, self.group, keys, copied, self._deadline(timeout))
+            if good < len(rows):
+                good = 0 if self._sliding else good
+                rows = rows[:good] + await rest(good, self._streamed)
         return rows
 
     async def stream_get(
@@ -373,8 +379,7 @@ class Cache(GroupVerbs):
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
         place = self.lease_tier(tier)
-        rows = await copies.get(self.slots(place), self._streamed, place, chain, targets, timeout)
-        return await _delivered(out, rows)
+        return await _delivered(out, await self._get(self._streamed, place, chain, targets, timeout))
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
@@ -421,6 +426,16 @@ class Cache(GroupVerbs):
     def _streamed(self) -> copies.Way:
         return Streamed(self, self._binder, self._deadline)
 
+    @property
+    def _sliding(self) -> bool:
+        return self.spec.groups[self.group].window_tokens > 0
+
+    async def _get(
+        self, way: copies.Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
+    ) -> PrefixRows:
+        slots = None if self._sliding else self.slots(tier)
+        return await copies.get(slots, way, tier, chain, targets, timeout)
+
     async def _put(
         self,
         way: copies.Way,
@@ -460,11 +475,11 @@ class Cache(GroupVerbs):
         return await self._holdings.reserve(self, place, count, timeout)
 
 
-async def _delivered(out: Blocks | None, rows: list[Row]) -> list[Any]:
+async def _delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
     """What the caller gets: the arrays that it gave, filled, or else the rows."""
     if out is None:
         return rows
     late = buffers.late(out, rows)
     if late:
         await buffers.run_copy(partial(buffers.fill, late), sum(len(row) for _, row, _ in late))
-    return list(out[: len(rows)])
+    return [row if row is None else block for block, row in zip(out, rows, strict=False)]

@@ -22,7 +22,7 @@ from kvtier.types import CacheOptions, Cursor
 from kvtier.wire import AcrossMatch, GroupSpan, Locations, Match, split_keys
 
 _LEAST_LOOKED_UP: Final = 64
-"""Keys of a sliding group that are looked up at a time, or its window where that is longer."""
+"""Keys of a sliding group that are looked up at a time, or its window, or as many again, whichever is more."""
 
 LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.bool_]]]
 """Of blocks [start, stop) of the chain: residency, 0 = absent, and whether an absence is sure."""
@@ -33,8 +33,13 @@ def spans(windows: Sequence[int], tokens_per_block: int) -> tuple[int, ...]:
     return tuple(-(-window // tokens_per_block) for window in windows)
 
 
+def first_block(length: int, span: int) -> int:
+    """The first block that a prefix of so many needs; ``span``: as in :func:`spans`."""
+    return max(0, length - span) if span else 0
+
+
 class Window:
-    """A sliding group's side of a match of at most ``bound`` blocks, of which it needs the last ``span``.
+    """A group's side of a match of at most ``bound`` blocks, of which it needs the last ``span``; 0 = all.
 
     Looks up every key once, and no more than it must, from the end on.
     """
@@ -47,31 +52,30 @@ class Window:
         self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
         self._sure: NDArray[np.bool_] = np.ones(bound, np.bool_)
 
-    def first_block(self, length: int) -> int:
-        """The first block that a prefix of so many needs."""
-        return max(0, length - self._span)
-
     def residency(self, length: int) -> bytes:
         """Of the blocks that a prefix of so many needs; they have been looked up."""
-        return self._residency[self.first_block(length) : length].tobytes()
+        return self._residency[first_block(length, self._span) : length].tobytes()
 
     def unbroken(self, length: int) -> int | None:
         """That length, where no block is missing of what it needs, else the greatest lower one that may do. None: that
         cannot be told."""
         while True:
-            first = self.first_block(length)
+            first = first_block(length, self._span)
             self._look_up(first)
             holes = np.flatnonzero(self._residency[first:length] == 0)
             if not len(holes):
                 return length
-            length = first + int(holes[-1])
-            if not self._sure[length]:
+            hole = first + int(holes[-1])
+            there = np.flatnonzero(self._residency[self._low : hole])
+            length = self._low + (int(there[-1]) + 1 if len(there) else 0)  # a prefix that ends with what is there
+            if not self._sure[length : hole + 1].all():
                 return None
 
     def _look_up(self, first: int) -> None:
         if first >= self._low:
             return
-        start = max(0, min(first, self._low - max(self._span, _LEAST_LOOKED_UP)))
+        known = len(self._residency) - self._low
+        start = max(0, min(first, self._low - max(self._span, _LEAST_LOOKED_UP, known)))
         self._residency[start : self._low], self._sure[start : self._low] = self._find(start, self._low)
         self._low = start
 
@@ -196,22 +200,32 @@ class Chains:
         return self._index.find(keys, group)
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
-        """How many blocks of the chain are stored, from its first on."""
+        """The longest prefix of the chain that the group can serve."""
         if not self.is_sliding(group):
             return self._index.prefix_length(keys, group)
-        found = self._index.find(keys, group)
-        return leading(found, found.residency != 0)
+        bound = len(keys) // KEY_BYTES
+        return Window(self._look_up(keys, group), self._spans[group], bound).unbroken(bound)
 
     def match(self, keys: bytes, group: int) -> Match | None:
-        as_of = self._as_of()
+        as_of, bound = self._as_of(), self.prefix_length(keys, group)
+        if bound is None:
+            return None
+        found = self.find(keys[: bound * KEY_BYTES], group)
+        here = Window(
+            lambda start, stop: (found.residency[start:stop], found.sure[start:stop]), self._spans[group], bound
+        )
+        length = here.unbroken(bound)  # shorter, where blocks have left meanwhile
+        if length is None or not found.sure[:length].all():
+            return None
+        return Match(length, found.residency[:length].tobytes(), as_of)
+
+    def wanted(self, keys: bytes, group: int) -> range | None:
+        """Of a chain, the blocks to be copied: of a full-attention group all that are there, else what the longest
+        prefix needs."""
         if not self.is_sliding(group):
-            length = self._index.prefix_length(keys, group)
-            if length is None:
-                return None
-            keys = keys[: length * KEY_BYTES]
-        found = self._index.find(keys, group)
-        length = leading(found, found.residency != 0)
-        return None if length is None else Match(length, found.residency[:length].tobytes(), as_of)
+            return range(len(keys) // KEY_BYTES)
+        length = self.prefix_length(keys, group)
+        return None if length is None else range(first_block(length, self._spans[group]), length)
 
     def match_across(self, keys: bytes) -> AcrossMatch | None:
         """See :meth:`kvtier.groups.AcrossGroups.match`."""
@@ -252,7 +266,7 @@ class Chains:
         if length is None:
             return None
         return tuple(
-            GroupSpan(group, windows[group].first_block(length), windows[group].residency(length))
+            GroupSpan(group, first_block(length, span), windows[group].residency(length))
             if span
             else GroupSpan(group, 0, self._index.find(keys[: length * KEY_BYTES], group).residency.tobytes())
             for group, span in enumerate(self._spans)
@@ -264,12 +278,6 @@ class Chains:
             return found.residency, found.sure
 
         return look_up
-
-
-def leading(found: Found, wanted: NDArray[np.bool_]) -> int | None:
-    """How many of the first are wanted. None: whether the next one is cannot be told."""
-    length = count_leading(wanted)
-    return length if length == len(wanted) or found.sure[length] else None
 
 
 def count_leading(wanted: NDArray[np.bool_]) -> int:

@@ -15,7 +15,7 @@ from grpc.aio import InternalError, StreamUnaryCall
 from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
-from kvtier.buffers import Bytes, Row, Rows, of_cpu
+from kvtier.buffers import Bytes, PrefixRows, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
 from kvtier.gpu import PASSED
 from kvtier.lease import Owner, ReadLease
@@ -59,7 +59,7 @@ class Way(Protocol):
         """Raises :class:`LeaseLost` where the daemon restarts meanwhile."""
         ...
 
-    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
+    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         """Raises :class:`TooShort` where none of it is stored."""
         ...
 
@@ -83,16 +83,16 @@ class Mapped:
         finally:
             await self._cache.release(lease, stream=PASSED)
 
-    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
+    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         cache = self._cache
         (lease,) = await self._holdings.acquire(cache, [b"".join(chain)], tier, 1, None, timeout)
         if lease.error is not None:
             raise lease.error
         try:
-            fresh = np.empty((lease.blocks, cache.block_bytes), np.uint8) if targets is None else targets
-            rows = fresh[: lease.blocks]
+            into = None if targets is None else targets[lease.first_block : lease.prefix_length]
+            rows: Rows = np.empty((lease.blocks, cache.block_bytes), np.uint8) if into is None else into
             await copied_out(lease, rows)
-            return list(rows)
+            return [*[None] * lease.first_block, *rows]
         finally:
             await cache.release(lease, stream=PASSED)
 
@@ -128,11 +128,12 @@ async def put(slots: int, way: Way, tier: Tier, whole: Piece, timeout: float | N
 
 
 async def get(
-    slots: int, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
-) -> list[Row]:
-    """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat."""
-    step = pieces(slots, way)
-    found: list[Row] = []
+    slots: int | None, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
+) -> PrefixRows:
+    """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat. ``slots`` None: of a sliding group, in one piece, since
+    a piece's window is not that of the chain."""
+    step = len(chain) if slots is None else pieces(slots, way)
+    found: PrefixRows = []
     while len(found) < len(chain):
         start = len(found)
         end = min(start + step, len(chain))
@@ -140,6 +141,8 @@ async def get(
         try:
             found += await way.get(tier, chain[start:end], into, timeout)
         except TooShort:
+            break
+        if slots is None:
             break
     return found
 
@@ -201,11 +204,11 @@ class Streamed:
         reply = await self._binder.session.call(attempt, deadline)
         return [BlockResult(result) for result in reply.results]
 
-    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
+    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1)]
         deadline = self._deadline(timeout)
 
-        async def attempt(link: Link, seconds: float) -> list[Row]:
+        async def attempt(link: Link, seconds: float) -> PrefixRows:
             binding = await self._binder.bind(link, seconds)
             acquire = blocks_pb2.AcquireRequest(
                 cache_id=binding.cache_id,
@@ -221,7 +224,7 @@ class Streamed:
             )
             try:
                 into = None if targets is None else of_cpu(targets)
-                return [*await _download(aiter(call), into, self._cache.block_bytes)]
+                return await _download(aiter(call), into, self._cache.block_bytes)
             finally:
                 call.cancel()
 
@@ -247,7 +250,7 @@ async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequenc
 
 async def _download(
     chunks: AsyncIterator[transfer_pb2.GetChunk], targets: Sequence[Bytes] | None, block_bytes: int
-) -> list[Bytes]:
+) -> PrefixRows:
     """Fills the targets, or fresh arrays. Raises what an acquire of the chain would."""
     first = await anext(chunks, None)
     if first is None or not first.HasField("header"):
@@ -255,7 +258,9 @@ async def _download(
     found = first.header.found
     if found.refusal:
         raise chain_error(found, 1)
-    rows = list(np.empty((found.blocks, block_bytes), dtype=np.uint8) if targets is None else targets[: found.blocks])
+    before = max(0, found.blocks - len(found.found_in))
+    into = None if targets is None else targets[before : found.blocks]
+    rows = list(np.empty((found.blocks - before, block_bytes), np.uint8) if into is None else into)
     progress = Progress(len(rows), block_bytes)
     checksums = b""
     async for chunk in chunks:
@@ -269,7 +274,7 @@ async def _download(
     if not progress.finished:
         raise DaemonError(f"a stream that ended in block {progress.block} of {len(rows)}", reason="BAD_ANSWER")
     _require_equal(await _checksums(rows), checksums)
-    return rows
+    return [*[None] * before, *rows]
 
 
 async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:

@@ -239,14 +239,14 @@ class ReadLease(Lease):
         self.keys = tuple(keys)
         """Of the blocks that are held."""
         self.first_block = first_block
-        """Where in the chain they begin: above 0 only in a sliding window group, acquired across groups."""
+        """Where in the chain they begin: above 0 only in a sliding window group."""
         self.trimmed = 0
         """How many of the first ones have been given back by :meth:`trim`."""
         self.generations = np.array(generations, dtype=np.uint64)
         self.found_in = found_in
-        """Residency set at the moment of the match, one byte a block of the prefix."""
+        """Residency set at the moment of the match, one byte a key."""
         self.matched = matched
-        """Length of the stored prefix at that moment; more than :attr:`blocks` where room was short."""
+        """Length of the stored prefix at that moment; more than :attr:`prefix_length` where room was short."""
         self.error = error
         """What ``acquire`` of this chain alone would have raised; None where it was not refused."""
 
@@ -259,6 +259,12 @@ class ReadLease(Lease):
     def blocks(self) -> int:
         """How many blocks are held."""
         return len(self.slots) - self.trimmed
+
+    @property
+    def prefix_length(self) -> int:
+        """Length of the prefix that was acquired. Of a sliding group its last blocks are held, which its window
+        needs."""
+        return self.first_block + len(self.slots)
 
     async def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives back the first ``blocks`` of those held, which a sequence has left behind its window.
@@ -397,13 +403,15 @@ class Holdings:
                 tier,
                 chain.lease_id,
                 chain.slots,
-                keys=split_keys(keys[: len(chain.slots) * KEY_BYTES]),
+                keys=split_keys(keys[first * KEY_BYTES : chain.blocks * KEY_BYTES]),
                 generations=chain.generations,
                 found_in=chain.found_in,
                 matched=chain.matched,
                 error=chain_error(chain, min_blocks) if chain.refusal else None,
+                first_block=first,
             )
             for keys, chain in zip(packed, reply.chains, strict=True)
+            for first in [chain.blocks - len(chain.slots)]
         ]
         self.keep(lease for lease in leases if lease.id)
         return leases

@@ -27,7 +27,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.arena import Arena, Binder, Binding, send
-from kvtier.buffers import Bytes, Row, Rows
+from kvtier.buffers import Bytes, PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.errors import ClientClosed, DamagedTransfer
 from kvtier.session import Deadline, Link
@@ -121,14 +121,15 @@ class Reader:
             targets: where to, a row a key; None: into fresh arrays.
         """
         mapping = self._current(keys)
-        if mapping is not None and not are_distinct(keys):
-            mapping = None
-        return Read(self, mapping, keys, group, tier, targets)
+        wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
+        if wanted is None:
+            mapping, wanted = None, range(len(keys) // KEY_BYTES)
+        return Read(self, mapping, keys, wanted, group, tier, targets)
 
     def read(self, read: Read) -> None:
         """Blocks were copied: counts them, and has the daemon told."""
         misses = 0 if read.whole or not read.done else read.asked - read.blocks
-        self.count(hits=read.blocks, misses=misses, reuses=read.reuses)
+        self.count(hits=read.blocks - read.first, misses=misses, reuses=read.reuses)
         if read.blocks or misses:
             self.recency.note(read.group, read.used(), misses)
 
@@ -139,7 +140,7 @@ class Reader:
 
     def _current(self, keys: bytes) -> Mapping | None:
         binding = self._binder.readable
-        if binding is None or not 0 < len(keys) <= MAX_KEYS * KEY_BYTES:
+        if binding is None or len(keys) > MAX_KEYS * KEY_BYTES:
             return None
         arena, mapping = binding.mapped, self._mapping
         if arena is None or arena.index is None or not arena.current:
@@ -150,35 +151,47 @@ class Reader:
 
 
 class Read:
-    """The first blocks of a chain on their way out of mapped slots.
+    """The ``wanted`` blocks of a chain on their way out of mapped slots: the first of them, or a whole window.
 
-    ``blocks``: how many can be copied, and after :meth:`copy` how many were.
+    ``blocks``: the length of the prefix that can be copied, and after :meth:`copy` of that which was. ``first``: the
+    first block that it needs.
     """
 
     def __init__(
-        self, reader: Reader, mapping: Mapping | None, keys: bytes, group: int, tier: Tier | None, targets: Rows | None
+        self,
+        reader: Reader,
+        mapping: Mapping | None,
+        keys: bytes,
+        wanted: range,
+        group: int,
+        tier: Tier | None,
+        targets: Rows | None,
     ) -> None:
         self.group: Final = group
         self.asked: Final = len(keys) // KEY_BYTES
-        self.blocks = 0
+        self.blocks = self.first = wanted.start
         self.reuses = 0
+        self._end: Final = wanted.stop
+        self._sliding: Final = mapping is not None and mapping.chains.is_sliding(group)
         self._reader: Final = reader
         self._mapping: Final = mapping
         self.keys: Final = keys
-        self._start = 0
-        """How many blocks have been copied and compared."""
+        self._start = self.first
+        """The blocks before it have been copied and compared."""
         self._current = True
         self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
         self._bits: Final = sum(tier.bit for tier in self._tiers)
         self._found: Found = self._look_up() if mapping else Found.nothing(self.asked, sure=False)
         block_bytes = reader.spec.block_bytes(group)
-        self.nbytes: Final = self.blocks * block_bytes
-        self._rows: Rows = np.empty((self.blocks, block_bytes), np.uint8) if targets is None else targets[: self.blocks]
+        count = self.blocks - self.first
+        self.nbytes: Final = count * block_bytes
+        into = None if targets is None else targets[self.first : self.blocks]
+        self._rows: Rows = np.empty((count, block_bytes), np.uint8) if into is None else into
 
     @property
-    def rows(self) -> list[Row]:
-        """What was copied, a row a block."""
-        return list(self._rows[: self.blocks])
+    def rows(self) -> PrefixRows:
+        """What was copied."""
+        return [*[None] * self.first, *self._rows[: self.blocks - self.first]]
 
     @property
     def whole(self) -> bool:
@@ -188,10 +201,10 @@ class Read:
     @property
     def done(self) -> bool:
         """All of the chain that is stored is there, so there is nothing to ask the daemon for."""
-        if self._mapping is None or self.whole or not self._current:
+        if self._mapping is None or self.blocks == self._end or not self._current:
             return self._mapping is not None and self._current
         following = self.blocks - self._start
-        return bool(self._found.sure[following]) and self._found.residency[following] == 0
+        return not self._sliding and bool(self._found.sure[following]) and self._found.residency[following] == 0
 
     @property
     def waits(self) -> bool:
@@ -202,8 +215,8 @@ class Read:
 
     def used(self) -> Sequence[bytes]:
         """The keys that tell the daemon which blocks were read: of a full-attention group the last one."""
-        ends = range(self.blocks * KEY_BYTES, 0, -KEY_BYTES)
-        if self._mapping is not None and not self._mapping.chains.is_sliding(self.group):
+        ends = range(self.blocks * KEY_BYTES, self.first * KEY_BYTES, -KEY_BYTES)
+        if not self._sliding:
             ends = ends[:1]
         return [self.keys[end - KEY_BYTES : end] for end in ends]
 
@@ -214,23 +227,29 @@ class Read:
             return
         most = self.blocks
         for _ in range(_TRIES):
-            void = self._copy(self._rows[self._start : self.blocks])
+            void = self._copy(self._rows[self._start - self.first : self.blocks - self.first])
             if not len(void):
                 break
             self._start += int(void[0])
             self._found = self._look_up()
             self.blocks = min(self.blocks, most)
         else:
-            self.blocks = self._start
+            self._cut(self._start)
         if not self._mapping.arena.current:
-            self.blocks, self._current = 0, False
+            self._current = False
+            self._cut(0)
         self._reader.read(self)
+
+    def _cut(self, blocks: int) -> None:
+        """Of the prefix so much can be copied; a part of a window is of no use."""
+        self.blocks = 0 if self._sliding and blocks < self._end else blocks
+        self.first = min(self.first, self.blocks)
 
     def _look_up(self) -> Found:
         """Where the blocks from ``_start`` on are now; sets how many of them can be copied."""
         assert self._mapping is not None
-        found = self._mapping.chains.find(self.keys[self._start * KEY_BYTES :], self.group)
-        self.blocks = self._start + count_leading(found.residency & self._bits != 0)
+        found = self._mapping.chains.find(self.keys[self._start * KEY_BYTES : self._end * KEY_BYTES], self.group)
+        self._cut(self._start + count_leading(found.residency & self._bits != 0))
         return found
 
     def _copy(self, rows: Rows) -> NDArray[np.intp]:

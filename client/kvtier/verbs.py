@@ -62,13 +62,14 @@ class GroupVerbs:
         return self.reader.counts
 
     async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        """How many blocks of a chain are stored, from its first on: :meth:`match` without the rest. No side effect."""
+        """How long a prefix of a chain is stored: :meth:`match` without the rest. No side effect."""
         packed = await self._in_turn(packed_keys(keys), timeout)
         length = self.reader.prefix_length(packed, self.group)
         return length if length is not None else (await self._ask_match(packed, timeout)).blocks
 
     async def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
-        """The longest stored prefix of a chain. No side effect.
+        """The longest stored prefix of a chain, the last blocks of which a sliding group needs: those that its window
+        covers at the end. Residency 0: absent, before the window. No side effect.
 
         Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
         one's block was, or would be, committed under the one before.

@@ -25,12 +25,12 @@ def first_block(group, blocks):
     return tokens[0] // 16 if tokens else blocks
 
 
-def longest(held, keys):
+def longest(held, keys, groups):
     """The oracle: tries every length from the longest down, and asks of each whether every block it needs is there."""
     return next(
         blocks
         for blocks in range(len(keys), -1, -1)
-        if all(set(keys[first_block(group, blocks) : blocks]) <= held[group] for group in groups_of(VSWA))
+        if all(set(keys[first_block(group, blocks) : blocks]) <= held[group] for group in groups)
     )
 
 
@@ -70,14 +70,17 @@ async def test_a_prefix_needs_each_group_s_window_and_no_more(cache):
 
 
 async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache):
-    """Never the minimum of the groups' own matches: window 0 has no block of the middle, and the end is whole."""
+    """Never the minimum of the groups' own matches: window 0 has no block of the middle."""
     await put(cache, KEYS[:4])
     await put(cache, KEYS, {0: 4, 2: 7})
     full = cache.in_group(1)
     await full.put(KEYS[4:], content(VSWA, 1, KEYS[4:]), parent=KEYS[3])
-    assert (await cache.match(KEYS)).blocks == 4
     assert (await cache.across.match(KEYS)).blocks == 24
     assert (await cache.across.match(KEYS[:12])).blocks == 4
+    await cache.drop(KEYS[2:3])
+    assert [(await cache.in_group(group).match(KEYS[:4])).blocks for group in groups_of(VSWA)] == [2, 4, 4]
+    await cache.in_group(2).drop(KEYS[1:2])
+    assert (await cache.across.match(KEYS[:4])).blocks == 1
 
 
 async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(client, cache):
@@ -161,12 +164,18 @@ async def test_matches_agree_with_an_oracle_under_random_traffic(start_for, seed
             held = await held_by(cache)
             for keys in chains:
                 found = await cache.across.match(keys)
-                assert found.blocks == longest(held, keys)
+                assert found.blocks == longest(held, keys, groups_of(VSWA))
                 assert [span.first_block for span in found.groups] == [
                     first_block(group, found.blocks) for group in groups_of(VSWA)
                 ]
                 lengths.add(found.blocks)
+                for group in groups_of(VSWA):
+                    alone = await cache.in_group(group).match(keys)
+                    assert alone.blocks == longest(held, keys, [group])
+                    stored = [key in held[group] for key in keys[: alone.blocks]]
+                    assert [residency > 0 for residency in alone.residency] == stored
             await check_acquire(cache, chooser.choice(chains))
+            await check_alone(cache.in_group(chooser.choice(groups_of(VSWA))), chooser.choice(chains))
         assert len(lengths) > 5, f"the traffic hardly tests anything: lengths {sorted(lengths)}"
         assert (await client.stats()).caches[0].removed > 0
 
@@ -198,6 +207,19 @@ async def check_acquire(cache, keys):
             needed = keys[first_block(group, lease.blocks) : lease.blocks]
             assert list(part.keys) == needed
             assert_content(VSWA, group, needed, [bytes_in(part.view(index)) for index in range(part.blocks)])
+
+
+async def check_alone(cache, keys):
+    """The same of one group's acquire and get."""
+    stored, group = (await cache.match(keys)).blocks, cache.group
+    async with cache.acquire(keys) as lease:
+        assert lease.prefix_length <= lease.matched == stored
+        assert list(lease.keys) == keys[first_block(group, lease.prefix_length) : lease.prefix_length]
+        assert_content(VSWA, group, lease.keys, [bytes_in(lease.view(index)) for index in range(lease.blocks)])
+    found = await cache.get(keys)
+    first = first_block(group, len(found))
+    assert (len(found), found[:first]) == (stored, [None] * first)
+    assert_content(VSWA, group, keys[first:stored], found[first:])
 
 
 # -- stored in one group after another ---------------------------------------------------------------------------------

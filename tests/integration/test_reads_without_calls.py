@@ -108,8 +108,6 @@ async def test_what_is_wrong_is_refused_though_nothing_is_called(cache):
     with pytest.raises(InvalidArgument, match="timeout"):
         await cache.match(keys, timeout=0)
     with pytest.raises(InvalidArgument, match="keys"):
-        await cache.prefix_length(b"")
-    with pytest.raises(InvalidArgument, match="keys"):
         await cache.locate(bytes(32 * 16_385))
     for verb in (cache.match, cache.locate, cache.get, cache.across.match, cache.across.get):
         with pytest.raises(InvalidArgument, match="keys"):

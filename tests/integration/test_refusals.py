@@ -121,7 +121,6 @@ CLIENT_CASES: dict[str, tuple[Callable[[Cache], Any], str]] = {
     "wait not at all": (lambda cache: cache.reserve(1, timeout=0), "timeout"),
     "wait for ever": (lambda cache: cache.match(KEYS, timeout=float("inf")), "timeout"),
     "a short key": (lambda cache: cache.match([b"short"]), "keys[0]"),
-    "no key at all": (lambda cache: cache.match([]), "keys"),
     "a key twice": (lambda cache: cache.match([KEYS[0], KEYS[0]]), "keys[1]"),
     "half a packed key": (lambda cache: cache.match(PACKED[:40]), "keys"),
     "fewer blocks than keys": (lambda cache: cache.put(KEYS, blocks(KEYS[:2])), "blocks"),

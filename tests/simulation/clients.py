@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import LeaseRecord, LeftLease
-from kvtierd.core.outcome import Grant, Refusal
+from kvtierd.core.outcome import Grant, GroupGrant, Refusal
 from tests.simulation.memory import Content, Memory
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
@@ -54,16 +54,17 @@ class MoveRequest(GroupRequest):
 
 
 @dataclass(slots=True, frozen=True)
-class AcrossRequest(Request):
-    """``found_in``: residencies of the blocks stored when the call was made, by group. ``readable``, ``stored``: the
-    longest prefix that all groups could serve, without and with what a failing edge may be needed for. ``removed``:
-    blocks that went since; they may have been stored again elsewhere."""
+class WindowRequest(Request):
+    """Over all groups, or ``alone`` of a sliding one. ``found_in``: residencies of the blocks stored when the call was
+    made, by group. ``readable``, ``stored``: the longest prefix that these could serve, without and with what a failing
+    edge may be needed for. ``removed``: blocks that went since; they may have been stored again elsewhere."""
 
     keys: tuple[Key, ...]
     min_blocks: int
     found_in: Mapping[GroupId, Mapping[Key, int]]
     readable: int
     stored: int
+    alone: bool
     removed: set[tuple[GroupId, Key]] = field(default_factory=set)
 
 
@@ -230,13 +231,19 @@ class Clients:
         if grant.lease is not None:
             self._hold(request, request.group, grant.lease, request.keys[:blocks], grant.slots)
 
-    def take_across(self, request: AcrossRequest, grant: Grant) -> None:
+    def take_window(self, request: WindowRequest, grant: Grant) -> None:
         """In every group just what the prefix needs there, by the definition."""
-        require(request.readable <= grant.matched <= request.stored, "a match across groups is not what was stored")
+        require(request.readable <= grant.matched <= request.stored, "a match of windows is not what was stored")
         require(request.min_blocks <= grant.blocks <= grant.matched, f"{grant.blocks} blocks are granted")
-        require((grant.lease, grant.slots) == (None, ()), "an answer across groups is none of one group")
-        require([part.group for part in grant.groups] == list(self._plans), "a group is missing from an answer")
-        for part in grant.groups:
+        parts = grant.groups
+        if request.alone:
+            require(parts == (), "an answer of one group is none across groups")
+            (group,), first = request.found_in, grant.blocks - len(grant.slots)
+            parts = (GroupGrant(group, first, grant.lease, grant.slots, grant.found_in),)
+        else:
+            require((grant.lease, grant.slots) == (None, ()), "an answer across groups is none of one group")
+        require([part.group for part in parts] == list(request.found_in), "a group is missing from an answer")
+        for part in parts:
             needed = self._plans[part.group].needed(grant.blocks)
             given = range(part.first_block, part.first_block + len(part.slots))
             require(list(given) == list(needed), f"a prefix of {grant.blocks} needs blocks {needed}, not {given}")

@@ -57,14 +57,15 @@ class Setup:
 
     @classmethod
     def draw(cls, choose: Chooser) -> Setup:
-        """One full group, often alone; else with a sliding one, and a third of either kind with larger slots."""
+        """A full group and a sliding one, often one of them alone, or a third of either kind with larger slots."""
         count = choose.pick((1, 1, 2, 2, 3))
         on_disk = choose.chance(80)
         tokens_per_block = choose.pick((1, 3))
+        sliding = (0,) if count == 1 and choose.chance(30) else (1, 2) if choose.chance(50) else (1,)
         groups = tuple(
             GroupPlan(
                 group=GroupId(number),
-                window=choose.between(1, 4 * tokens_per_block) if number == 1 or (number and choose.chance(50)) else 0,
+                window=choose.between(1, 4 * tokens_per_block) if number in sliding else 0,
                 tokens_per_block=tokens_per_block,
                 slot_bytes=SLOT_BYTES * (3 if number == 2 else 1),
                 disk=choose.between(1, 12) if on_disk else 0,

@@ -69,6 +69,8 @@ HAPPENS: Final = (
     "granted all matched across groups, of a window",
     "granted less than matched across groups, of a window",
     "granted nothing matched across groups",
+    "granted all matched in a window",
+    "granted less than matched in a window",
     "granted a move",
     "refused TIER_FULL",
     "refused DEADLINE",

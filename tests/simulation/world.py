@@ -23,7 +23,6 @@ from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import (
-    AcrossRequest,
     Clients,
     GroupRequest,
     Holding,
@@ -31,6 +30,7 @@ from tests.simulation.clients import (
     PrefixRequest,
     Request,
     SlotsRequest,
+    WindowRequest,
 )
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.memory import Memory
@@ -149,6 +149,11 @@ class World:
         self._carry_out(outcome)
 
     def acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
+        if site.plan.sliding:
+            requests = [self._window_request(session, tier, chain, [site], alone=True) for chain in chains]
+            tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
+            self._wait_for(tickets, chains, requests, outcome)
+            return
         found = [self._stored_prefix(site, chain.keys) for chain in chains]
         readable = [self._readable(found_in, tier) for found_in in found]
         tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
@@ -161,11 +166,21 @@ class World:
         self._carry_out(outcome)
 
     def acquire_across(self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest]) -> None:
-        requests = [self._across_request(session, tier, chain) for chain in chains]
+        sites = list(self.sites.values())
+        requests = [self._window_request(session, tier, chain, sites, alone=False) for chain in chains]
         tickets, outcome = self.core.acquire_across(session, tier, chains, self.now)
+        self._wait_for(tickets, chains, requests, outcome)
+
+    def _wait_for(
+        self,
+        tickets: Sequence[TicketId],
+        chains: Sequence[ChainRequest],
+        requests: Sequence[WindowRequest],
+        outcome: Outcome,
+    ) -> None:
         for ticket, chain, request in zip(tickets, chains, requests, strict=True):
             self.clients.requests[ticket] = replace(request, id=ticket)
-            for site in self.sites.values():
+            for site in (self.sites[group] for group in request.found_in):
                 lengths = range(request.readable, request.stored + 1)
                 certain = site.plan.needed(request.stored) if len(lengths) == 1 else ()
                 possible = {
@@ -174,23 +189,30 @@ class World:
                 self._retained(site, chain, certain, possible)
         self._carry_out(outcome)
 
-    def _across_request(self, session: SessionId, tier: Tier, chain: ChainRequest) -> AcrossRequest:
+    def _window_request(
+        self, session: SessionId, tier: Tier, chain: ChainRequest, sites: Sequence[Site], *, alone: bool
+    ) -> WindowRequest:
         keys = tuple(chain.keys)
-        found = {g: {key: r for key in keys if (r := site.residency(key))} for g, site in self.sites.items()}
+        found = {site.group: {key: r for key in keys if (r := site.residency(key))} for site in sites}
         failing = self._failing(tier)
         sure = {
             group: {key for key, residency in known.items() if residency & tier.bit or not residency & failing}
             for group, known in found.items()
         }
         stored = self._longest(keys, found)
-        require(self.core.match_across(keys).blocks == stored, "a match across groups and the events disagree")
+        if alone:
+            match = self.core.match(sites[0].group, keys)
+            told = tuple(map(sites[0].residency, keys[:stored]))
+            require((match.blocks, match.residency) == (stored, told), "a match and the events disagree")
+        else:
+            require(self.core.match_across(keys).blocks == stored, "a match across groups and the events disagree")
         readable = self._longest(keys, sure)
-        return AcrossRequest(TicketId(0), session, tier, keys, chain.min_blocks, found, readable, stored)
+        return WindowRequest(TicketId(0), session, tier, keys, chain.min_blocks, found, readable, stored, alone)
 
     def _longest(self, keys: Sequence[Key], usable: Mapping[GroupId, Collection[Key]]) -> int:
         """The definition: the greatest length of which every group can use all that it needs."""
         lengths = range(len(keys), -1, -1)
-        plans = self.setup.groups
+        plans = [plan for plan in self.setup.groups if plan.group in usable]
         return next(n for n in lengths if all(keys[i] in usable[p.group] for p in plans for i in p.needed(n)))
 
     def _retained(self, site: Site, chain: ChainRequest, certain: Collection[int], possible: Collection[int]) -> None:
@@ -388,8 +410,8 @@ class World:
             self.sites[group].note_uses(keys)
 
     def awaits_disk(self) -> bool:
-        """A request across groups that waits has a block that is only on disk."""
-        asked = [request for request in self.clients.requests.values() if isinstance(request, AcrossRequest)]
+        """A request for windows that waits has a block that is only on disk."""
+        asked = [request for request in self.clients.requests.values() if isinstance(request, WindowRequest)]
         return any(
             site.residency(key) == Tier.DISK.bit
             for request in asked
@@ -626,7 +648,7 @@ class World:
         if event.type is EventType.REMOVED:
             gone = {(event.group, change.key) for change in event.blocks}
             for request in self.clients.requests.values():
-                if isinstance(request, AcrossRequest):
+                if isinstance(request, WindowRequest):
                     request.removed.update(gone)
 
     def _granted(
@@ -637,9 +659,10 @@ class World:
         expired: TicketId | None,
     ) -> Request:
         request = self.clients.take_answer(grant)
-        nothing = isinstance(request, PrefixRequest | AcrossRequest) and not grant.leases
+        assert isinstance(request, GroupRequest | WindowRequest)
+        nothing = isinstance(request, PrefixRequest | WindowRequest) and not grant.leases
         if self.inspect and grant.ticket != expired and not nothing:
-            groups = [request.group] if isinstance(request, GroupRequest) else list(self.sites)
+            groups = list(request.found_in) if isinstance(request, WindowRequest) else [request.group]
             queued = [ticket for group in groups for ticket in self.core.windows[group].queued(request.tier)]
             older = [ticket for ticket in queued if ticket.id < grant.ticket and not _may_be_back(ticket)]
             require(not older, f"{request.tier}: the queue was overtaken")
@@ -651,11 +674,12 @@ class World:
                 "granted a whole prefix" if len(grant.slots) == grant.matched else "granted a shorter prefix"
             ] += 1
             self.clients.take_prefix(request, grant)
-        elif isinstance(request, AcrossRequest):
+        elif isinstance(request, WindowRequest):
             what = "nothing" if not grant.blocks else "all" if grant.blocks == grant.matched else "less than"
             several = len({len(part.slots) for part in grant.groups}) > 1
-            self.seen[f"granted {what} matched across groups{', of a window' if several else ''}"] += 1
-            self.clients.take_across(request, grant)
+            where = "in a window" if request.alone else f"across groups{', of a window' if several else ''}"
+            self.seen[f"granted {what} matched {where}"] += 1
+            self.clients.take_window(request, grant)
         elif isinstance(request, MoveRequest):
             self.seen["granted a move"] += 1
             require(len(grant.results) == len(request.keys), "a move answers for other blocks than asked")
@@ -687,9 +711,9 @@ class World:
         for request in self.clients.requests.values():
             if isinstance(request, PrefixRequest):
                 self.sites[request.group].retentions.wanted(request.keys, self.now)
-            elif isinstance(request, AcrossRequest):
-                for site in self.sites.values():
-                    site.retentions.wanted(request.keys, self.now)
+            elif isinstance(request, WindowRequest):
+                for group in request.found_in:
+                    self.sites[group].retentions.wanted(request.keys, self.now)
 
     # -- what the world can tell beforehand ----------------------------------------------------------------------------
 
@@ -720,7 +744,7 @@ class World:
 
 
 def _may_be_back(ticket: Ticket) -> bool:
-    """A request across groups whose copy failed queues again, in its old place."""
+    """A request for windows whose copy failed queues again, in its old place."""
     return isinstance(ticket, FetchTicket) and ticket.turn is not None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.chains import LookUp, Window, longest, spans
+from kvtier.chains import LookUp, Window, first_block, longest, spans
 from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
 from kvtier.types import EventType
@@ -115,7 +115,7 @@ class _Cache:
 
     def match(self, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
         length = self._prefix_length(keys, tiers)
-        firsts = [max(0, length - span) if span else 0 for span in self.spans]
+        firsts = [first_block(length, span) for span in self.spans]
         return tuple(
             GroupSpan(group, first, _residencies(self.groups.get(group, {}), keys, first, length, ALL_TIERS))
             for group, first in enumerate(firsts)

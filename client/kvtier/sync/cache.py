@@ -159,6 +159,7 @@ class ReadLease(Lease[lease.ReadLease]):
     error = Fact[KvtierError | None]()
     refusal = Fact[str]()
     blocks = Fact[int]()
+    prefix_length = Fact[int]()
     unchanged = answers(lease.ReadLease.unchanged)
 
     @like(lease.ReadLease.trim)
@@ -430,4 +431,4 @@ def _delivered(out: Blocks | None, rows: list[Any]) -> list[Any]:
     if out is None:
         return rows
     buffers.fill(buffers.late(out, rows))
-    return list(out[: len(rows)])
+    return [row if row is None else block for block, row in zip(out, rows, strict=False)]

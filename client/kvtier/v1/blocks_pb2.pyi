@@ -5,6 +5,9 @@ Blocks: lookups, leases and moves. One call carries n blocks.
 
 Malformed input refuses the whole call (INVALID_ARGUMENT, with field, value and limit) and changes nothing. Conflicts
 with state are per-block results.
+
+A stored prefix of n blocks is one of which a full-attention group holds blocks [0, n), and a group of a sliding window
+of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones.
 """
 
 import builtins
@@ -97,11 +100,9 @@ class MatchResponse(google.protobuf.message.Message):
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     blocks: builtins.int
-    """Length of the prefix. Across groups: the largest n so that every full-attention group holds [0, n) and every group
-    of a sliding window of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
-    """
+    """length of the prefix"""
     residency: builtins.bytes
-    """one byte a block of the prefix; empty across groups"""
+    """one byte a block of the prefix, 0 = absent, before a sliding window; empty across groups"""
     @property
     def as_of_event(self) -> global___Cursor: ...
     @property
@@ -447,7 +448,7 @@ class Chain(google.protobuf.message.Message):
     keys: builtins.bytes
     """the root first"""
     min_blocks: builtins.int
-    """fewer are no use: the chain is refused instead. 0 = any"""
+    """a shorter prefix is no use: the chain is refused instead. 0 = any"""
     priorities: builtins.bytes
     """New retention for what is found of the chain; one a key, or none to leave it as it is. A priority of 255 leaves its
     block as it is.
@@ -556,16 +557,16 @@ class AcquiredChain(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     found_in: builtins.bytes
-    """residency at the moment of the match, one byte a block of the prefix"""
+    """residency of these at the moment of the match"""
     matched: builtins.int
     """length of the stored prefix at that moment"""
     refusal: builtins.str
     """why less than min_blocks was to be had; empty = not refused"""
     blocks: builtins.int
-    """length of the prefix that is held"""
+    """length of the prefix"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """one a block of the prefix, in the tier asked for"""
+        """of the last blocks of the prefix, in the tier asked for; in a full group of all of them"""
 
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...

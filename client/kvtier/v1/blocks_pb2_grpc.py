@@ -110,7 +110,7 @@ class BlocksServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Match(self, request, context):
-        """The length of the longest stored prefix of a chain of keys. No side effect.
+        """The length of the longest stored prefix of a chain of keys, in a group or in all of them together. No side effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,8 +153,9 @@ class BlocksServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Makes the longest available prefix of each chain READY in a tier and holds it. Every match of the call is claimed
-        before room is made for any. May answer with a shorter prefix, never with less than min_blocks.
+        """Makes the longest available prefix of each chain READY in a tier and holds it, of a sliding group its window. Every
+        match of the call is claimed before room is made for any. May answer with a shorter prefix, never with less than
+        min_blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,6 +5,9 @@ Blocks: lookups, leases and moves. One call carries n blocks.
 
 Malformed input refuses the whole call (INVALID_ARGUMENT, with field, value and limit) and changes nothing. Conflicts
 with state are per-block results.
+
+A stored prefix of n blocks is one of which a full-attention group holds blocks [0, n), and a group of a sliding window
+of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones.
 """
 
 import abc
@@ -27,7 +30,7 @@ class BlocksStub:
         kvtier.v1.blocks_pb2.MatchRequest,
         kvtier.v1.blocks_pb2.MatchResponse,
     ]
-    """The length of the longest stored prefix of a chain of keys. No side effect."""
+    """The length of the longest stored prefix of a chain of keys, in a group or in all of them together. No side effect."""
 
     Locate: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.LocateRequest,
@@ -65,8 +68,9 @@ class BlocksStub:
         kvtier.v1.blocks_pb2.AcquireRequest,
         kvtier.v1.blocks_pb2.AcquireResponse,
     ]
-    """Makes the longest available prefix of each chain READY in a tier and holds it. Every match of the call is claimed
-    before room is made for any. May answer with a shorter prefix, never with less than min_blocks.
+    """Makes the longest available prefix of each chain READY in a tier and holds it, of a sliding group its window. Every
+    match of the call is claimed before room is made for any. May answer with a shorter prefix, never with less than
+    min_blocks.
     """
 
     Release: grpc.UnaryUnaryMultiCallable[
@@ -116,7 +120,7 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.MatchRequest,
         kvtier.v1.blocks_pb2.MatchResponse,
     ]
-    """The length of the longest stored prefix of a chain of keys. No side effect."""
+    """The length of the longest stored prefix of a chain of keys, in a group or in all of them together. No side effect."""
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.LocateRequest,
@@ -154,8 +158,9 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.AcquireRequest,
         kvtier.v1.blocks_pb2.AcquireResponse,
     ]
-    """Makes the longest available prefix of each chain READY in a tier and holds it. Every match of the call is claimed
-    before room is made for any. May answer with a shorter prefix, never with less than min_blocks.
+    """Makes the longest available prefix of each chain READY in a tier and holds it, of a sliding group its window. Every
+    match of the call is claimed before room is made for any. May answer with a shorter prefix, never with less than
+    min_blocks.
     """
 
     Release: grpc.aio.UnaryUnaryMultiCallable[
@@ -207,7 +212,7 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.blocks_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.MatchResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.MatchResponse]]:
-        """The length of the longest stored prefix of a chain of keys. No side effect."""
+        """The length of the longest stored prefix of a chain of keys, in a group or in all of them together. No side effect."""
 
     @abc.abstractmethod
     def Locate(
@@ -257,8 +262,9 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.blocks_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.AcquireResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.AcquireResponse]]:
-        """Makes the longest available prefix of each chain READY in a tier and holds it. Every match of the call is claimed
-        before room is made for any. May answer with a shorter prefix, never with less than min_blocks.
+        """Makes the longest available prefix of each chain READY in a tier and holds it, of a sliding group its window. Every
+        match of the call is claimed before room is made for any. May answer with a shorter prefix, never with less than
+        min_blocks.
         """
 
     @abc.abstractmethod

@@ -153,7 +153,7 @@ class GetHeader(google.protobuf.message.Message):
     FOUND_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> kvtier.v1.blocks_pb2.AcquiredChain:
-        """without lease, slots and generations: `blocks` of the chain follow"""
+        """without lease, slots and generations: as many blocks follow as found_in has bytes"""
 
     def __init__(
         self,

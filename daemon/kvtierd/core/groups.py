@@ -1,4 +1,5 @@
-"""Requests over all window groups of a cache: one prefix, READY and held in every group, or nothing in any.
+"""Requests over all window groups of a cache, or over a sliding one: one prefix, with what every group needs for it
+READY and held there, or nothing in any.
 
 Such a request has a part in each group's queue, which waits there like any other. It takes its slots in all groups in
 one step, when all of its parts are at the head of their queues and have room. Where a group cannot make room, or loses
@@ -45,7 +46,7 @@ class Part:
 @dataclass(slots=True, eq=False)
 class AcrossTicket:
     """``length``: of the prefix it is after now. ``spoiled``: blocks whose copies for it have failed; it does not try
-    them again."""
+    them again. ``alone``: it is of one group, and answered as such."""
 
     id: TicketId
     session: SessionId
@@ -53,6 +54,7 @@ class AcrossTicket:
     keys: Sequence[Key]
     min_blocks: int
     parts: tuple[Part, ...]
+    alone: bool = False
     length: int = 0
     matched: int = 0
     spoiled: set[Block] = field(default_factory=set)
@@ -69,7 +71,7 @@ class AcrossTicket:
 
 
 class AcrossGroups:
-    """All requests of a cache over its groups. None waits that could go on: see :meth:`advance`."""
+    """All such requests of a cache. None waits that could go on: see :meth:`advance`."""
 
     def __init__(
         self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal
@@ -89,13 +91,16 @@ class AcrossGroups:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def match(self, id: TicketId, session: SessionId, tier: Tier, chain: ChainRequest, now: int) -> AcrossTicket:
-        """Claims what the longest usable prefix needs in every group; room for it is made later, by :meth:`queue`."""
+    def match(
+        self, id: TicketId, session: SessionId, window: WindowManager | None, tier: Tier, chain: ChainRequest, now: int
+    ) -> AcrossTicket:
+        """Claims what the longest usable prefix needs in every group, or in that of ``window`` alone; room for it is
+        made later, by :meth:`queue`."""
         parts = []
-        for window in self._windows:
+        for each in self._windows if window is None else (window,):
             turn = Turn()
-            parts.append(Part(window, FetchTicket(id, session, tier, True, [], turn=turn), turn))
-        ticket = AcrossTicket(id, session, tier, chain.keys, chain.min_blocks, tuple(parts))
+            parts.append(Part(each, FetchTicket(id, session, tier, True, [], turn=turn), turn))
+        ticket = AcrossTicket(id, session, tier, chain.keys, chain.min_blocks, tuple(parts), alone=window is not None)
         self.tickets[id] = ticket
         ticket.matched, covers = self._match(ticket, len(chain.keys), self._readable(ticket, now))
         self._claim(ticket, ticket.matched, covers)
@@ -270,7 +275,12 @@ class AcrossGroups:
                     part.window.state.group, part.first_block, lease.id if lease else None, slots, fetch.found_in
                 )
             )
-        self._recorder.grant(Grant(ticket.id, None, matched=ticket.matched, blocks=ticket.length, groups=tuple(groups)))
+        matched, blocks = ticket.matched, ticket.length
+        if ticket.alone:
+            (held,) = groups
+            self._recorder.grant(Grant(ticket.id, held.lease, held.slots, held.found_in, matched, blocks=blocks))
+        else:
+            self._recorder.grant(Grant(ticket.id, None, matched=matched, blocks=blocks, groups=tuple(groups)))
 
     def _refuse(self, ticket: AcrossTicket, reason: RefusalReason) -> None:
         del self.tickets[ticket.id]

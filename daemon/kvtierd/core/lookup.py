@@ -116,13 +116,16 @@ def prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
 
 
 def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
-    """Of the longest indexed prefix of a chain: where its keys are not one, of nothing in particular.
+    """Of the longest prefix of a chain that the group can serve; 0 = absent, before a sliding window. Where the keys
+    are not a chain: of nothing in particular.
 
     In a full group whatever an indexed block stands on is indexed, so the prefix ends where bisection says, and its
     blocks are found from parent to parent: a look-up in an index of a million keys misses the caches three times.
     """
-    if state.shape.sliding or not keys:
-        return tuple(block.residency for block in prefix(state, keys))
+    if state.shape.sliding:
+        length, _ = match([state], keys, indexed)
+        blocks = map(state.index.get, islice(keys, length))
+        return tuple(0 if block is None else block.residency for block in blocks)
     length, last = _longest(state, keys)
     found = [0] * length
     for place in range(length - 1, -1, -1):
@@ -136,7 +139,7 @@ def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
 def _longest(state: GroupState, keys: Sequence[Key]) -> tuple[int, Block | None]:
     """The length of the longest indexed prefix, and its last block."""
     find = state.index.get
-    last = find(keys[-1])
+    last = find(keys[-1]) if keys else None
     if last is not None:
         return len(keys), last
     known, unknown = 0, len(keys) - 1

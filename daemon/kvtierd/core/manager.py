@@ -2,7 +2,7 @@
 
 Pure and synchronous: no clock, thread, future or callback. Every mutating call returns an :class:`Outcome` to be
 carried out whole (see ``core/outcome.py``) and may answer tickets of earlier calls in it. ``now`` is the wall clock in
-nanoseconds. The service has validated the arguments: a call's keys are at least one and different, its tiers are the
+nanoseconds. The service has validated the arguments: a call's keys are different, its tiers are the
 cache's, its priorities and durations are in range. Here is checked what depends on leases and tiers.
 """
 
@@ -227,9 +227,12 @@ class BlockManager:
     def acquire(
         self, session: SessionId, group: GroupId, tier: Tier, chains: Sequence[ChainRequest], now: int
     ) -> tuple[tuple[TicketId, ...], Outcome]:
-        """Asks for the longest stored prefix of each chain, READY and held in a tier. All matches of the call are
-        claimed before room is made for any, so none evicts another's hit."""
+        """Asks for the longest stored prefix of each chain, READY and held in a tier; of a sliding group, for what its
+        window needs of that. All matches of the call are claimed before room is made for any, so none evicts another's
+        hit."""
         window = self._window(group)
+        if window.state.shape.sliding:
+            return self._acquire_over(window, session, tier, chains, now)
         tickets = []
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
@@ -246,7 +249,12 @@ class BlockManager:
     ) -> tuple[tuple[TicketId, ...], Outcome]:
         """Asks for the longest prefix of each chain that all groups can serve, with all that each of them needs for
         that READY and held in a tier. One answer a chain; all matches of the call are claimed before room is made."""
-        tickets = [self.across.match(self._next_ticket(), session, tier, chain, now) for chain in chains]
+        return self._acquire_over(None, session, tier, chains, now)
+
+    def _acquire_over(
+        self, window: WindowManager | None, session: SessionId, tier: Tier, chains: Sequence[ChainRequest], now: int
+    ) -> tuple[tuple[TicketId, ...], Outcome]:
+        tickets = [self.across.match(self._next_ticket(), session, window, tier, chain, now) for chain in chains]
         for ticket in tickets:
             self.across.queue(ticket, now)
         self._pump_all(now)

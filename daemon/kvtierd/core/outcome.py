@@ -156,10 +156,11 @@ class Grant:
     """A ticket's answer.
 
     ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked
-    for. ``found_in``: for an acquire, each block's residency set at the moment of the match; ``blocks``: the length of
-    the prefix held. ``groups``: for an acquire over all groups, what is held in each; ``lease``, ``slots`` and
-    ``found_in`` are empty then. ``results`` for a move: True for each requested block that is READY in the tier asked
-    for; ``failed``: places of those of the others whose copies failed.
+    for: for an acquire, those of the last blocks of the prefix, which in a full group are all. ``found_in``: each such
+    block's residency set at the moment of the match; ``blocks``: the length of the prefix. ``groups``: for an acquire
+    over all groups, what is held in each; ``lease``, ``slots`` and ``found_in`` are empty then. ``results`` for a move:
+    True for each requested block that is READY in the tier asked for; ``failed``: places of those of the others whose
+    copies failed.
     """
 
     ticket: TicketId

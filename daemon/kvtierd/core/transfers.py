@@ -240,7 +240,7 @@ PARENT_CONFLICT: Final = BlockResult.PARENT_CONFLICT
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """The longest stored prefix: its length and each block's residency set."""
+    """The longest stored prefix: its length and each block's residency set, 0 = absent, before a sliding window."""
 
     blocks: int
     residency: tuple[int, ...]

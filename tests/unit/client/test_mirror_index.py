@@ -137,7 +137,8 @@ def test_a_prefix_is_what_the_definition_says(
     for group, places in enumerate(held):
         part = slice_of(("a", group), [(KEYS[place], where[place], 35) for place in places])
         index.take(replace(part, all_window_tokens=WINDOWS))
-    expected = longest(tuple({place for place in places if where[place] & tiers} for places in held), length)
+    in_tiers = [{place for place in places if where[place] & tiers} for places in held]
+    expected = longest(dict(enumerate(in_tiers)), length)
     found = index.match("a", PACKED[: length * 32], tiers)
     for span, window in zip(found, WINDOWS, strict=True):
         covered = range(span.first_block, span.first_block + len(span.residency))

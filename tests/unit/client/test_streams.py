@@ -23,7 +23,7 @@ KEYS = [bytes([n]) * 32 for n in (1, 2)]
 
 
 def found(blocks: int = 2, refusal: str = "") -> transfer_pb2.GetChunk:
-    chain = blocks_pb2.AcquiredChain(blocks=blocks, matched=blocks, refusal=refusal)
+    chain = blocks_pb2.AcquiredChain(blocks=blocks, found_in=bytes(blocks), matched=blocks, refusal=refusal)
     return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Final
 
 from hypothesis import strategies as st
@@ -30,6 +31,6 @@ def needed(window: int, blocks: int) -> set[int]:
     return {token // TOKENS for token in range(first, blocks * TOKENS)}
 
 
-def longest(held: tuple[set[int], ...], length: int) -> int:
-    """The longest prefix of which every group holds what it needs."""
-    return next(n for n in range(length, -1, -1) if all(needed(w, n) <= h for w, h in zip(WINDOWS, held, strict=True)))
+def longest(held: Mapping[int, set[int]], length: int) -> int:
+    """The longest prefix of which each of these groups holds what it needs."""
+    return next(n for n in range(length, -1, -1) if all(needed(WINDOWS[g], n) <= h for g, h in held.items()))

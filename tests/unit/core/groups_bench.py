@@ -64,6 +64,19 @@ class GroupsBench(Bench):
         self.apply(outcome)
         return tickets
 
+    def alone(self, group: GroupId, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0) -> tuple[TicketId, ...]:
+        requests = [ChainRequest(keys(chain), min_blocks) for chain in chains]
+        tickets, outcome = self.core.acquire(ALICE, group, tier, requests, self.now)
+        self.apply(outcome)
+        return tickets
+
+    def granted_alone(self, ticket: TicketId, group: GroupId, chain: str) -> str:
+        """What is held of the chain, after its slots have been looked at."""
+        grant = self.grants[ticket]
+        assert grant.groups == ()
+        first = grant.blocks - len(grant.slots)
+        return self._held(GroupGrant(group, first, grant.lease, grant.slots, grant.found_in), chain)
+
     def granted(self, ticket: TicketId, chain: str) -> list[str]:
         """What each group holds of the chain, after its slots have been looked at."""
         grant = self.grants[ticket]

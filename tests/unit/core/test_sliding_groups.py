@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.ids import LeaseId
+from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import ALICE, DISK, HOST, key, name_of
@@ -86,3 +87,40 @@ def test_the_first_blocks_are_let_go_of_tail_first() -> None:
     bench.release(lease)
     bench.fill(SLIDING, "xy", "xy")
     assert bench.has(SLIDING) == "bcxy"
+
+
+# -- what a reader holds -----------------------------------------------------------------------------------------------
+
+
+def test_a_reader_of_one_group_holds_what_its_window_needs() -> None:
+    """As over all groups, the first blocks may be gone; the others are neither fetched nor held."""
+    bench = GroupsBench(device=(6, 3), host=(8, 8))
+    bench.fill(SLIDING, "cdef", "abcdef")
+    (ticket,) = bench.alone(SLIDING, "abcdefg", min_blocks=6)
+    bench.land()
+    assert bench.granted_alone(ticket, SLIDING, "abcdefg") == "def"
+    grant = bench.grants[ticket]
+    assert (grant.blocks, grant.matched, grant.found_in) == (6, 6, (HOST.bit,) * 3)
+    stats = bench.core.stats()
+    assert (stats.hits[HOST], stats.misses, stats.held_by) == (3, 1, {ALICE: 3})
+
+
+def test_a_reader_of_one_group_gets_a_shorter_prefix_where_room_is_short() -> None:
+    bench = GroupsBench(device=(6, 2), host=(8, 8))
+    bench.fill(SLIDING, "abcdef", "abcdef")
+    (ticket,) = bench.alone(SLIDING, "abcdef")
+    bench.land()
+    assert bench.granted_alone(ticket, SLIDING, "abcdef") == "ab"
+    assert bench.grants[ticket].matched == 6
+    (ticket,) = bench.alone(SLIDING, "abcdef", min_blocks=3)
+    assert bench.refusals[ticket].reason is RefusalReason.TIER_FULL
+
+
+def test_a_window_with_a_hole_is_too_short_or_an_empty_grant() -> None:
+    bench = GroupsBench(host=(8, 8))
+    bench.fill(SLIDING, "bcef", "abcdef")
+    assert bench.core.match(SLIDING, [key(name) for name in "abcdef"]).blocks == 0
+    (ticket,) = bench.alone(SLIDING, "abcdef", tier=HOST)
+    assert bench.granted_alone(ticket, SLIDING, "abcdef") == ""
+    (ticket,) = bench.alone(SLIDING, "abcdef", tier=HOST, min_blocks=1)
+    assert (bench.refusals[ticket].reason, bench.refusals[ticket].matched) == (RefusalReason.TOO_SHORT, 0)

@@ -207,7 +207,6 @@ async def _chunks(held: _Held, slots: SlotBytes) -> AsyncGenerator[bytes, None]:
 
 def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
     """What was found, without what only a holder of the lease could use."""
-    chain.blocks = len(chain.slots)
     for field in ("lease_id", "slots", "generations"):
         chain.ClearField(field)
     return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))

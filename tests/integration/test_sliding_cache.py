@@ -1,0 +1,167 @@
+"""A cache whose only group slides: every verb goes by the window, as those over all groups and a mirror do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtier import BlockResult, CacheSpec, Client, Mirror, PoolSpec, Tier, TierFull, TooShort, WindowGroupSpec, connect
+from tests.integration.blocks import chain
+from tests.integration.models import assert_content, by_hand, content
+from tests.integration.seeing import tier_stats
+from tests.integration.touching import bytes_in
+
+SLIDING = CacheSpec("sliding", "uint8", 16, groups=(WindowGroupSpec(100, (PoolSpec(1, 1, 72), PoolSpec(2, 1, 72))),))
+"""A window of seven blocks, of whose first it needs four tokens."""
+
+KEYS = chain("sliding", 11)
+FIRST = 4
+"""The first block that a prefix of eleven needs."""
+MORE = [*KEYS, *chain("more", 2)]
+SLOTS = {"device": 16, "host": 16, "disk": 32}
+
+
+@pytest.fixture
+def daemon(start_for):
+    return start_for(SLIDING, **SLOTS)
+
+
+@pytest.fixture
+async def client(daemon):
+    async with await connect(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def mapped(client):
+    """The first blocks of a long sequence are gone."""
+    cache = await client.open_cache("sliding", SLIDING)
+    assert await cache.put(KEYS, content(SLIDING, 0, KEYS), tier=Tier.HOST) == [BlockResult.OK] * 11
+    assert (await cache.drop(KEYS[:FIRST])).dropped == FIRST
+    return cache
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "streamed"])
+async def cache(client, mapped, request):
+    return mapped if request.param else await client.open_cache("sliding", SLIDING, mapped=False)
+
+
+def assert_window(found):
+    """Of a prefix of eleven, the blocks that it needs; None before."""
+    assert found[:FIRST] == [None] * FIRST
+    assert_content(SLIDING, 0, KEYS[FIRST:], found[FIRST:])
+
+
+async def test_all_lookups_agree(cache, client):
+    found = await cache.match(MORE)
+    assert (found.blocks, found.residency) == (11, bytes(FIRST) + bytes([Tier.HOST.bit] * 7))
+    assert await cache.prefix_length(MORE) == (await cache.across.match(MORE)).blocks == 11
+    async with Mirror(client, ["sliding"]) as mirror:
+        assert mirror.longest_prefix(MORE) == 11
+    # A prefix whose window has a hole is none; one before it may be.
+    assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 0
+    await cache.put(KEYS[:2], content(SLIDING, 0, KEYS[:2]))
+    assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 2
+    assert (await cache.match(KEYS)).residency[:FIRST] == bytes([Tier.DEVICE.bit] * 2 + [0] * 2)
+
+
+async def test_a_lease_holds_what_the_window_needs(cache, client):
+    async with cache.acquire(MORE, Tier.DEVICE, min_blocks=11) as lease:
+        assert (lease.prefix_length, lease.first_block, lease.blocks, lease.matched) == (11, FIRST, 7, 11)
+        assert (lease.keys, len(lease.slots), len(lease.found_in)) == (tuple(KEYS[FIRST:]), 7, 7)
+        if cache.mapped:
+            assert_content(SLIDING, 0, KEYS[FIRST:], [bytes_in(lease.view(index)) for index in range(7)])
+            assert lease.unchanged()
+        await lease.trim(2)
+        assert (lease.prefix_length, lease.blocks) == (11, 5)
+        assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 5
+    with pytest.raises(TooShort) as refused:
+        await cache.acquire(MORE, min_blocks=12)
+    assert refused.value.matched == 11
+    async with cache.acquire_many([MORE, KEYS[:6], KEYS]) as leases:
+        assert [each.prefix_length for each in leases] == [11, 0, 11]
+
+
+@pytest.mark.parametrize("below", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+async def test_a_get_copies_the_window_out_of_any_tier(cache, below):
+    await cache.move(KEYS[FIRST:], below)
+    assert_window(await cache.get(MORE))
+    assert_window(await cache.get(MORE, verify=True))
+    assert_window(await cache.stream_get(MORE))
+    assert await cache.get(KEYS[:9]) == await cache.stream_get(KEYS[:9]) == []
+    out = np.full((13, SLIDING.block_bytes(0)), 0xEE, np.uint8)
+    assert_window(await cache.get(MORE, out))
+    assert_content(SLIDING, 0, KEYS[FIRST:], list(out[FIRST:11]))
+    assert (out[:FIRST] == 0xEE).all() and (out[11:] == 0xEE).all()
+
+
+async def test_a_window_in_two_tiers_is_one(cache):
+    await cache.move(KEYS[FIRST:7], Tier.DISK)
+    assert_window(await cache.get(MORE))
+    await cache.move(KEYS[9:], Tier.DEVICE)
+    assert_window(await cache.get(MORE))
+    assert_window(await cache.get(MORE, tier=Tier.HOST))
+
+
+async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):
+    """The daemon is asked for the whole chain: a piece of it would have a window of its own."""
+    daemon = start_for(SLIDING, host=8, disk=64)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("long", SLIDING)
+        keys = chain("long", 40)
+        await cache.put(keys, content(SLIDING, 0, keys))
+        await cache.move(keys, Tier.DISK)
+        found = await cache.get(keys)
+        assert found[:33] == [None] * 33
+        assert_content(SLIDING, 0, keys[33:], found[33:])
+        await cache.move(keys, Tier.DISK)
+        async with cache.reserve(2):
+            shorter = await cache.get(keys)  # the window does not fit: the longest prefix that does
+            assert_content(SLIDING, 0, keys[:6], shorter)
+            await cache.drop(keys[:4])
+            with pytest.raises(TierFull):
+                await cache.get(keys)
+
+
+async def test_reads_are_counted_as_over_all_groups(client, mapped):
+    other = await client.open_cache("sliding", SLIDING)
+    await mapped.get(MORE)
+    await other.across.get(MORE)
+    for cache in (mapped, other):
+        assert (cache.reads.hits, cache.reads.misses, cache.reads.calls) == (7, 2, 0)
+    await mapped.get(KEYS[:9])
+    assert (mapped.reads.hits, mapped.reads.misses, mapped.reads.calls) == (7, 11, 0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_block_whose_slot_is_given_away_under_the_copy_takes_the_window_with_it(mapped, monkeypatch, times):
+    """The generation of the fourth block changes: the copy is made again, or else the daemon answers for all of it."""
+    honest, lies = mapped.arena.generations, times
+
+    def lying(tier, group, slots):
+        nonlocal lies
+        lies -= 1
+        return honest(tier, group, slots) + np.uint64(2) * (np.arange(len(slots)) == (3 if lies >= 0 else -1))
+
+    monkeypatch.setattr(mapped.arena, "generations", lying)
+    assert_window(await mapped.get(MORE))
+    reads = mapped.reads
+    assert (reads.hits, reads.misses, reads.reuses, reads.calls) == ((7, 2, 1, 0) if times == 1 else (0, 0, 2, 1))
+
+
+def test_the_synchronous_client_does_the_same(daemon):
+    with Client(daemon.address) as client:
+        for name, mapped in (("mapped", True), ("streamed", False)):
+            cache = client.open_cache(name, SLIDING, budgets=by_hand(SLIDING, device=8, host=8, disk=16), mapped=mapped)
+            cache.put(KEYS, content(SLIDING, 0, KEYS), tier=Tier.HOST)
+            cache.drop(KEYS[:FIRST])
+            assert cache.match(MORE).blocks == cache.prefix_length(MORE) == cache.across.match(MORE).blocks == 11
+            assert_window(cache.get(MORE))
+            assert_window(cache.get(MORE, verify=True))
+            assert_window(cache.stream_get(MORE))
+            out = [np.zeros(SLIDING.block_bytes(0), np.uint8) for _ in MORE]
+            found = cache.get(MORE, out)
+            assert_window(found)
+            assert found[FIRST] is out[FIRST] and not any(each.any() for each in out[:FIRST])
+            with cache.acquire(MORE) as lease:
+                assert (lease.prefix_length, lease.first_block, lease.blocks) == (11, FIRST, 7)
