@@ -472,7 +472,7 @@ class Holdings:
             raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
         kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
         parents_of_all = _packed_parents(packed, parent, parents)
-        told = prompt.told(packed, lease.binding.info.options) if prompt is not None else {}
+        told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
         return blocks_pb2.CommitRequest(
             cache_id=lease.binding.cache_id,
             lease_id=lease.id,
@@ -608,7 +608,7 @@ def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes
     """One parent a key: the chain's, or those given."""
     if parents is not None:
         return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
-    return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]
+    return (packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]
 
 
 def fence_of(leases: Iterable[Lease], stream: Stream | None) -> Fence:

@@ -166,7 +166,8 @@ def _require_one_each(field: str, given: int, count: int) -> None:
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
     """A chain to acquire; its blocks of no range stay as they are. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
-    require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
+    if count:  # of a prompt shorter than a block any number is too many, which is no mistake of the caller's
+        require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
     kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)

@@ -211,7 +211,6 @@ async def test_a_sender_that_lies_is_refused_by_name_and_nothing_is_stored(raw, 
 
 BAD_HEADERS: dict[str, tuple[dict[str, Any], Code, str]] = {
     "checksums of other length": ({"checksums": b"x" * 31}, Code.INVALID_ARGUMENT, "header.checksums"),
-    "no keys": ({"commit_keys": b""}, Code.INVALID_ARGUMENT, "header.commit.keys"),
     "a key twice": ({"commit_keys": KEYS[0] * 2}, Code.INVALID_ARGUMENT, "header.commit.keys[1]"),
     "more than the tier": (
         {"commit_keys": b"".join(chain("many", 5))},

@@ -83,6 +83,8 @@ def _chains(world: World, choose: Chooser) -> list[ChainRequest]:
     chains = []
     for _ in range(choose.between(1, 3)):
         keys = world.forest.chain(choose.pick(world.forest.keys))
+        if choose.chance(3):
+            keys = keys[:0]  # a prompt shorter than a block
         least = choose.below(len(keys) + 1) if choose.chance(40) else 0
         retention = _retention(choose, len(keys)) if choose.chance(20) else ((), ())
         chains.append(ChainRequest(keys, least, *retention))

@@ -35,9 +35,9 @@ def cache_name(value: str, field: str = "name") -> str:
 
 
 def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
-    """The packed keys as a list: one or more, all different."""
-    if not packed or len(packed) % KEY_BYTES:
-        raise bad_argument(field, f"{len(packed)} bytes", f"one or more keys of {KEY_BYTES} bytes")
+    """The packed keys as a list, all different. None are as good as one: a prompt may be shorter than a block."""
+    if len(packed) % KEY_BYTES:
+        raise bad_argument(field, f"{len(packed)} bytes", f"keys of {KEY_BYTES} bytes")
     count = len(packed) // KEY_BYTES
     if count > max_keys:
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")

@@ -173,7 +173,7 @@ class BlocksService:
 
     async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validation.keys("keys", request.keys) if request.keys or not request.misses else []
+        keys = validation.keys("keys", request.keys)
         self._engine.touch(cache.id, group, keys, request.misses)
         return blocks_pb2.TouchResponse(as_of_event=self._now_cursor())
 
@@ -252,7 +252,7 @@ class BlocksService:
     ) -> blocks_pb2.SetRetentionResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        if not request.priorities:
+        if keys and not request.priorities:
             raise bad_argument("priorities", "no bytes", f"{len(keys)} bytes, one a key")
         priorities = validation.priorities("priorities", request.priorities, len(keys))
         durations = validation.durations("durations_ms", request.durations_ms, len(keys))
@@ -357,7 +357,7 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
     for index, message in enumerate(messages):
         keys = validation.keys(f"chains[{index}].keys", message.keys, max_keys=left)
         left -= len(keys)
-        least = validation.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
+        least = validation.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys) or validation.MAX_KEYS)
         priorities = message.priorities and validation.priorities(
             f"chains[{index}].priorities", message.priorities, len(keys), some=True
         )

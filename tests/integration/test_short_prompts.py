@@ -1,0 +1,123 @@
+"""A prompt shorter than a block has no keys. It matches, holds and stores nothing, and is no mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier import Client, Mirror, Scope, Tier, TooShort, chain_keys, connect
+from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
+from kvtier.wire import Keys
+from tests.integration.blocks import SPEC, sizes
+from tests.integration.models import VSWA, groups_of
+from tests.integration.raw import attached
+from tests.integration.seeing import state, tier_stats
+
+NONE = chain_keys(range(15), 16, Scope())
+EITHER: tuple[Keys, ...] = (NONE, [])
+NOTHING: dict[int, list[Any]] = {group: [] for group in groups_of(VSWA)}
+
+
+def test_it_has_no_keys():
+    assert NONE == b""
+
+
+@pytest.fixture
+def daemon(start_for):
+    return start_for(VSWA, device=8, host=8, disk=8)
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "streamed"])
+def opening(request):
+    """A cache with two sliding groups, and a full one between them."""
+    return {"spec": VSWA, "mapped": request.param}
+
+
+async def test_every_verb_of_a_group_takes_it(daemon, opening):
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("short", **opening)
+        for at in map(cache.in_group, groups_of(VSWA)):
+            for keys in EITHER:
+                assert ((await at.match(keys)).blocks, (await at.match(keys)).residency) == (0, b"")
+                assert (await at.prefix_length(keys), list(await at.locate(keys))) == (0, [])
+                assert await at.get(keys) == await at.get(keys, [], verify=True) == await at.stream_get(keys) == []
+                assert await at.put(keys, []) == await at.stream_put(keys, [], retention=None) == []
+                assert await at.move(keys, Tier.HOST) == await at.move(keys, Tier.DISK, dry_run=True) == []
+                assert (await at.drop(keys)).results == (await at.drop(keys, dry_run=True)).results == []
+                assert await at.set_retention(keys, 50, 3.0) == await at.set_retention(keys, []) == []
+                assert await at.pin(keys, Tier.HOST) == await at.unpin(keys, Tier.HOST) == []
+                async with at.acquire(keys) as lease:
+                    assert (lease.blocks, lease.prefix_length, lease.matched, lease.keys) == (0, 0, 0, ())
+                for least in (1, 100):
+                    with pytest.raises(TooShort):
+                        await at.acquire(keys, min_blocks=least)
+                async with at.acquire_many([keys, keys], Tier.HOST) as leases:
+                    assert [each.blocks for each in leases] == [0, 0]
+        assert (await tier_stats(client, "short", Tier.DEVICE)).held == 0
+
+
+async def test_every_verb_over_all_groups_takes_it(daemon, opening):
+    async with await connect(daemon.address) as client, Mirror(client, ["short"]) as mirror:
+        across = (await client.open_cache("short", **opening)).across
+        await mirror.synced()
+        assert (await across.match(NONE)).blocks == mirror.longest_prefix(NONE, "short") == 0
+        assert (await across.get(NONE)).groups == await across.put(NONE, NOTHING) == NOTHING
+        async with across.acquire(NONE) as lease, across.acquire_many([NONE, NONE]) as leases:
+            assert [each.blocks for each in (lease, *leases)] == [0, 0, 0]
+            assert [part.blocks for part in lease.groups] == [0, 0, 0]
+        with pytest.raises(TooShort):
+            await across.acquire(NONE, min_blocks=1)
+
+
+def test_the_synchronous_client_takes_it(daemon, opening):
+    with Client(daemon.address) as client:
+        cache = client.open_cache("short", **opening)
+        for at in map(cache.in_group, groups_of(VSWA)):
+            assert at.match(NONE).blocks == at.prefix_length(NONE) == len(at.locate(NONE)) == 0
+            assert at.get(NONE) == at.stream_get(NONE) == at.put(NONE, []) == at.stream_put(NONE, []) == []
+            assert at.move(NONE, Tier.HOST) == at.pin(NONE, Tier.HOST) == at.set_retention(NONE, 1) == []
+            assert at.drop(NONE).dropped == 0
+            with at.acquire(NONE) as lease, at.acquire_many([NONE]) as leases:
+                assert (lease.blocks, [each.blocks for each in leases]) == (0, [0])
+        assert cache.across.match(NONE).blocks == cache.across.get(NONE).blocks == 0
+        assert cache.across.put(NONE, NOTHING) == NOTHING
+        with cache.across.acquire(NONE) as lease:
+            assert lease.blocks == 0
+
+
+async def test_a_commit_of_none_ends_its_lease(daemon):
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("short", VSWA)
+        lease = await cache.reserve(2)
+        assert await lease.commit(NONE, prompt=cache.prompt(range(15))) == []
+        assert await lease.commit(NONE, release=True) == []
+        assert (await tier_stats(client, "short", Tier.DEVICE)).held == 0
+
+
+async def test_the_wire_takes_it(daemon):
+    """Other clients than this one ask the daemon."""
+    async with attached(daemon.address) as raw:
+        cache = (await raw.open("short", SPEC, sizes(host=2))).cache_id
+        before = await state(raw)
+        host = common_pb2.TIER_HOST
+        for method, request in {
+            "Match": blocks_pb2.MatchRequest(cache_id=cache),
+            "Locate": blocks_pb2.LocateRequest(cache_id=cache),
+            "Checksums": blocks_pb2.ChecksumsRequest(cache_id=cache),
+            "Touch": blocks_pb2.TouchRequest(cache_id=cache),
+            "Acquire": blocks_pb2.AcquireRequest(cache_id=cache, tier=host, chains=[blocks_pb2.Chain()]),
+            "Move": blocks_pb2.MoveRequest(cache_id=cache, to=host),
+            "Drop": blocks_pb2.DropRequest(cache_id=cache),
+            "SetRetention": blocks_pb2.SetRetentionRequest(cache_id=cache),
+            "Pin": blocks_pb2.PinRequest(cache_id=cache, tier=host),
+        }.items():
+            reply = await raw.call(getattr(raw.stubs.blocks, method), request)
+            assert {field.name for field, _ in reply.ListFields()} <= {"as_of_event", "chains"}, "nothing is told"
+        header = transfer_pb2.PutHeader(commit=blocks_pb2.CommitRequest(cache_id=cache, seq=1), tier=host)
+        call = raw.stubs.transfer.Put(iter([transfer_pb2.PutChunk(header=header)]), metadata=raw.metadata, timeout=10)
+        assert (await call).results == b""
+        acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=host, chains=[blocks_pb2.Chain()])
+        got = raw.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=raw.metadata, timeout=10)
+        assert [chunk.header.found.blocks async for chunk in got] == [0]
+        assert await state(raw) == before
