@@ -21,7 +21,7 @@ from kvtier.copies import Streamed
 from kvtier.errors import CallerError, InvalidArgument, require_within
 from kvtier.gpu import Fence, Stream
 from kvtier.groups import AcrossGroups
-from kvtier.lease import Held, Holdings, Lease, ReadLease, WriteLease
+from kvtier.lease import Holdings, Lease, ReadLease, WriteLease
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Link, Session, require_timeout
@@ -31,6 +31,7 @@ from kvtier.verbs import GroupVerbs
 from kvtier.wire import (
     MAX_COUNT,
     Budgets,
+    Held,
     Keys,
     packed_chains,
     packed_keys,

@@ -23,7 +23,7 @@ from kvtier.chains import Prompt
 from kvtier.copies import copied_out
 from kvtier.errors import InvalidArgument, KvtierError, TooShort, chain_error
 from kvtier.gpu import PASSED, Stream
-from kvtier.lease import Held, Holdings, ReadLease
+from kvtier.lease import Holdings, ReadLease
 from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority
 from kvtier.session import Deadline, require_timeout
@@ -32,6 +32,7 @@ from kvtier.v1 import blocks_pb2
 from kvtier.wire import (
     AcrossMatch,
     GroupSpan,
+    Held,
     Keys,
     cursor_from_wire,
     packed_chains,

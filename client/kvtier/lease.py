@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -289,36 +289,6 @@ class ReadLease(Lease):
         slots = np.array(self.slots[self.trimmed :], dtype=np.intp)
         now = self.arena.generations(self.tier, self.cache.group, slots)
         return bool(np.array_equal(now, self.generations[self.trimmed :]))
-
-
-class Held(Generic[T]):
-    """What ``reserve`` and ``acquire`` return: await it for the lease, or enter it to have it released at the end."""
-
-    def __init__(self, take: Callable[[], Awaitable[T]], give_back: Callable[[T], Awaitable[None]]) -> None:
-        self._take = take
-        self._give_back = give_back
-        self._held: list[T] = []
-
-    async def take(self) -> T:
-        """The lease, the caller's to release."""
-        return await self._take()
-
-    async def give_back(self, lease: T) -> None:
-        """Releases what :meth:`take` returned."""
-        await self._give_back(lease)
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self.take().__await__()
-
-    async def __aenter__(self) -> T:
-        lease = await self._take()
-        self._held.append(lease)
-        return lease
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._give_back(self._held.pop())
 
 
 _log = logging.getLogger(__name__)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, TypeVar, cast, overload
+from types import TracebackType
+from typing import Any, Final, Generic, TypeVar, cast, overload
 
 import numpy as np
 from google.protobuf.message import Message
@@ -36,6 +37,36 @@ from kvtier.types import (
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
 T = TypeVar("T")
+
+
+class Held(Generic[T]):
+    """What ``reserve`` and ``acquire`` return: await it for the lease, or enter it to have it released at the end."""
+
+    def __init__(self, take: Callable[[], Awaitable[T]], give_back: Callable[[T], Awaitable[None]]) -> None:
+        self._take = take
+        self._give_back = give_back
+        self._held: list[T] = []
+
+    async def take(self) -> T:
+        """The lease, the caller's to release."""
+        return await self._take()
+
+    async def give_back(self, lease: T) -> None:
+        """Releases what :meth:`take` returned."""
+        await self._give_back(lease)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.take().__await__()
+
+    async def __aenter__(self) -> T:
+        lease = await self._take()
+        self._held.append(lease)
+        return lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._give_back(self._held.pop())
 
 
 @dataclass(slots=True, frozen=True)
