@@ -32,8 +32,8 @@ from kvtier.errors import (
     SpecMismatch,
     TierFull,
 )
-from kvtier.gpu import PASSED, Fence, Gpu, Stream
-from kvtier.memory import CannotMap, CpuMemory, Memory, View, map_device
+from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
+from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.abi.cuda.views import DeviceView
-    from kvtier.gpu import Fence, Gpu
+    from kvtier.memory.gpu import Fence, Gpu
 
 
 Bytes = NDArray[np.uint8]

@@ -19,9 +19,9 @@ from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import Streamed
 from kvtier.errors import CallerError, InvalidArgument, require_within
-from kvtier.gpu import Fence, Stream
 from kvtier.groups import AcrossGroups
 from kvtier.lease import Holdings, Lease, ReadLease, WriteLease
+from kvtier.memory.gpu import Fence, Stream
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Link, Session, require_timeout

@@ -18,7 +18,7 @@ from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.cache import Cache
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap
-from kvtier.gpu import Fence, Stream
+from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
 from kvtier.transport import TlsFiles
 from kvtier.types import (

@@ -17,8 +17,8 @@ from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, Stre
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Bytes, PrefixRows, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
-from kvtier.gpu import PASSED
 from kvtier.lease import Owner, ReadLease
+from kvtier.memory.gpu import PASSED
 from kvtier.retention import BlockRetention
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier

@@ -22,8 +22,8 @@ from kvtier.buffers import Blocks, Rows, of_cpu
 from kvtier.chains import Prompt
 from kvtier.copies import copied_out
 from kvtier.errors import InvalidArgument, KvtierError, TooShort, chain_error
-from kvtier.gpu import PASSED, Stream
 from kvtier.lease import Holdings, ReadLease
+from kvtier.memory.gpu import PASSED, Stream
 from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority
 from kvtier.session import Deadline, require_timeout

@@ -26,8 +26,8 @@ from kvtier.errors import (
     chain_error,
     require_within,
 )
-from kvtier.gpu import Fence, Stream, fence_over
-from kvtier.memory import CpuMemory, Memory, View
+from kvtier.memory.gpu import Fence, Stream, fence_over
+from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.session import Deadline, Link, passing
 from kvtier.types import ROOT_PARENT, BlockResult, Tier

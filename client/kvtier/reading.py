@@ -208,7 +208,7 @@ class Read:
 
     @property
     def waits(self) -> bool:
-        """Its copies wait for a device: see :meth:`kvtier.memory.Memory.waits`."""
+        """Its copies wait for a device: see :meth:`kvtier.memory.tiers.Memory.waits`."""
         return self._mapping is not None and any(
             self._mapping.arena.memory(tier).waits(self._rows) for tier in self._tiers
         )

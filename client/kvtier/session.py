@@ -37,7 +37,7 @@ from kvtier.errors import (
     fault_of,
     link_is_broken,
 )
-from kvtier.gpu import PASSED, Fence, Stream, Unknown, all_of, passage
+from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passage
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 

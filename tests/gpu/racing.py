@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import BlockResult, Cache, CacheSpec, DeadlineExceeded, PoolSpec, Tier, TierFull, WindowGroupSpec, connect
-from kvtier.gpu import Stream
+from kvtier.memory.gpu import Stream
 from tests import devices
 from tests.gpu.kernels import WORD, Kernels, pattern
 from tests.integration.torture_blocks import CHAIN_BLOCKS, chain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvtier.gpu import Fence
+from kvtier.memory.gpu import Fence
 
 
 class Gate(Fence):

@@ -22,9 +22,9 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
 from kvtier.buffers import Blocks
 from kvtier.errors import ClientClosed, KvtierError
-from kvtier.gpu import Fence, Stream
 from kvtier.groups import AcrossBlocks
-from kvtier.memory import Memory, View
+from kvtier.memory.gpu import Fence, Stream
+from kvtier.memory.tiers import Memory, View
 from kvtier.session import require_timeout
 from kvtier.sync.loop import LoopThread, Work
 from kvtier.types import BlockResult, CacheInfo, Tier

@@ -16,7 +16,7 @@ from kvtier import client, watch
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import ClientClosed
 from kvtier.events import WatchItem
-from kvtier.gpu import Stream
+from kvtier.memory.gpu import Stream
 from kvtier.mirror import follower
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, MirrorView
 from kvtier.sync.cache import Cache, Fact, Twin, like, waits

@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier.errors import ClientClosed, KvtierError
-from kvtier.gpu import Fence, Stream
 from kvtier.lease import Lease, fence_of
+from kvtier.memory.gpu import Fence, Stream
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class LoopThread:
         return not self._stopping
 
     def fence(self, leases: Iterable[Lease], stream: Stream | None) -> Fence:
-        """As :func:`kvtier.gpu.fence_of`: here, since the loop's thread has other current streams.
+        """As :func:`kvtier.memory.gpu.fence_of`: here, since the loop's thread has other current streams.
 
         Raises also :class:`ClientClosed`, as :meth:`run` does.
         """

@@ -33,8 +33,8 @@ from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import DeviceBytes
 from kvtier.errors import DaemonError
-from kvtier.gpu import PASSED, Gpu, all_of, fence_over, joined
-from kvtier.memory import CannotMap, CudaMemory, map_device
+from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined
+from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
 from kvtier.session import Deadline, passing
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import buffers, gpu, memory
+from kvtier import buffers
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda import page_locks
 from kvtier.abi.cuda.driver import Address, Driver
@@ -25,8 +25,10 @@ from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import Bytes
 from kvtier.errors import InvalidArgument
-from kvtier.gpu import Gpu
-from kvtier.memory import CpuMemory
+from kvtier.memory import gpu
+from kvtier.memory import tiers as memory
+from kvtier.memory.gpu import Gpu
+from kvtier.memory.tiers import CpuMemory
 from kvtier.types import Tier
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure

@@ -26,7 +26,7 @@ from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, ArenaLayout
 from kvtier.buffers import Bytes, DeviceBytes, OnGpu, Row, Rows, Slots
 from kvtier.errors import DaemonError
-from kvtier.gpu import PASSED, Fence, Gpu, joined
+from kvtier.memory.gpu import PASSED, Fence, Gpu, joined
 from kvtier.types import Tier
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Memory(Protocol):
         ...
 
     def fence(self, stream: int | None) -> Fence:
-        """The point that a stream has reached: see :func:`kvtier.gpu.fence_over`."""
+        """The point that a stream has reached: see :func:`kvtier.memory.gpu.fence_over`."""
         ...
 
 
@@ -232,7 +232,7 @@ def _heard(opening: asyncio.Future[Any]) -> None:
 
 
 class CudaMemory:
-    """Memory of a GPU. It is unmapped when the last view of it is gone: see :meth:`kvtier.gpu.Gpu.unmap_later`."""
+    """Memory of a GPU. It is unmapped when its last view is gone: see :meth:`kvtier.memory.gpu.Gpu.unmap_later`."""
 
     def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
         """Raises :class:`DaemonError` where it is shorter than the layout says."""
