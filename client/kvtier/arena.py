@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -29,12 +30,13 @@ from kvtier.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     KvtierError,
+    LeaseError,
     SpecMismatch,
     TierFull,
 )
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
-from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
+from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
@@ -300,19 +302,11 @@ class Binder:
             _log.debug("cache %s is not opened again: %s", self._name, error)
             mapped.stale = True  # whoever reads next calls, and is told why
 
-    async def bind(self, link: Link, seconds: float, *, create: bool = True) -> Binding:
+    async def bind(self, link: Link, *, create: bool = True) -> Binding:
         """The cache in the link's session, opened there first if need be. ``create``: and made, where there is none.
 
-        Raises :class:`DeadlineExceeded` where the daemon, or another call that opens it, takes too long, and
-        :class:`ClientClosed`.
+        Raises :class:`ClientClosed`.
         """
-        try:
-            async with asyncio.timeout(seconds + ANSWER_GRACE_S):
-                return await self._bind(link, seconds, create)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"cache {self._name} was not opened in time", reason="DEADLINE") from error
-
-    async def _bind(self, link: Link, seconds: float, create: bool) -> Binding:
         async with self._lock:
             if self._closed:
                 raise ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
@@ -326,7 +320,7 @@ class Binder:
                 request.budgets.extend(budgets_to_wire(self._budgets))
                 if self._options is not None:
                     request.options.CopyFrom(options_to_wire(self._options))
-            reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
+            reply = await send(link, lambda stubs: stubs.caches.Open, request)
             info = cache_info(reply.info)
             spec = self._spec or info.spec
             if named is None and info.spec.fingerprint() != spec.fingerprint():
@@ -367,9 +361,9 @@ class Binder:
     ) -> Response:
         """A call that may run again in another session: a lookup, or one that leaves the same state when repeated."""
 
-        async def attempt(link: Link, seconds: float) -> Response:
-            binding = await self.bind(link, seconds)
-            return await send(link, method, build(binding), deadline.left())
+        async def attempt(link: Link) -> Response:
+            binding = await self.bind(link)
+            return await send(link, method, build(binding))
 
         await self.ahead()
         return await self.session.call(attempt, deadline)
@@ -388,10 +382,10 @@ class Binder:
         """
         sent: list[Binding] = []
 
-        async def attempt(link: Link, seconds: float) -> tuple[Binding, Response]:
-            binding = await self.bind(link, seconds)
+        async def attempt(link: Link) -> tuple[Binding, Response]:
+            binding = await self.bind(link)
             sent[:] = [binding]
-            return binding, await send(link, method, build(binding), deadline.left())
+            return binding, await send(link, method, build(binding))
 
         await self.ahead()
         try:
@@ -403,7 +397,10 @@ class Binder:
                 return await self.session.call(attempt, deadline)
         except UNHEARD:
             for binding in sent:
-                self.later(asyncio.ensure_future(self._give_up(binding, seq)))
+                request = blocks_pb2.ReleaseRequest(
+                    cache_id=binding.cache_id, given_up=[seq], seq=self.session.next_seq()
+                )
+                self.later(asyncio.ensure_future(self._until_answered(binding, request)))
             raise
 
     async def release(
@@ -411,19 +408,23 @@ class Binder:
     ) -> None:
         """Ends leases of a binding, in this order. In another session they have ended already.
 
-        ``first_blocks``: one a lease; only so many of its first blocks are given back.
+        ``first_blocks``: one a lease; only so many of its first blocks are given back. Where the daemon does not
+        answer by the deadline, or did not answer the call before, this goes on with nobody waiting for it.
         """
         if not lease_ids:
             return
         request = blocks_pb2.ReleaseRequest(
             cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), first_blocks=first_blocks
         )
-        await self._release(binding, request, deadline)
+        if self.session.reachable:
+            with suppress(DeadlineExceeded, DaemonUnavailable):
+                return await self._release(binding, request, deadline)
+        self.later(asyncio.ensure_future(self._until_answered(binding, request)))
 
     async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        async def attempt(link: Link, seconds: float) -> None:
+        async def attempt(link: Link) -> None:
             if link.session == binding.session:
-                await send(link, lambda stubs: stubs.blocks.Release, request, seconds)
+                await send(link, lambda stubs: stubs.blocks.Release, request)
 
         await self.session.call(attempt, deadline)
 
@@ -440,15 +441,18 @@ class Binder:
             await asyncio.wait(returning, timeout=deadline.left())
         return bool(returning)
 
-    async def _give_up(self, binding: Binding, seq: int) -> None:
-        """Has the daemon release what call ``seq`` granted. Tries until the daemon answers, or the session with all its
-        leases has ended: this process may live for weeks, and nobody else releases them."""
-        request = blocks_pb2.ReleaseRequest(cache_id=binding.cache_id, given_up=[seq], seq=self.session.next_seq())
+    async def _until_answered(self, binding: Binding, request: blocks_pb2.ReleaseRequest) -> None:
+        """Tries until the daemon answers, or the session with all its leases has ended: this process may live for
+        weeks, and nobody else releases them."""
         while True:
             try:
                 return await self._release(binding, request, Deadline(_GIVE_BACK_S))
             except (DeadlineExceeded, DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
+            except LeaseError as error:
+                if error.reason != "UNKNOWN_LEASE":
+                    raise
+                return  # a commit ended it whose answer nobody heard
 
 
 async def _logged(work: asyncio.Future[None], what: str) -> None:
@@ -462,10 +466,9 @@ async def send(
     link: Link,
     method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
     request: Request,
-    seconds: float,
 ) -> Response:
     """One RPC with the session's token."""
-    return await method(link.stubs)(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+    return await method(link.stubs)(request, metadata=link.metadata)
 
 
 async def _nothing() -> None:

@@ -223,7 +223,7 @@ class Cache(GroupVerbs):
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.
 
         Those released before, or lost with their daemon, are passed over. A cancelled caller's release goes on by
-        itself.
+        itself, as does one that the daemon does not answer in time.
 
         Of leases whose slots are memory of a GPU, the call is sent once ``stream`` has done what it was given before
         it: see :meth:`fence`. Where that takes longer than ``timeout``, or the device fails, nothing is sent, and the
@@ -393,10 +393,10 @@ class Cache(GroupVerbs):
             return
         binding, seq = self._binder.binding, self._session.next_seq()
 
-        async def attempt(link: Link, seconds: float) -> None:
+        async def attempt(link: Link) -> None:
             if link.session == binding.session:
                 request = caches_pb2.CloseRequest(cache_id=binding.cache_id, seq=seq)
-                await send(link, lambda stubs: stubs.caches.Close, request, seconds)
+                await send(link, lambda stubs: stubs.caches.Close, request)
 
         await self._session.call(attempt, deadline)
 
@@ -407,8 +407,8 @@ class Cache(GroupVerbs):
     async def open(self, timeout: float | None = None) -> None:
         """Opens it in the daemon and maps its memory. The client does this; later calls do it again where they must."""
 
-        async def attempt(link: Link, seconds: float) -> None:
-            await self._binder.bind(link, seconds)
+        async def attempt(link: Link) -> None:
+            await self._binder.bind(link)
 
         await self._session.call(attempt, self._deadline(timeout))
 

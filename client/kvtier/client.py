@@ -19,7 +19,7 @@ from kvtier.cache import Cache
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
-from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
+from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.transport import TlsFiles
 from kvtier.types import (
     CacheInfo,
@@ -193,18 +193,18 @@ class AsyncClient:
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""
 
-        async def attempt(link: Link, seconds: float) -> admin_pb2.StatsResponse:
+        async def attempt(link: Link) -> admin_pb2.StatsResponse:
             request = admin_pb2.StatsRequest()
-            return await link.stubs.admin.Stats(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+            return await link.stubs.admin.Stats(request, metadata=link.metadata)
 
         return daemon_stats(await self._session.call(attempt, self._deadline(timeout)))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches, also those that no session has open."""
 
-        async def attempt(link: Link, seconds: float) -> caches_pb2.ListCachesResponse:
+        async def attempt(link: Link) -> caches_pb2.ListCachesResponse:
             request = caches_pb2.ListCachesRequest()
-            return await link.stubs.caches.List(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+            return await link.stubs.caches.List(request, metadata=link.metadata)
 
         reply = await self._session.call(attempt, self._deadline(timeout))
         return [cache_info(each) for each in reply.caches]
@@ -220,8 +220,8 @@ class AsyncClient:
         number = 0 if session_id is None else session_number(session_id)
         request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
 
-        async def attempt(link: Link, seconds: float) -> admin_pb2.LeasesResponse:
-            return await link.stubs.admin.Leases(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+        async def attempt(link: Link) -> admin_pb2.LeasesResponse:
+            return await link.stubs.admin.Leases(request, metadata=link.metadata)
 
         reply = await self._session.call(attempt, self._deadline(timeout))
         return [lease_info(each) for each in reply.leases]
@@ -243,8 +243,8 @@ class AsyncClient:
         asked = key_or_prefix(key)
         request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
 
-        async def attempt(link: Link, seconds: float) -> admin_pb2.ExplainResponse:
-            return await link.stubs.admin.Explain(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+        async def attempt(link: Link) -> admin_pb2.ExplainResponse:
+            return await link.stubs.admin.Explain(request, metadata=link.metadata)
 
         deadline = self._deadline(timeout)
         now = explanation_from_wire(asked, await self._session.call(attempt, deadline))
@@ -258,7 +258,7 @@ class AsyncClient:
             heartbeat_s=LOG_END_S,
         )
         try:
-            async with asyncio.timeout(deadline.left() + ANSWER_GRACE_S):
+            async with asyncio.timeout_at(deadline.at):
                 return await with_past(now, log)
         except PermissionDenied:
             return now
@@ -280,11 +280,11 @@ class AsyncClient:
         request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
-        async def attempt(link: Link, seconds: float) -> admin_pb2.KickResponse:
+        async def attempt(link: Link) -> admin_pb2.KickResponse:
             if link.welcome.boot != boot:  # the number is, or will be, somebody else's
                 message = f"session_id = {session_id}: it ended with the daemon, which has restarted"
                 raise NotFound(message, reason="NO_SUCH_SESSION")
-            return await link.stubs.admin.Kick(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+            return await link.stubs.admin.Kick(request, metadata=link.metadata)
 
         reply = await self._session.call(attempt, self._deadline(timeout))
         return KickReport(reply.leases, reply.slots)
@@ -300,8 +300,8 @@ class AsyncClient:
         """
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
 
-        async def attempt(link: Link, seconds: float) -> caches_pb2.RemoveCacheResponse:
-            return await link.stubs.caches.Remove(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+        async def attempt(link: Link) -> caches_pb2.RemoveCacheResponse:
+            return await link.stubs.caches.Remove(request, metadata=link.metadata)
 
         reply = await self._session.call(attempt, self._deadline(timeout))
         return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})

@@ -20,7 +20,7 @@ from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, To
 from kvtier.lease import Owner, ReadLease
 from kvtier.memory.gpu import PASSED
 from kvtier.retention import BlockRetention
-from kvtier.session import ANSWER_GRACE_S, Deadline, Link
+from kvtier.session import Deadline, Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire
@@ -81,7 +81,7 @@ class Mapped:
             await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits(piece.blocks))
             return await self._holdings.store(lease, piece, timeout)
         finally:
-            await self._cache.release(lease, stream=PASSED)
+            await self._cache.release(lease, stream=PASSED, timeout=timeout)
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         cache = self._cache
@@ -94,7 +94,7 @@ class Mapped:
             await copied_out(lease, rows)
             return [*[None] * lease.first_block, *rows]
         finally:
-            await cache.release(lease, stream=PASSED)
+            await cache.release(lease, stream=PASSED, timeout=timeout)
 
 
 async def copied_out(lease: ReadLease, rows: Rows) -> None:
@@ -193,9 +193,9 @@ class Streamed:
                 timeout_ns=wait_ns,
             )
 
-        async def attempt(link: Link, seconds: float) -> transfer_pb2.PutResponse:
-            binding = await self._binder.bind(link, seconds)
-            call = link.stubs.transfer.Put(timeout=deadline.left() + ANSWER_GRACE_S, metadata=link.metadata)
+        async def attempt(link: Link) -> transfer_pb2.PutResponse:
+            binding = await self._binder.bind(link)
+            call = link.stubs.transfer.Put(metadata=link.metadata)
             try:
                 return await _upload(call, header(binding), blocks)
             finally:
@@ -208,8 +208,8 @@ class Streamed:
         wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1)]
         deadline = self._deadline(timeout)
 
-        async def attempt(link: Link, seconds: float) -> PrefixRows:
-            binding = await self._binder.bind(link, seconds)
+        async def attempt(link: Link) -> PrefixRows:
+            binding = await self._binder.bind(link)
             acquire = blocks_pb2.AcquireRequest(
                 cache_id=binding.cache_id,
                 group=self._cache.group,
@@ -217,11 +217,7 @@ class Streamed:
                 chains=wanted,
                 timeout_ns=deadline.wait_ns(),
             )
-            call = link.stubs.transfer.Get(
-                transfer_pb2.GetRequest(acquire=acquire),
-                timeout=deadline.left() + ANSWER_GRACE_S,
-                metadata=link.metadata,
-            )
+            call = link.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=link.metadata)
             try:
                 into = None if targets is None else of_cpu(targets)
                 return await _download(aiter(call), into, self._cache.block_bytes)

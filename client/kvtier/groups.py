@@ -284,7 +284,7 @@ class AcrossGroups:
             copied = {part.cache.group: await _copied(self._groups[part.cache.group], part) for part in lease.groups}
             return AcrossBlocks(lease.blocks, copied)
         finally:
-            await lease.release(stream=PASSED)
+            await lease.release(stream=PASSED, timeout=timeout)
 
     def begin_get(self, packed: bytes, tier: Tier | None) -> AcrossRead | None:
         """A get without a call, to be tried. None: only the daemon can tell. Raises :class:`InvalidArgument`."""

@@ -462,11 +462,11 @@ class Holdings:
         if isinstance(memory := lease.memory, CpuMemory) and lease.binding.info.options.checksum == "commit":
             request.checksums = await memory.checksums(lease.cache.group, request.slots)
 
-        async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
+        async def attempt(link: Link) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
-            return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
+            return await send(link, lambda stubs: stubs.blocks.Commit, request)
 
         if request.release:
             self._ending.add(lease)

@@ -357,7 +357,7 @@ class Recency:
         with self._lock:
             keys, self._keys = self._keys, {}
             misses, self._misses = self._misses, {}
-        link = self._binder.session.live_link
+        link = self._binder.session.live_link if self._binder.session.reachable else None
         groups = keys.keys() | misses.keys()
         return [self._tell(link, group, list(keys.get(group, ())), misses.get(group, 0)) for group in groups]
 
@@ -368,8 +368,9 @@ class Recency:
             return
         request = blocks_pb2.TouchRequest(cache_id=binding.cache_id, group=group, keys=b"".join(keys), misses=misses)
         try:
-            await send(link, lambda stubs: stubs.blocks.Touch, request, _PATIENCE_S)
-        except AioRpcError as error:
+            async with asyncio.timeout(_PATIENCE_S):
+                await send(link, lambda stubs: stubs.blocks.Touch, request)
+        except (AioRpcError, TimeoutError) as error:
             _log.debug("%d reads of group %d are not told: %s", len(keys), group, error)
         except (asyncio.CancelledError, UsageError) as error:
             with suppress(ClientClosed):

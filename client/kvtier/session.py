@@ -3,7 +3,8 @@
 The attach connection proves who we are; its token rides on every RPC. When the connection breaks, a background task
 attaches again: with the old token where the daemon still knows it (leases live on), else as a new session (leases are
 lost, which their holders see by :attr:`Link.session`). Calls that hit a break wait for it to heal, up to their
-deadline.
+deadline. The deadline is this process's own: gRPC does not end a call whose request it cannot write, as to a daemon
+that was stopped.
 """
 
 from __future__ import annotations
@@ -41,10 +42,19 @@ from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passage
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 
-ANSWER_GRACE_S: Final = 1.0
-"""How long after a call's deadline the daemon's own answer is still waited for: it says more than "time is up"."""
-
 MAX_TIMEOUT_S: Final = 3600.0
+
+_ANSWER_SHARE: Final = 0.25
+_MOST_ANSWER_S: Final = 1.0
+"""A call that waits in the daemon keeps this share of its time, at most so many seconds, for the answer to arrive."""
+
+_FAIR_S: Final = 0.1
+"""A daemon that leaves a call unanswered for so long counts as away; a caller who waits less has learned nothing."""
+_FIRST_PROBE_S: Final = 0.5
+_LONGEST_PROBE_S: Final = 30.0
+_HEALTH: Final = "/grpc.health.v1.Health/Check"
+_SERVING: Final = b"\x08\x01"
+"""The health service's answer, status SERVING, on the wire."""
 
 _ATTACH_TIMEOUT_S: Final = 5.0
 _CLOSE_GRACE_S: Final = 2.0
@@ -94,8 +104,10 @@ class Deadline:
         return max(0.0, self.at - asyncio.get_running_loop().time())
 
     def wait_ns(self) -> int:
-        """What is left, for a call that waits in the daemon: 1 at least, since 0 is the daemon's own default there."""
-        return max(1, int(self.left() * 1e9))
+        """How long a call may wait in the daemon, so that its answer comes in time: 1 at least, since 0 is the daemon's
+        own default there."""
+        left = self.left()
+        return max(1, int((left - min(left * _ANSWER_SHARE, _MOST_ANSWER_S)) * 1e9))
 
 
 @dataclass(slots=True, frozen=True)
@@ -157,13 +169,18 @@ class Session:
         self.address = address
         self._transport = transport_to(address, tls, insecure=insecure)
         self._link: Link | None = None
-        self._linked = asyncio.Event()
+        self._changed = asyncio.Event()
+        """The link, or what is known of the daemon. Whoever waits clears it and looks again."""
         self._fatal: KvtierError | None = None
         self._closed = False
         self._numbers = count(1)
         self._seq = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
+        self.reachable = True
+        """False from a call that ended without an answer to the next answer, which a task asks for: other calls wait
+        for it and send nothing. Any thread may look."""
+        self._prober: asyncio.Task[None] | None = None
         self.followers: Final[WeakSet[Follower]] = WeakSet()
         """Are told of each new session, before any call goes through it."""
         self._lent: Counter[int] = Counter()
@@ -214,46 +231,79 @@ class Session:
         """A number for a mutating call, never given twice."""
         return next(self._seq)
 
-    async def call(self, attempt: Callable[[Link, float], Awaitable[T]], deadline: Deadline) -> T:
-        """Runs ``attempt(link, seconds)`` until it ends in an answer, repeating it over breaks of the link.
+    async def call(
+        self, attempt: Callable[[Link], Awaitable[T]], deadline: Deadline, *, unreachable: bool = False
+    ) -> T:
+        """Runs ``attempt(link)`` until it ends in an answer, repeating it over breaks of the link.
 
-        ``seconds`` is what is left. An attempt must be safe to repeat: a lookup, a call under a sequence number, or
-        one that checks ``link.session``. Raises what :func:`kvtier.errors.error_of` makes of the daemon's answer.
+        An attempt must be safe to repeat: a lookup, a call under a sequence number, or one that checks
+        ``link.session``. ``unreachable``: see :meth:`link`.
+
+        Raises :class:`DeadlineExceeded` or :class:`DaemonUnavailable` at the deadline, and what
+        :func:`kvtier.errors.error_of` makes of the daemon's answer.
         """
-        backoff = Backoff()
-        while True:
-            link = await self.link(deadline)
-            try:
-                return await attempt(link, deadline.left())
-            except AioRpcError as error:
-                fault = fault_of(error)
-                if not link_is_broken(fault):
-                    raise error_of(fault) from error
-                if fault.code is grpc.StatusCode.UNAUTHENTICATED:
-                    self.suspect(link)
-                failure: KvtierError = DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)
-                failure.__cause__ = error
-            except DaemonUnavailable as error:
-                failure = error
-            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
-                failure = self.channel_closed_by(error)
-            delay = backoff.next()
-            if delay >= deadline.left():
-                raise failure
-            await asyncio.sleep(delay)
-
-    async def link(self, deadline: Deadline | None) -> Link:
-        """The live link, waiting for it until the deadline. Raises :class:`DaemonUnavailable` then."""
+        failure: KvtierError | None = None
+        backoff, time_given = Backoff(), deadline.left()
         try:
-            async with asyncio.timeout_at(deadline.at if deadline else None):
-                while self._link is None or self._link.attach.closed.is_set():
-                    self._require_open()
-                    self._linked.clear()
-                    await self._linked.wait()
-        except TimeoutError as error:
-            raise DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON") from error
+            async with asyncio.timeout_at(deadline.at):
+                while True:
+                    link = await self.link(unreachable=unreachable)
+                    failure = None
+                    try:
+                        answer = await attempt(link)
+                    except AioRpcError as error:
+                        fault = fault_of(error)
+                        if not link_is_broken(fault):
+                            self._answered()
+                            raise error_of(fault) from error
+                        if fault.code is grpc.StatusCode.UNAUTHENTICATED:
+                            self.suspect(link)
+                        failure = DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)
+                        failure.__cause__ = error
+                    except DaemonUnavailable as error:
+                        failure = error
+                    except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+                        failure = self.channel_closed_by(error)
+                    else:
+                        self._answered()
+                        return answer
+                    await asyncio.sleep(backoff.next())
+        except TimeoutError:
+            self._unanswered(time_given)
+        if failure is not None:
+            raise failure
+        if self.live_link is None:
+            raise DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON")
+        raise DeadlineExceeded(f"the daemon at {self.address} did not answer in time", reason="DEADLINE")
+
+    async def link(self, *, unreachable: bool = False) -> Link:
+        """The live link, waited for. ``unreachable``: also to a daemon that is known not to answer."""
+        while (link := self.live_link) is None or not (unreachable or self.reachable):
+            self._require_open()
+            self._changed.clear()
+            await self._changed.wait()
         self._require_open()
-        return self._link
+        return link
+
+    def _answered(self) -> None:
+        if not self.reachable:
+            self.reachable = True
+            self._changed.set()
+
+    def _unanswered(self, seconds: float) -> None:
+        """A call got no answer for so long."""
+        if seconds >= _FAIR_S:
+            self.reachable = False
+        if not self._closed and (self._prober is None or self._prober.done()):
+            self._prober = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        """Asks the daemon until it answers. A call that waits costs nothing, so later ones wait longer."""
+        patience = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
+        with suppress(CallerError, DaemonError):  # the client is closed, or can attach no more
+            while True:
+                with suppress(RetryableError):
+                    return await self.call(_check_health, Deadline(patience.next()), unreachable=True)
 
     def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> DaemonUnavailable:
         """What it means that gRPC ends a call so: its channel was closed under it, or before it could begin.
@@ -318,13 +368,15 @@ class Session:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_GRACE_S)
             for task in late:
                 task.cancel()
-        with suppress(KvtierError):  # no daemon, no session to say goodbye to
-            await self.link(Deadline(_HEAL_GRACE_S))
+        with suppress(TimeoutError, KvtierError):  # no daemon, no session to say goodbye to
+            async with asyncio.timeout(_HEAL_GRACE_S):
+                await self.link()
         self._closed = True
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-        self._linked.set()
+        for ending in (self._keeper, self._prober):
+            if ending is not None:
+                ending.cancel()
+                await asyncio.wait([ending])
+        self._changed.set()
         if self._link is not None:
             if at_rest:
                 for follower in list(self.followers):
@@ -350,7 +402,7 @@ class Session:
             for follower in list(self.followers):
                 follower.session_changed(link.session)
         self._settle()
-        self._linked.set()
+        self._changed.set()
 
     async def _keep_attached(self) -> None:
         while self._link is not None:
@@ -369,7 +421,8 @@ class Session:
     def _give_up(self, error: KvtierError) -> None:
         """Every call says so from now on."""
         self._fatal = error
-        self._linked.set()
+        self.reachable = False
+        self._changed.set()
 
     async def _attach_again(self, old: Link) -> Link:
         backoff = Backoff()
@@ -408,6 +461,12 @@ class Session:
             if error.reason != "UNKNOWN_SESSION":
                 raise
             return await self._transport.attach(None, None)
+
+
+async def _check_health(link: Link) -> None:
+    check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(_HEALTH)
+    if await check(b"") != _SERVING:
+        raise DaemonUnavailable("the daemon is stopping", reason="NOT_SERVING")
 
 
 async def _over(work: Fence) -> bool:

@@ -48,8 +48,6 @@ MAX_KEY_PREFIXES: Final = 64
 _MISSED_HEARTBEATS: Final = 4
 """So many quiet heartbeats mean that the daemon, or the way to it, hangs."""
 
-_SUSPICIOUS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.DEADLINE_EXCEEDED})
-
 
 @dataclass(slots=True, frozen=True)
 class Filter:
@@ -185,7 +183,7 @@ class Watch:
         history: int | None = None
         broken: Link | None = None
         while True:
-            link = await self._session.link(None)
+            link = await self._session.link()
             try:
                 if self.cursor is not None and history not in (None, link.welcome.history):
                     yield Gap(self.cursor.epoch, self.cursor.id + 1, self.cursor.id + 1, "lost-state")
@@ -211,7 +209,7 @@ class Watch:
             except AioRpcError as error:
                 fault = fault_of(error)
                 reason = fault.message or fault.reason
-                if fault.code in _SUSPICIOUS:
+                if fault.code is grpc.StatusCode.UNAUTHENTICATED:
                     self._session.suspect(link)
                 elif not link_is_broken(fault):
                     failure = error_of(fault)
@@ -237,7 +235,7 @@ class Watch:
         elif self.cursor is None and self._start.since_time_ns is not None:
             request.since_time_ns = self._start.since_time_ns
         else:
-            cursor = self.cursor or await self._pin(link, self._silence_s)
+            cursor = self.cursor or await self._pin(link)
             request.since.epoch, request.since.id = cursor.epoch, cursor.id
         return request
 
@@ -246,13 +244,14 @@ class Watch:
         elsewhere = self._start.oldest or self._start.since_time_ns is not None or self._snapshot_pending
         return self.cursor is None and not elsewhere
 
-    async def _pin(self, link: Link, seconds: float) -> Cursor:
+    async def _pin(self, link: Link) -> Cursor:
         """Ties "now" to an id, so that a break before the first batch loses nothing. A watch that is asked for it needs
-        no other right than to watch."""
+        no other right than to watch. Raises :class:`TimeoutError`."""
         request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
-        call = link.stubs.events.Watch(request, timeout=seconds, metadata=link.metadata)
+        call = link.stubs.events.Watch(request, metadata=link.metadata)
         try:
-            first = await call.read()
+            async with asyncio.timeout(self._silence_s):
+                first = await call.read()
         finally:
             call.cancel()
         if not isinstance(first, events_pb2.WatchBatch):  # grpc.aio.EOF

@@ -269,7 +269,7 @@ async def _reads(client: AsyncClient, name: str) -> str:
 
 async def _reserves(client: AsyncClient, name: str) -> str:
     cache = await client.open_cache(name, SPEC, write=False)
-    link = await client._session.link(None)
+    link = await client._session.link()
     request = blocks_pb2.ReserveRequest(cache_id=cache.info.cache_id, tier=tier_to_wire(Tier.HOST), count=1)
     return await _answer(link.stubs.blocks.Reserve(request, metadata=link.metadata))
 

@@ -21,7 +21,6 @@ import pytest
 from kvtier import BlockResult, Tier, TierFull
 from kvtier.abi import attach
 from kvtier.arena import Arena
-from kvtier.session import Deadline
 from kvtier.v1 import admin_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
@@ -192,6 +191,6 @@ async def test_the_client_heals_a_broken_connection_by_itself(client, cache):
 
 async def break_connection(client):
     """As a network would: neither the client nor the daemon has asked for it. Ends when the client knows."""
-    link = await client._session.link(Deadline(PATIENCE_S))
+    link = await client._session.link()
     link.attach._sock.shutdown(2)
     await asyncio.wait_for(link.attach.closed.wait(), PATIENCE_S)

@@ -296,7 +296,7 @@ async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(revoking, t
     async with await connect(revoking.address) as owner, await connect(revoking.tcp_address, insecure=True) as client:
         await stored(owner, "other", "before")
         cache = await client.open_cache("other", SPEC, mapped=False)
-        link = await client._session.link(None)
+        link = await client._session.link()
         call = link.stubs.transfer.Put(messages(cache.info.cache_id), metadata=link.metadata, timeout=60)
         await gates["begun"].wait()
         await eventually(lambda: tier_stats(owner, "other", Tier.HOST), lambda stats: stats.held == 2)

@@ -214,7 +214,7 @@ async def test_a_token_is_worth_nothing_to_anybody_else(daemon, authority, engin
         await connect(daemon.tcp_address, tls=engine) as first,
         await connect(daemon.tcp_address, tls=other) as second,
     ):
-        links: list[Link] = [await client._session.link(None) for client in (local, first, second)]
+        links: list[Link] = [await client._session.link() for client in (local, first, second)]
         answers = [[await answer(by.channel, of.welcome.token) for of in links] for by in links]
         assert answers == [["answered" if by is of else "FOREIGN_TOKEN" for of in links] for by in links]
         # Nor can the session be taken over with it, by either way in.
@@ -229,7 +229,7 @@ async def test_a_token_is_worth_nothing_to_anybody_else(daemon, authority, engin
 async def test_a_goodbye_gives_everything_back_at_once(daemon, engine):
     await fill(daemon)
     async with await connect(daemon.tcp_address, tls=engine) as client:
-        link = await client._session.link(None)
+        link = await client._session.link()
         await reserve(link.welcome, link.stubs)
         assert await held(daemon) == (1, 0)
     assert await held(daemon) == (0, 0)
@@ -239,11 +239,11 @@ async def test_a_goodbye_gives_everything_back_at_once(daemon, engine):
 async def test_a_broken_stream_is_resumed_and_keeps_its_leases(daemon, engine):
     await fill(daemon)
     async with await connect(daemon.tcp_address, tls=engine) as client:
-        link = await client._session.link(None)
+        link = await client._session.link()
         cache_id, lease_id = await reserve(link.welcome, link.stubs)
         link.attach.close()
         await client.caches()
-        again = await client._session.link(None)
+        again = await client._session.link()
         assert (again.session, again.welcome.token) == (link.session, link.welcome.token)
         assert again.welcome.resumed
         release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[lease_id])
@@ -288,7 +288,7 @@ async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(start
     daemon.flags[daemon.flags.index("127.0.0.1:0")] = daemon.tcp_address
     async with await connect(daemon.tcp_address, tls=engine) as client:
         cache = await client.open_cache("shared", SPEC)
-        link = await client._session.link(None)
+        link = await client._session.link()
         daemon.pause()
         async with asyncio.timeout(PATIENCE_S):
             await link.attach.closed.wait()
