@@ -18,7 +18,7 @@ from kvtier.arena import Arena, Binder, send
 from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import Streamed
-from kvtier.errors import CallerError, InvalidArgument, require_within
+from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_within
 from kvtier.groups import AcrossGroups
 from kvtier.lease import Holdings, Lease, ReadLease, WriteLease
 from kvtier.memory.gpu import Fence, Stream
@@ -314,8 +314,8 @@ class Cache(GroupVerbs):
 
         What is in mapped slots is copied without a call, and stays where it is; with ``tier`` only what is in that one.
         The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
-        most half of it, but a sliding window whole; ``timeout`` is for each. Where the cache is not mapped, the bytes
-        come through a stream.
+        most half of it, but a sliding window whole; ``timeout`` is for each. If the daemon does not answer, only what
+        is in mapped slots comes. Where the cache is not mapped, the bytes come through a stream.
 
         ``verify``: what was copied is compared with what the daemon finds in its memory, by checksum, in one more call;
         blocks that have left it meanwhile come again, through a stream.
@@ -355,7 +355,11 @@ class Cache(GroupVerbs):
 
         if not read.done:
             self.reader.count(calls=1)
-            rows += await rest(read.blocks, self.way(place))
+            try:
+                rows += await rest(read.blocks, self.way(place))
+            except (DaemonUnavailable, DeadlineExceeded):
+                if not rows or self._session.reachable:  # reachable: the daemon itself has refused
+                    raise
         if verify and rows and self.mapped:  # a stream brings its own checksums
             first = sum(row is None for row in rows)
             keys, copied = read.keys[first * KEY_BYTES :], buffers.of_cpu(rows[first:])

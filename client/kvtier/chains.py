@@ -8,6 +8,7 @@ goes down; it is never a minimum of separate matches, since a longer prefix may 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvtier.abi.key_index import Found, IndexReader
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.errors import InvalidArgument
-from kvtier.types import CacheOptions, Cursor
+from kvtier.types import CacheOptions, Cursor, Tier
 from kvtier.wire import AcrossMatch, GroupSpan, Locations, Match, split_keys
 
 _LEAST_LOOKED_UP: Final = 64
@@ -188,8 +189,11 @@ class Chains:
     ``as_of`` of an answer is an event that the index showed before the lookup began.
     """
 
-    def __init__(self, index: IndexReader, spec: CacheSpec) -> None:
+    def __init__(self, index: IndexReader, spec: CacheSpec, only: Sequence[Tier] | None = None) -> None:
+        """``only``: a block counts that is in one of these tiers; one of which that cannot be told does not. None: a
+        block counts wherever it is."""
         self._index: Final = index
+        self._bits: Final = None if only is None else np.uint8(sum(tier.bit for tier in only))
         self._spans: Final = spans([group.window_tokens for group in spec.groups], spec.tokens_per_block)
         """By group: how many blocks cover its window; 0 = all."""
 
@@ -197,14 +201,19 @@ class Chains:
         return self._spans[group] > 0
 
     def find(self, keys: bytes, group: int) -> Found:
-        return self._index.find(keys, group)
+        found = self._index.find(keys, group)
+        if self._bits is None:
+            return found
+        return replace(found, residency=found.residency & self._bits, sure=np.ones_like(found.sure))
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
         """The longest prefix of the chain that the group can serve."""
-        if not self.is_sliding(group):
-            return self._index.prefix_length(keys, group)
         bound = len(keys) // KEY_BYTES
-        return Window(self._look_up(keys, group), self._spans[group], bound).unbroken(bound)
+        if self.is_sliding(group):
+            return Window(self._look_up(keys, group), self._spans[group], bound).unbroken(bound)
+        if self._bits is None:
+            return self._index.prefix_length(keys, group)
+        return count_leading(self.find(keys, group).residency != 0)
 
     def match(self, keys: bytes, group: int) -> Match | None:
         as_of, bound = self._as_of(), self.prefix_length(keys, group)
@@ -240,7 +249,7 @@ class Chains:
         return None
 
     def locate(self, keys: bytes, group: int) -> Locations | None:
-        found = self._index.find(keys, group)
+        found = self.find(keys, group)
         if not found.sure.all():
             return None
         return Locations(
@@ -256,7 +265,7 @@ class Chains:
         bound: int | None = len(keys) // KEY_BYTES
         for group, span in enumerate(self._spans):
             if not span and bound:
-                bound = self._index.prefix_length(keys[: bound * KEY_BYTES], group)
+                bound = self.prefix_length(keys[: bound * KEY_BYTES], group)
         if bound is None:
             return None
         windows = {
@@ -268,13 +277,13 @@ class Chains:
         return tuple(
             GroupSpan(group, first_block(length, span), windows[group].residency(length))
             if span
-            else GroupSpan(group, 0, self._index.find(keys[: length * KEY_BYTES], group).residency.tobytes())
+            else GroupSpan(group, 0, self.find(keys[: length * KEY_BYTES], group).residency.tobytes())
             for group, span in enumerate(self._spans)
         )
 
     def _look_up(self, keys: bytes, group: int) -> LookUp:
         def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-            found = self._index.find(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
+            found = self.find(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
             return found.residency, found.sure
 
         return look_up

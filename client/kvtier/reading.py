@@ -46,10 +46,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena whose index can be asked."""
+    """A mapped arena whose index can be asked. ``alone``: no daemon answers; what it has closed is read, too, since no
+    byte of that changes any more."""
 
     arena: Arena
     chains: Chains
+    alone: bool = False
+
+    @property
+    def current(self) -> bool:
+        """Whether its index and slots may be read without a call."""
+        return self.arena.current or (self.alone and not self.arena.stale)
 
 
 class Reader:
@@ -72,12 +79,14 @@ class Reader:
 
     @property
     def way(self) -> str:
-        """``shared memory``, or ``calls`` and why."""
+        """``shared memory``, with a limit while the daemon does not answer, or ``calls`` and why."""
         if not self._binder.maps:
             return "calls: the cache's memory is not mapped here"
         arena = self._binder.binding.arena
         if arena.index is None:
             return "calls: the daemon keeps no key index on its kind of machine"
+        if not self._binder.session.reachable and not arena.stale:
+            return "shared memory, of mapped tiers alone: the daemon does not answer"
         if not arena.current:
             return "calls: the daemon that mapped its memory is gone; the next one maps it anew"
         return "shared memory"
@@ -143,11 +152,13 @@ class Reader:
         if binding is None or len(keys) > MAX_KEYS * KEY_BYTES:
             return None
         arena, mapping = binding.mapped, self._mapping
-        if arena is None or arena.index is None or not arena.current:
+        if arena is None or arena.index is None:
             return None
-        if mapping is None or mapping.arena is not arena:
+        if not self._binder.session.reachable:  # nobody can load the rest
+            mapping = Mapping(arena, Chains(arena.index, self.spec, arena.tiers), alone=True)
+        elif mapping is None or mapping.arena is not arena:
             self._mapping = mapping = Mapping(arena, Chains(arena.index, self.spec))
-        return mapping
+        return mapping if mapping.current else None
 
 
 class Read:
@@ -235,7 +246,7 @@ class Read:
             self.blocks = min(self.blocks, most)
         else:
             self._cut(self._start)
-        if not self._mapping.arena.current:
+        if not self._mapping.current:
             self._current = False
             self._cut(0)
         self._reader.read(self)

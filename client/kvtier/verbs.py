@@ -72,7 +72,8 @@ class GroupVerbs:
         covers at the end. Residency 0: absent, before the window. No side effect.
 
         Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
-        one's block was, or would be, committed under the one before.
+        one's block was, or would be, committed under the one before. While the daemon does not answer, only blocks in
+        mapped tiers count.
         """
         packed = await self._in_turn(packed_keys(keys), timeout)
         found = self.reader.match(packed, self.group)

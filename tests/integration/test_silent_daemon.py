@@ -1,4 +1,4 @@
-"""A daemon that does not answer: calls end in time, and nothing stays leased."""
+"""A daemon that does not answer: calls end in time, what can be read is read, and nothing stays leased."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import Any, Final
 import pytest
 
 from kvtier import Client, Tier, connect
-from kvtier.errors import DeadlineExceeded
-from tests.integration.blocks import SPEC, blocks, chain
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded, RetryableError
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess
+from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
+from tests.integration.stuck import stuck_disk
 from tests.integration.waiting import PATIENCE_S, eventually
 
 SLOTS: Final = 16
@@ -44,6 +46,12 @@ VERBS: Final[Mapping[str, Call]] = {
     "explain": lambda client, cache: client.explain(KEYS[0], timeout=TIMEOUT_S),
     "stats": lambda client, cache: client.stats(timeout=TIMEOUT_S),
 }
+
+AWAY: Final[Mapping[str, tuple[Callable[[DaemonProcess], None], Callable[[DaemonProcess], None]]]] = {
+    "stopped": (DaemonProcess.pause, DaemonProcess.resume),
+    "killed": (DaemonProcess.kill, DaemonProcess.start),
+}
+"""How the daemon goes, and how it comes back."""
 
 
 @contextmanager
@@ -155,6 +163,129 @@ async def test_a_release_is_not_lost(daemon, asked):
                 assert time.monotonic() - began < 3 * TIMEOUT_S + SLACK_S
             await eventually(client.leases, lambda held: len(held) == 1)
         await all_is_given_back(client, cache)
+
+
+@pytest.mark.parametrize("how", AWAY)
+async def test_a_hit_that_cannot_be_loaded_is_offered_once(daemon, how):
+    go, come_back = AWAY[how]
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await asyncio.to_thread(go, daemon)
+        try:
+            assert (await cache.match(KEYS)).blocks == 8
+            began = time.monotonic()
+            assert_bytes(MAPPED, await cache.get(KEYS, timeout=TIMEOUT_S))
+            assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+            calls = cache.reads.calls
+            assert (await cache.match(KEYS)).residency == bytes([Tier.HOST.bit]) * 4
+            assert await cache.prefix_length(KEYS) == 4
+            assert [place.residency for place in await cache.locate(KEYS)] == [Tier.HOST.bit] * 4 + [0] * 4
+            assert await cache.prefix_length(ON_DISK) == 0
+            assert_bytes(MAPPED, await cache.get(KEYS))
+            assert await cache.get(ON_DISK) == []
+            assert cache.reads.calls == calls
+            assert cache.lookups == "shared memory, of mapped tiers alone: the daemon does not answer"
+        finally:
+            await asyncio.to_thread(come_back, daemon)
+        await eventually(lambda: cache.prefix_length(KEYS), lambda length: length == 8)
+        assert_bytes(KEYS, await cache.get(KEYS))
+        assert cache.lookups == "shared memory"
+        assert await client.leases() == []
+
+
+async def test_what_a_daemon_closed_is_read_once_it_is_known_to_be_away(daemon):
+    """It closed the memory when it ended, and a daemon that answers would have to be asked."""
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await asyncio.to_thread(daemon.stop)
+        with pytest.raises(DaemonUnavailable):
+            await cache.match(KEYS, timeout=TIMEOUT_S)
+        assert (await cache.match(KEYS)).blocks == 4
+        assert_bytes(MAPPED, await cache.get(KEYS))
+        await asyncio.to_thread(daemon.start)
+        await eventually(lambda: cache.prefix_length(KEYS), lambda length: length == 8)
+        assert_bytes(KEYS, await cache.get(KEYS))
+
+
+async def test_a_get_of_which_nothing_can_be_read_says_so_once(daemon):
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        with paused(daemon):
+            with pytest.raises(DeadlineExceeded):
+                await cache.get(ON_DISK, timeout=TIMEOUT_S)
+            assert await cache.get(ON_DISK) == []
+            assert (await cache.match(ON_DISK)).blocks == 0
+
+
+@pytest.mark.parametrize("how", AWAY)
+async def test_a_thread_reads_what_is_mapped(daemon, how):
+    go, come_back = AWAY[how]
+    await fill(daemon)
+
+    def read():
+        with Client(daemon.address) as client:
+            cache = client.open_cache("c", SPEC)
+            go(daemon)
+            try:
+                assert_bytes(MAPPED, cache.get(KEYS, timeout=TIMEOUT_S))
+                assert cache.match(KEYS).blocks == cache.prefix_length(KEYS) == 4
+                assert_bytes(MAPPED, cache.get(KEYS))
+                with pytest.raises((DaemonUnavailable, DeadlineExceeded)):
+                    cache.acquire(KEYS, timeout=TIMEOUT_S)
+            finally:
+                come_back(daemon)
+            assert len(cache.acquire(KEYS)) == 8
+
+    await asyncio.to_thread(read)
+
+
+async def test_several_groups_count_what_is_mapped(start_for):
+    daemon = start_for(VSWA, host=16, disk=16)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
+        keys = chain("across", 12)
+        await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
+        full, sliding = cache.in_group(1), cache.in_group(0)
+        await full.move(keys[10:], Tier.DISK)
+        await sliding.move(keys[11:], Tier.DISK)
+        with paused(daemon):
+            assert (await cache.across.match(keys)).blocks == 12
+            with pytest.raises(DeadlineExceeded):
+                await cache.across.get(keys, timeout=TIMEOUT_S)
+            match, found = await cache.across.match(keys), await cache.across.get(keys)
+            assert match.blocks == found.blocks == 10
+            for span in match.groups:
+                assert_content(VSWA, span.group, keys[span.first_block : 10], found.groups[span.group])
+            assert (await sliding.match(keys)).blocks == await sliding.prefix_length(keys) == 11
+            window = await sliding.get(keys)
+            assert window[:7] == [None] * 7
+            assert_content(VSWA, 0, keys[7:11], window[7:])
+        await eventually(lambda: cache.across.match(keys), lambda match: match.blocks == 12)
+
+
+async def test_a_caller_in_a_hurry_does_not_make_the_daemon_unreachable(daemon):
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        with pytest.raises(RetryableError):
+            await cache.acquire(ON_DISK, timeout=1e-6)
+        assert await cache.prefix_length(KEYS) == 8
+        assert_bytes(KEYS, await cache.get(KEYS))
+
+
+async def test_a_daemon_that_makes_no_room_in_time_is_heard(daemon):
+    """It is the daemon's own answer, so nobody takes the daemon for silent."""
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        keys = chain("full", SLOTS)
+        await cache.put(keys, blocks(keys))
+        with stuck_disk(daemon, "c"):
+            with pytest.raises(DeadlineExceeded, match="no room was made in time"):
+                await cache.reserve(SLOTS, timeout=2)
+            assert cache.lookups == "shared memory"
 
 
 async def test_a_client_closes_beside_a_daemon_that_does_not_answer(daemon):

@@ -92,7 +92,8 @@ def sent(control: bytes, ours: Given) -> Iterator[Mapping[str, int]]:
 
 def reader_of(arena: Arena) -> Reader:
     """Reads without calls, and nobody to tell of them."""
-    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=SimpleNamespace(mapped=arena))
+    session = SimpleNamespace(reachable=True)
+    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=SimpleNamespace(mapped=arena), session=session)
 
     async def make() -> Reader:
         return Reader(binder)
