@@ -196,6 +196,7 @@ class Chains:
         self._bits: Final = None if only is None else np.uint8(sum(tier.bit for tier in only))
         self._spans: Final = spans([group.window_tokens for group in spec.groups], spec.tokens_per_block)
         """By group: how many blocks cover its window; 0 = all."""
+        self.block_bytes: Final = [spec.block_bytes(group) for group in range(len(spec.groups))]
 
     def is_sliding(self, group: int) -> bool:
         return self._spans[group] > 0

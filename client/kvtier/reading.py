@@ -193,7 +193,7 @@ class Read:
         self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
         self._bits: Final = sum(tier.bit for tier in self._tiers)
         self._found: Found = self._look_up() if mapping else Found.nothing(self.asked, sure=False)
-        block_bytes = reader.spec.block_bytes(group)
+        block_bytes = mapping.chains.block_bytes[group] if mapping else 0
         count = self.blocks - self.first
         self.nbytes: Final = count * block_bytes
         into = None if targets is None else targets[self.first : self.blocks]

@@ -181,17 +181,6 @@ class Found:
             np.full(count, sure),
         )
 
-    def put(self, row: int, entry: Entry | None) -> None:
-        """None: unsure."""
-        self.sure[row] = entry is not None
-        (
-            self.residency[row],
-            self.host_slots[row],
-            self.host_generations[row],
-            self.device_slots[row],
-            self.device_generations[row],
-        ) = entry or ABSENT
-
 
 class Buckets:
     """The index's memory in the shapes that it is read and written in. None of it is copied."""
@@ -289,7 +278,15 @@ class IndexReader:
             starts = range(0, count, _MANY)
             unstable = [row for start in starts for row in self._find_some(found, words, group, start)]
         for row in unstable:
-            found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group, unindexed))
+            entry = self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group, unindexed)
+            found.sure[row] = entry is not None
+            (
+                found.residency[row],
+                found.host_slots[row],
+                found.host_generations[row],
+                found.device_slots[row],
+                found.device_generations[row],
+            ) = entry or ABSENT
         return found
 
     def _find_some(self, found: Found, words: U64, group: int, start: int) -> list[int]:
@@ -352,22 +349,18 @@ class IndexReader:
                 continue
             found = ABSENT
             tags = TAGS.unpack_from(self._bytes, start + TAGS_OFFSET)
-            if tag in tags:
-                found = self._entry(start, tags, tag, key, group)
+            for place in range(BUCKET_ENTRIES) if tag in tags else ():
+                if tags[place] != tag:
+                    continue
+                at = start + ENTRIES_OFFSET + place * ENTRY.size
+                its, host_generation, device_generation, host_slot, device_slot = ENTRY.unpack_from(self._bytes, at)
+                residency = self._bytes[start + TIERS_OFFSET + place]
+                if its == key and residency and self._halves[(start + GROUPS_OFFSET) // 2 + place] == group:
+                    found = Entry(residency, host_slot, host_generation, device_slot, device_generation)
+                    break
             if words[word] == before:
                 return found
         return None
-
-    def _entry(self, start: int, tags: tuple[int, ...], tag: int, key: bytes, group: int) -> Entry:
-        for place in range(BUCKET_ENTRIES):
-            if tags[place] == tag:
-                at = start + ENTRIES_OFFSET + place * ENTRY.size
-                its, host_generation, device_generation, host_slot, device_slot = ENTRY.unpack_from(self._bytes, at)
-                if its == key and self._halves[(start + GROUPS_OFFSET) // 2 + place] == group:
-                    residency = self._bytes[start + TIERS_OFFSET + place]
-                    if residency:
-                        return Entry(residency, host_slot, host_generation, device_slot, device_generation)
-        return ABSENT
 
 
 _ONE: Final = np.uint64(1)
