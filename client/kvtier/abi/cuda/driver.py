@@ -36,7 +36,11 @@ HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class _ThisThread(threading.local):
-    bound = False
+    bound: Driver | None = None
+    """Whose context is current; another driver's may be next."""
+
+
+_thread: Final = _ThisThread()
 
 
 class Driver:
@@ -72,7 +76,6 @@ class Driver:
     def __init__(self, bindings: Any, device: str) -> None:
         found = find(bindings, device)
         self._cuda = bindings
-        self._thread = _ThisThread()
         self._device = found.handle
         self.ordinal = found.ordinal
         self.uuid = found.uuid
@@ -96,28 +99,30 @@ class Driver:
             self._plain(self._cuda.cuDevicePrimaryCtxRelease, self._device)
 
     def bind(self) -> None:
-        """Makes the context current on this thread, for good. For threads that nobody else makes CUDA calls on."""
-        if not self._thread.bound:
+        """Makes the context current on this thread until another driver's is. For threads that nobody else makes CUDA
+        calls on."""
+        if _thread.bound is not self:
             self._plain(self._cuda.cuCtxSetCurrent, self._context)
             # Else a query while some other thread captures a graph would be refused, and would spoil the capture.
             self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, self._relaxed)
-            self._thread.bound = True
+            _thread.bound = self
 
     @contextmanager
     def visit(self) -> Iterator[None]:
         """Makes the context current on this thread for the block, whose calls are then as cheap as after :meth:`bind`.
         For several of them in a row on a thread of the application's, whose own context is back afterwards."""
-        if self._thread.bound:
+        if _thread.bound is self:
             yield
             return
+        before = _thread.bound
         self._plain(self._cuda.cuCtxPushCurrent, self._context)
         try:
             mode = self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, self._relaxed)
             try:
-                self._thread.bound = True
+                _thread.bound = self
                 yield
             finally:
-                self._thread.bound = False
+                _thread.bound = before
                 self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, mode)
         finally:
             self._plain(self._cuda.cuCtxPopCurrent)
@@ -223,7 +228,7 @@ class Driver:
 
     def idle(self, stream: Stream) -> bool:
         """Whether all is done that the stream was given. Does not wait. For who cannot record an event."""
-        if not self._thread.bound:
+        if _thread.bound is not self:
             with self.visit():
                 return self.idle(stream)
         return self._answered(self._cuda.cuStreamQuery, stream)
@@ -250,7 +255,7 @@ class Driver:
 
     def done(self, event: Event) -> bool:
         """Whether all is done that the event stands for. Does not wait."""
-        if not self._thread.bound:
+        if _thread.bound is not self:
             with self.visit():
                 return self.done(event)
         return self._answered(self._cuda.cuEventQuery, event)
@@ -300,7 +305,7 @@ class Driver:
     # How a call is made. ------------------------------------------------------------------------------------------
 
     def _call(self, call: Any, *arguments: Any) -> Any:
-        if not self._thread.bound:
+        if _thread.bound is not self:
             with self.visit():
                 return self._plain(call, *arguments)
         return self._plain(call, *arguments)

@@ -50,7 +50,7 @@ def cuMemcpyBatchAsync(
     if attrs[0].srcAccessOrder != _Order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM:
         raise invalid("srcAccessOrder is not set")
     copies = [(int(dst), int(src), nbytes) for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True)]
-    if any("pageable" in (_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) for dst, src, nbytes in copies):
+    if any("pageable" in (_kind(dst, nbytes), _kind(src, nbytes)) for dst, src, nbytes in copies):
         raise invalid("pageable memory, of which NVIDIA does not say that a batch takes it everywhere")
     _give_copies(STATE.stream(int(hStream)), copies)
     return 2**64 - 1
@@ -65,7 +65,7 @@ def cuMemsetD8Async(dstDevice: CUdeviceptr | int, uc: int, N: int, hStream: CUst
     address = int(dstDevice)
     if not 0 <= uc <= 255:
         raise OverflowError(f"unsigned char of {uc}")
-    kind = _memory.kind(address, N)
+    kind = _kind(address, N)
     if kind == "pageable":
         raise invalid(f"{address:#x} is not memory of CUDA")
 
@@ -81,10 +81,17 @@ def cuMemsetD8Async(dstDevice: CUdeviceptr | int, uc: int, N: int, hStream: CUst
     stream.give(fill)
 
 
+def _kind(address: int, nbytes: int) -> str:
+    device = _memory.device_of(address, nbytes)
+    if device not in (None, STATE.device()):
+        raise invalid(f"{address:#x} is memory of device {device}, the context is of device {STATE.device()}")
+    return _memory.kind(address, nbytes)
+
+
 def _give_copies(stream: FakeStream, copies: list[tuple[int, int, int]]) -> None:
     if not copies:
         return
-    kinds = [(_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) for dst, src, nbytes in copies]
+    kinds = [(_kind(dst, nbytes), _kind(src, nbytes)) for dst, src, nbytes in copies]
     check_batch(copies)
     reads = [(src, src + nbytes) for _, src, nbytes in copies]
     STATE.races.given(stream.number, reads, [(dst, dst + nbytes) for dst, _, nbytes in copies])

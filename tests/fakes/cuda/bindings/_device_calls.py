@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from ._entry import entry, number_of
 from ._enums import CUdevice_attribute, CUresult, CUstreamCaptureMode
 from ._refusal import Refusal, invalid
-from ._state import STATE, uuid
+from ._state import CONTEXT, STATE, uuid
 from ._structs import CUcontext, CUdevice, CUuuid
-
-_CONTEXT: Final = 0xC0_0000
 
 
 @entry(after_loss=True)
@@ -69,15 +65,15 @@ def cuDeviceGetAttribute(attrib: CUdevice_attribute, dev: CUdevice | int) -> int
 @entry(1)
 def cuDevicePrimaryCtxRetain(dev: CUdevice | int) -> CUcontext:
     number_of(dev)
-    STATE.retained[_CONTEXT + int(dev)] += 1
-    return CUcontext(_CONTEXT + int(dev))
+    STATE.retained[CONTEXT + int(dev)] += 1
+    return CUcontext(CONTEXT + int(dev))
 
 
 @entry()
 def cuDevicePrimaryCtxRelease(dev: CUdevice | int) -> None:
-    if not STATE.retained[_CONTEXT + int(dev)]:
+    if not STATE.retained[CONTEXT + int(dev)]:
         raise Refusal(CUresult.CUDA_ERROR_INVALID_CONTEXT, "the context was not retained")
-    STATE.retained[_CONTEXT + int(dev)] -= 1
+    STATE.retained[CONTEXT + int(dev)] -= 1
 
 
 @entry(after_loss=True)

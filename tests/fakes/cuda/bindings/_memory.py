@@ -41,6 +41,7 @@ class _Physical:
     fd: int
     size: int
     exportable: bool
+    device: int
     handle: bool = True
     mappings: int = 0
 
@@ -58,7 +59,6 @@ class _Reservation(_Range):
     mapped: _Physical | None = None
     mapped_size: int = 0
     allowed: bool = False
-    ordinal: int = 0
 
 
 @dataclass(slots=True)
@@ -66,6 +66,7 @@ class _Plain(_Range):
     """Of cuMemAlloc."""
 
     memory: mmap.mmap
+    device: int
 
 
 _R = TypeVar("_R", bound=_Range)
@@ -100,12 +101,12 @@ class _Ranges(Generic[_R]):
         return found
 
 
-def _used_by_all(shared: str) -> int:
-    """Bytes of the device's memory that any process holds: each piece once, however many descriptors it has."""
+def _used_by_all(shared: str, device: int) -> int:
+    """Bytes of a device's memory that any process holds: each piece once, however many descriptors it has."""
     sizes: dict[int, int] = {}
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if os.readlink(link).startswith(f"/memfd:{_NAME}{shared} "):
+            if os.readlink(link).startswith(f"/memfd:{_named(shared, device)} "):
                 status = link.stat()
                 sizes[status.st_ino] = status.st_size
         except OSError:
@@ -125,24 +126,24 @@ class Memory:
         self._plain: _Ranges[_Plain] = _Ranges()
         self._registered: _Ranges[_Range] = _Ranges()
         self._of_host: dict[int, mmap.mmap] = {}
-        self._used = 0
+        self._used: Counter[int] = Counter()  # by device
         self._holders: Counter[int] = (
             Counter()
         )  # by inode: of a process's own memory, and what it imported of another's
 
-    def free_bytes(self) -> int:
-        return self._limit - (_used_by_all(self._shared) if self._shared else self._used)
+    def free_bytes(self, device: int) -> int:
+        return self._limit - (_used_by_all(self._shared, device) if self._shared else self._used[device])
 
     # Handles. -----------------------------------------------------------------------------------------------------
 
-    def create(self, size: int, exportable: bool) -> int:
+    def create(self, size: int, exportable: bool, device: int) -> int:
         if size <= 0 or size % GRANULARITY:
             raise invalid(f"size {size} is not a multiple of {GRANULARITY}")
-        self._check_room(size)
-        fd = os.memfd_create(_NAME + self._shared)
+        self._check_room(size, device)
+        fd = os.memfd_create(_named(self._shared, device))
         os.ftruncate(fd, size)
         _fill(fd, size)
-        return self._new_handle(_Physical(fd, size, exportable))
+        return self._new_handle(_Physical(fd, size, exportable, device))
 
     def release(self, handle: int) -> None:
         physical = self._physical(handle)
@@ -163,14 +164,15 @@ class Memory:
             raise invalid(f"descriptor {fd}: {error}") from error
         if _NAME not in name:
             raise invalid(f"descriptor {fd} is {name}, not device memory")
-        return self._new_handle(_Physical(os.dup(fd), os.fstat(fd).st_size, exportable=True))
+        device = int(name.removesuffix(" (deleted)").rpartition(".")[2])
+        return self._new_handle(_Physical(os.dup(fd), os.fstat(fd).st_size, exportable=True, device=device))
 
     def _new_handle(self, physical: _Physical) -> int:
         handle = next(self._numbers)
         self._handles[handle] = physical
         inode = os.fstat(physical.fd).st_ino
         if not self._holders[inode]:
-            self._used += physical.size
+            self._used[physical.device] += physical.size
         self._holders[inode] += 1
         return handle
 
@@ -182,17 +184,16 @@ class Memory:
 
     def _drop(self, physical: _Physical) -> None:
         if not physical.handle and not physical.mappings:
-            self._leave(os.fstat(physical.fd).st_ino, physical.size)
+            inode = os.fstat(physical.fd).st_ino
+            self._holders[inode] -= 1
+            if not self._holders[inode]:
+                self._used[physical.device] -= physical.size
             os.close(physical.fd)
 
-    def _leave(self, inode: int, size: int) -> None:
-        self._holders[inode] -= 1
-        if not self._holders[inode]:
-            self._used -= size
-
-    def _check_room(self, size: int) -> None:
-        if size > self.free_bytes():
-            raise Refusal(CUresult.CUDA_ERROR_OUT_OF_MEMORY, f"{size} bytes of {self.free_bytes()} that are free")
+    def _check_room(self, size: int, device: int) -> None:
+        free = self.free_bytes(device)
+        if size > free:
+            raise Refusal(CUresult.CUDA_ERROR_OUT_OF_MEMORY, f"{size} bytes of {free} that are free")
 
     # Addresses. ---------------------------------------------------------------------------------------------------
 
@@ -238,9 +239,10 @@ class Memory:
         entry.mapped, entry.mapped_size, entry.allowed = physical, size, False
         physical.mappings += 1
 
-    def allow(self, start: int, size: int, ordinal: int) -> None:
+    def allow(self, start: int, size: int, device: int) -> None:
         entry = self._mapping(start, size)
-        entry.ordinal = ordinal
+        if entry.mapped is not None and entry.mapped.device != device:
+            raise invalid(f"memory of device {entry.mapped.device}, which the fake lets no other device touch")
         _libc.mprotect(start, size, mmap.PROT_READ | mmap.PROT_WRITE)
         entry.allowed = True
 
@@ -261,22 +263,22 @@ class Memory:
 
     # Memory without a handle. -------------------------------------------------------------------------------------
 
-    def alloc(self, size: int) -> int:
+    def alloc(self, size: int, device: int) -> int:
         if size <= 0:
             raise invalid("0 bytes")
-        self._check_room(size)
-        self._used += size
+        self._check_room(size, device)
+        self._used[device] += size
         memory = mmap.mmap(-1, size)
         memory.write(_FRESH * min(size, _FILLED))
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._plain.add(_Plain(start, size, memory))
+        self._plain.add(_Plain(start, size, memory, device))
         return start
 
     def free(self, start: int) -> None:
         entry = self._plain.remove(start)
         if entry is None:
             raise invalid(f"{start:#x} was not allocated, or freed already")
-        self._used -= entry.size
+        self._used[entry.device] -= entry.size
 
     def register(self, start: int, size: int) -> None:
         if size <= 0:
@@ -327,11 +329,10 @@ class Memory:
             return _whole("pinned", address, nbytes, pinned[0].start, pinned[0].size)
         return "pageable"
 
-    def ordinal(self, address: int) -> int:
-        """The device of memory that has a handle; of other memory the first, whatever context it was allocated in."""
-        if self.kind(address, 1) == "pageable":
-            raise invalid(f"{address:#x} is not memory of CUDA")
-        return next((entry.ordinal for entry in self._reserved.touching(address, 1)), 0)
+    def device_of(self, address: int, nbytes: int) -> int | None:
+        if (mapped := self._reserved.touching(address, nbytes)) and mapped[0].mapped is not None:
+            return mapped[0].mapped.device
+        return next((plain.device for plain in self._plain.touching(address, nbytes)), None)
 
     def left(self) -> dict[str, int]:
         """What has not been given back, by kind."""
@@ -349,6 +350,10 @@ class Memory:
 _FRESH: Final = b"\xa5"
 _FILLED: Final = 64 << 20
 """New memory is this byte, up to that many: who reads what nobody wrote sees that it is not zero."""
+
+
+def _named(shared: str, device: int) -> str:
+    return f"{_NAME}{shared}.{device}"
 
 
 def _fill(fd: int, size: int) -> None:

@@ -17,8 +17,7 @@ _memory: Final = STATE.memory
 
 @entry(2)
 def cuMemGetInfo() -> tuple[int, int]:
-    STATE.context()
-    return _memory.free_bytes(), STATE.settings.memory
+    return _memory.free_bytes(STATE.device()), STATE.settings.memory
 
 
 @entry(1)
@@ -31,7 +30,9 @@ def cuMemGetAllocationGranularity(prop: CUmemAllocationProp, option: int) -> int
 def cuMemCreate(size: int, prop: CUmemAllocationProp, flags: int) -> CUmemGenericAllocationHandle:
     must_be_zero(flags)
     _check_properties(prop)
-    return CUmemGenericAllocationHandle(_memory.create(size, bool(prop.requestedHandleTypes)))
+    return CUmemGenericAllocationHandle(
+        _memory.create(size, bool(prop.requestedHandleTypes), number_of(prop.location.id))
+    )
 
 
 @entry()
@@ -70,7 +71,7 @@ def cuMemSetAccess(ptr: CUdeviceptr | int, size: int, desc: list[CUmemAccessDesc
     _check_location(desc[0].location)
     if desc[0].flags != CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE:
         raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "the fake knows PROT_READWRITE")
-    _memory.allow(int(ptr), size, desc[0].location.id)
+    _memory.allow(int(ptr), size, number_of(desc[0].location.id))
 
 
 @entry(1)
@@ -95,13 +96,15 @@ def cuMemImportFromShareableHandle(
 def cuPointerGetAttribute(attribute: CUpointer_attribute, ptr: CUdeviceptr | int) -> int:
     if attribute != CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "the fake knows DEVICE_ORDINAL")
-    return _memory.ordinal(int(ptr))
+    if _memory.kind(int(ptr), 1) == "pageable":
+        raise invalid(f"{int(ptr):#x} is not memory of CUDA")
+    device = _memory.device_of(int(ptr), 1)
+    return 0 if device is None else STATE.visible().index(device)
 
 
 @entry(1)
 def cuMemAlloc(bytesize: int) -> CUdeviceptr:
-    STATE.context()
-    return CUdeviceptr(_memory.alloc(bytesize))
+    return CUdeviceptr(_memory.alloc(bytesize, STATE.device()))
 
 
 @entry()

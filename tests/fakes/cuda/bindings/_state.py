@@ -21,6 +21,8 @@ from ._streams import FakeEvent, FakeStream
 
 LEGACY: Final = (0, 1)
 PER_THREAD: Final = 2
+CONTEXT: Final = 0xC0_0000
+"""The primary context of the first device that the process sees; the others follow."""
 
 
 class _Thread(threading.local):
@@ -70,6 +72,10 @@ class State:
         if not self.thread.contexts or not self.retained[self.thread.contexts[-1]]:
             raise Refusal(CUresult.CUDA_ERROR_INVALID_CONTEXT, "no context is current on this thread")
         return self.thread.contexts[-1]
+
+    def device(self) -> int:
+        """The number of the current context's."""
+        return self.visible()[self.context() - CONTEXT]
 
     def new_stream(self) -> int:
         number = next(self._numbers)

@@ -149,6 +149,31 @@ def test_a_thread_that_is_not_bound_works_and_keeps_its_own_context(fake, driver
     assert seen == [0xC0_0001, None]
 
 
+def test_a_thread_of_ours_goes_from_one_device_to_the_other_and_back(fake, driver):
+    drivers = [driver, Driver(fake, "cuda:1")]
+    memories = [DeviceMemory.create(each, SIZE) for each in drivers]
+    seen: list[int] = []
+
+    def work():
+        for step in range(4):
+            driver, memory = drivers[step % 2], memories[step % 2]
+            driver.bind()
+            stream = driver.stream()
+            driver.fill(memory.address, step, SIZE, stream)
+            settle(driver, stream)
+            driver.drop_stream(stream)
+            seen.append(ctypes.string_at(memory.address, SIZE).count(step))
+        seen.append(int(fake.cuCtxPopCurrent()[1]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [SIZE] * 4 + [0xC0_0001]
+    assert drivers[0].memory() == drivers[1].memory()
+    memories[1].close()
+    assert drivers[0].memory() < drivers[1].memory(), "each device has memory of its own"
+
+
 def test_a_visit_ends_as_it_began(fake, driver):
     other = Driver(fake, "cuda:1")
     stream = driver.stream()
