@@ -2,7 +2,7 @@
 
 ``KVTIER_TEST_DEVICE`` unset, or "stand-in": shared memory. "fake": CUDA, with NVIDIA's bindings played by
 ``tests/fakes``, which go before the real ones wherever Python looks, in every process of the session: pytest's own is a
-client, too. Anything else: a GPU, named as the daemon's key ``device`` names it.
+client, too. Anything else: a GPU, named as the daemon's configuration names it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ DEVICE: Final = os.environ.get(VARIABLE) or STAND_IN
 ON_CUDA: Final = DEVICE != STAND_IN
 """Slots of the device are reached through CUDA's driver, be it NVIDIA's or the fake."""
 ON_FAKE: Final = DEVICE == FAKE
+NAME: Final = "cuda" if ON_FAKE else DEVICE
+"""As a daemon's configuration has it."""
 
 
 CLIENT: Final = "KVTIER_FAKE_CUDA_CLIENT"
@@ -34,13 +36,6 @@ def of_daemon(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in environment.items() if not name.upper().startswith("KVTIERD_") and name != CLIENT
     }
-
-
-def flags() -> tuple[str, ...]:
-    """Of the command line of a daemon that has a device tier."""
-    if not ON_CUDA:
-        return ()
-    return "--device", "cuda" if ON_FAKE else DEVICE
 
 
 def with_fakes(environment: dict[str, str]) -> dict[str, str]:

@@ -218,6 +218,7 @@ class Binder:
         spec: CacheSpec | None,
         budgets: Budgets,
         options: CacheOptions | None,
+        device: str,
         *,
         write: bool,
         mapped: bool,
@@ -231,6 +232,7 @@ class Binder:
         self._spec = spec
         self._budgets = dict(budgets)
         self._options = options
+        self._device = device
         self._mapped = mapped
         self._binding: Binding | None = None
         self._lock = asyncio.Lock()
@@ -317,6 +319,7 @@ class Binder:
             if named is not None:
                 request.spec.CopyFrom(spec_to_wire(named))
             if create:
+                request.device = self._device
                 request.budgets.extend(budgets_to_wire(self._budgets))
                 if self._options is not None:
                     request.options.CopyFrom(options_to_wire(self._options))

@@ -56,12 +56,13 @@ class Cache(GroupVerbs):
         spec: CacheSpec | None,
         budgets: Budgets | None,
         options: CacheOptions | None,
+        device: str | None,
         *,
         write: bool,
         mapped: bool,
         default_timeout: float,
     ) -> None:
-        binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
+        binder = Binder(session, name, spec, budgets or {}, options, device or "", write=write, mapped=mapped)
         super().__init__(binder, 0, default_timeout)
         self.name: Final = name
         self._session = session

@@ -114,6 +114,7 @@ class AsyncClient:
         *,
         budgets: Budgets | None = None,
         options: CacheOptions | None = None,
+        device: str | None = None,
         write: bool = True,
         mapped: bool = True,
         timeout: float | None = None,
@@ -124,9 +125,11 @@ class AsyncClient:
         restart of the daemon.
 
         ``budgets``: bytes by tier, or one number a window group by tier, only heeded at creation (none: all that is
-        left). ``options``: how it behaves (none: as it does, or the daemon's defaults). ``write`` False maps the memory
-        read-only: such a cache object cannot fill slots. ``mapped`` False does without the memory, as a client must
-        that cannot map it (over TCP, in a container): put and get go through streams, and leases have no views.
+        left). ``options``: how it behaves (none: as it does, or the daemon's defaults). ``device``: where it lives, by
+        the name that the daemon's configuration has or by ``GPU-<uuid>`` (none: where it is, or for a new one the
+        device with the most bytes left). ``write`` False maps the memory read-only: such a cache object cannot fill
+        slots. ``mapped`` False does without the memory, as a client must that cannot map it (over TCP, in a container):
+        put and get go through streams, and leases have no views.
 
         Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound` without a ``spec``,
         :class:`PermissionDenied`, :class:`TierFull` for budgets that are not to be had.
@@ -142,6 +145,7 @@ class AsyncClient:
             spec,
             budgets,
             options,
+            device,
             write=write,
             mapped=mapped,
             default_timeout=self._default_timeout,

@@ -263,6 +263,8 @@ class CacheStats:
     """For blocks in the key index, where clients look them up; 0 = it has none, and clients call."""
     unindexed: int = 0
     """Blocks without a place there; unless 0, clients call for what they do not find."""
+    device: str = ""
+    """As in :class:`CacheInfo`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -348,8 +350,8 @@ class EventLogStats:
 
 @dataclass(slots=True, frozen=True)
 class DeviceStats:
-    """What the device tiers are on. ``kind``: ``cuda``, or ``stand-in`` for shared memory in the place of a GPU's,
-    which has neither ``name`` nor ``uuid``. ``memory_bytes``: that the GPU has, whoever uses them."""
+    """What device tiers are on. ``kind``: ``cuda``, or ``stand-in`` for shared memory in the place of a GPU's, which
+    has neither ``name`` nor ``uuid``. ``memory_bytes``: that the GPU has, whoever uses them."""
 
     kind: str
     name: str = ""
@@ -362,7 +364,7 @@ class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
 
     ``uptime_ns``: by a clock that never jumps, taken with the counters: rates are differences over its differences.
-    ``watcher_stats``: of the ``watchers``, those of the ``sessions``. ``device``: None where there is no device tier.
+    ``watcher_stats``: of the ``watchers``, those of the ``sessions``.
     """
 
     version: str
@@ -378,7 +380,7 @@ class DaemonStats:
     uptime_ns: int = 0
     watcher_stats: tuple[WatcherStats, ...] = ()
     event_log: EventLogStats = EventLogStats()
-    device: DeviceStats | None = None
+    devices: tuple[DeviceStats, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -403,7 +405,7 @@ class GroupInfo:
 
 @dataclass(slots=True, frozen=True)
 class CacheInfo:
-    """One cache: what its bytes mean and where they may live."""
+    """One cache: what its bytes mean and where they may live. ``device``: a GPU's uuid, ``stand-in``, or empty."""
 
     cache_id: int
     name: str
@@ -413,3 +415,4 @@ class CacheInfo:
     blocks: int
     sessions: int
     options: CacheOptions
+    device: str

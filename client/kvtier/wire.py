@@ -393,6 +393,7 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
         blocks=message.blocks,
         sessions=message.sessions,
         options=options_from_wire(message.options),
+        device=message.device,
     )
 
 
@@ -405,7 +406,7 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
         problems=tuple(message.problems),
         watcher_stats=tuple(_same(WatcherStats, watcher) for watcher in message.watcher_stats),
         event_log=_same(EventLogStats, message.event_log),
-        device=_same(DeviceStats, message.device) if message.HasField("device") else None,
+        devices=tuple(_same(DeviceStats, device) for device in message.devices),
     )
 
 

@@ -68,7 +68,7 @@ class Manager:
 
 
 async def serve(sources: Sources, config: Config, manager: Manager) -> int:
-    """Runs a daemon until a signal asks for its end, or its GPU is lost. Returns the exit status."""
+    """Runs a daemon until a signal asks for its end, or a GPU is lost. Returns the exit status."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -87,7 +87,7 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
         await _first(stop, daemon.gpu_lost)
         reloading.cancel()
         if daemon.gpu_lost.is_set():
-            why = "the GPU is lost, and with it the device tier: a restart brings back what host and disk hold"
+            why = f"{daemon.lost_gpu} is lost, and with it its device tiers: a restart brings back all other blocks"
             notifier.status(f"failed: {why}")
             _log.error("the daemon ends: %s", why)
             return EXIT_GPU_LOST

@@ -21,7 +21,7 @@ def why_not():
     if not devices.ON_CUDA:
         return f"{devices.VARIABLE} names no device (`make gpu-test` does)"
     try:
-        Driver.open(devices.flags()[-1]).close()
+        Driver.open(devices.NAME).close()
     except CudaUnavailable as error:
         return str(error)
     if not devices.ON_FAKE and importlib.util.find_spec("torch") is None:
@@ -34,7 +34,7 @@ def device(request):
     """The device, open in this process; without one everything is skipped for one reason."""
     if reason := why_not():
         pytest.skip(f"no GPU to test on: {reason}")
-    driver = Driver.open(devices.flags()[-1])
+    driver = Driver.open(devices.NAME)
     free, total = driver.memory()
     features = driver.features
     note(

@@ -25,7 +25,7 @@ def _say(**words: Any) -> None:
 
 
 def _kernels() -> Kernels:
-    return kernels(Driver.open(devices.flags()[-1]), 0)
+    return kernels(Driver.open(devices.NAME), 0)
 
 
 async def race(address: str, seed: int, engines: int, turns: int) -> None:

@@ -76,7 +76,7 @@ async def assert_right(cache, numbers, tier):
 
 def test_a_pool_larger_than_the_device_is_refused_by_name(short_dir):
     said = refused(DaemonProcess(short_dir, {Tier.DEVICE: _MORE_THAN_THERE_IS}), status=2)
-    assert "--device-bytes" in said
+    assert "--device = " in said
     assert str(_MORE_THAN_THERE_IS) in said
 
 

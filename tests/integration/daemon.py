@@ -38,6 +38,8 @@ class DaemonProcess:
         self.home = home
         self.sizes = dict(sizes)
         self.flags = list(flags)
+        self.device = devices.NAME
+        """What the device tier is on."""
         self.variables: dict[str, str] = {}
         """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
         self.program = ["kvtierd.main"]
@@ -92,10 +94,12 @@ class DaemonProcess:
             *("--runtime-dir", self.address),
             *("--state-dir", str(self.state_dir)),
             *("--disk-dir", str(self.disk_dir)),
-            *(part for tier, size in self.sizes.items() for part in (f"--{tier}-bytes", str(size))),
-            *(devices.flags() if Tier.DEVICE in self.sizes else ()),
+            *(part for tier, size in self.sizes.items() for part in self._sized(tier, size)),
             *self.flags,
         ]
+
+    def _sized(self, tier: Tier, size: int) -> tuple[str, str]:
+        return ("--device", f"{self.device}={size}") if tier is Tier.DEVICE else (f"--{tier}-bytes", str(size))
 
     def start(self) -> None:
         """Returns once it serves."""

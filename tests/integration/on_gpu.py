@@ -24,7 +24,6 @@ from tests.integration.blocks import SPEC, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.supervised import SupervisedDaemon
 
-CUDA: Final = ("--device", "cuda")
 RECORD: Final = "cuda.jsonl"
 PAIRS: Final = {
     "cuMemCreate": "cuMemRelease",
@@ -48,10 +47,16 @@ def fake_gpu(**settings: Any) -> dict[str, str]:
 
 
 def gpu_daemon(
-    home: Path, tiers: Mapping[Tier, int], flags: Sequence[str] = (), *, gpu: Mapping[str, Any] | None = None
+    home: Path,
+    tiers: Mapping[Tier, int],
+    flags: Sequence[str] = (),
+    *,
+    device: str = "cuda",
+    gpu: Mapping[str, Any] | None = None,
 ) -> DaemonProcess:
     """Not started yet. ``gpu``: settings of the fake."""
-    daemon = DaemonProcess(home, tiers, [*CUDA, *flags])
+    daemon = DaemonProcess(home, tiers, flags)
+    daemon.device = device
     daemon.variables = fake_gpu(record=home / RECORD, **(gpu or {}))
     return daemon
 
@@ -60,7 +65,8 @@ def supervised_gpu_daemon(
     home: Path, tiers: Mapping[Tier, int], flags: Sequence[str] = (), *, gpu: Mapping[str, Any] | None = None
 ) -> SupervisedDaemon:
     """The same, under a supervisor."""
-    daemon = SupervisedDaemon(home, tiers, [*CUDA, *flags])
+    daemon = SupervisedDaemon(home, tiers, flags)
+    daemon.plain.device = "cuda"
     daemon.plain.variables = fake_gpu(record=home / RECORD, **(gpu or {}))
     return daemon
 

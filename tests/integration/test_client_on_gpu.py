@@ -135,7 +135,7 @@ async def test_blocks_go_in_and_come_out(client, daemon, cache):
 
 
 async def test_the_device_is_found_whatever_its_number_here(short_dir, monkeypatch):
-    daemon = gpu_daemon(short_dir, sizes(device=4), ["--device", "cuda:1"], gpu={"devices": 2})
+    daemon = gpu_daemon(short_dir, sizes(device=4), device="cuda:1", gpu={"devices": 2})
     daemon.start()
     use(load_fake(devices=2), monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")

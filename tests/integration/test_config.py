@@ -83,12 +83,13 @@ def test_a_bad_file_is_refused_before_anything_is_touched(short_dir, text, says)
 def test_a_daemon_without_any_tier_is_refused(short_dir):
     ended = kvtierd("--host-bytes", "0", *directories(short_dir))
     assert ended.returncode == BAD_CONFIG
-    assert message(ended) == "kvtierd: no tier is configured: set device_bytes, host_bytes or disk_bytes above 0"
+    said = "kvtierd: no tier is configured: give a device, or set host_bytes or disk_bytes above 0"
+    assert message(ended) == said
 
 
 def test_every_fault_of_every_source_is_told_in_one_go(short_dir):
     path = written(short_dir, "host_bytes = -1\nmax_sessions = 0\n")
-    flags = [*directories(short_dir), "--device-bytes", "many", "--wait-seconds", "0"]
+    flags = [*directories(short_dir), "--device", "cuda=many", "--wait-seconds", "0"]
     ended = kvtierd("--config", path, *flags, env={"KVTIERD_DISK_BYTES": "plenty", "KVTIERD_HOST_BYTE": "4096"})
     assert ended.returncode == BAD_CONFIG
     assert {line.split(" = ")[0] for line in message(ended).splitlines()} == {
@@ -96,7 +97,7 @@ def test_every_fault_of_every_source_is_told_in_one_go(short_dir):
         f"kvtierd: {path}: max_sessions",
         "kvtierd: environment: KVTIERD_DISK_BYTES",
         "kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key",
-        "kvtierd: command line: --device-bytes",
+        "kvtierd: command line: --device[0][bytes]",
         "kvtierd: command line: --wait-seconds",
     }
 
@@ -123,7 +124,10 @@ def test_unknown_flags_and_arguments_are_refused(short_dir):
 
 async def test_flags_beat_the_environment_beats_the_file(short_dir):
     slot = SPEC.record_bytes(0)
-    path = written(short_dir, f"device_bytes = {2 * slot}\nhost_bytes = {2 * slot}\ndisk_bytes = {2 * slot}\n")
+    path = written(
+        short_dir,
+        f"host_bytes = {2 * slot}\ndisk_bytes = {2 * slot}\n[[device]]\nname = 'stand-in'\nbytes = {2 * slot}",
+    )
     env = {"KVTIERD_CONFIG": str(path), "KVTIERD_HOST_BYTES": str(3 * slot), "KVTIERD_DISK_BYTES": str(3 * slot)}
     with running(short_dir, "--disk-bytes", str(4 * slot), env=env) as daemon:
         assert await tier_sizes(daemon) == {Tier.DEVICE: 2, Tier.HOST: 3, Tier.DISK: 4}
@@ -131,7 +135,7 @@ async def test_flags_beat_the_environment_beats_the_file(short_dir):
 
 async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir):
     slot = SPEC.record_bytes(0)
-    path = written(short_dir, 'device_bytes = "1MiB"\nhost_bytes = "1MB"\n')
+    path = written(short_dir, 'device = ["stand-in=1MiB"]\nhost_bytes = "1MB"\n')
     with running(short_dir, "--config", str(path), "--disk-bytes", "0") as daemon:
         assert await tier_sizes(daemon) == {Tier.DEVICE: (1 << 20) // slot, Tier.HOST: 10**6 // slot}
     assert not daemon.disk_dir.exists(), "no disk tier, no directory"
@@ -141,7 +145,7 @@ async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir)
     ("flags", "says"),
     [
         (("--host-bytes", "900TiB"), "--host-bytes = 989560464998400: the memory tiers"),
-        (("--host-bytes", "4096", "--device-bytes", "900TiB"), "--device-bytes = 989560464998400: the"),
+        (("--host-bytes", "4096", "--device", "stand-in=900TiB"), "--device = 989560464998400: the"),
         (("--disk-bytes", "1PiB"), "--disk-bytes = 1125899906842624: the file system of"),
         (("--host-bytes", "4096", "--runtime-dir", ""), "--runtime-dir = '': must not be empty"),
         (("--host-bytes", "4096", "--runtime-dir", f"/tmp/{'d' * 100}"), "--runtime-dir = '/tmp/ddd"),

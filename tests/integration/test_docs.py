@@ -91,7 +91,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
 
 @pytest.fixture
 def daemon(start_daemon):
-    return start_daemon("--device-bytes", "64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
+    return start_daemon("--device", "stand-in=64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 
 from kvtier import RetryableError, Tier, connect
 from kvtier.abi import attach
+from kvtier.abi.cuda.opening import uuid_name
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import (
-    CUDA,
     calls,
     device_generations,
     fake_gpu,
@@ -96,11 +96,10 @@ async def test_a_reader_is_told_why_it_gets_none(daemon):
 
 async def test_status_says_which_gpu_it_is(daemon):
     async with await connect(daemon.address) as client:
-        device = (await client.stats()).device
-        assert device is not None
+        (device,) = (await client.stats()).devices
         assert (device.kind, device.name, device.memory_bytes) == ("cuda", "Fake GPU 0", 1 << 30)
         shown = kvtier("status", "--address", daemon.address)
-        assert f"device tier: Fake GPU 0 {device.uuid}, 1.0 GiB" in shown.stdout
+        assert f"device: Fake GPU 0 {device.uuid}, 1.0 GiB" in shown.stdout
 
 
 async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
@@ -162,11 +161,9 @@ IMPORT_FAILS = {"fail": [{"call": "cuMemImportFromShareableHandle", "code": "CUD
 )
 async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gpu, changed, why):
     on_device, on_host = chain("gpu", 2), chain("host", 3)
-    config = short_dir / "kvtierd.toml"
-    config.write_text('device = "cuda"')
-    supervised = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), ["--config", str(config)], gpu=gpu)
-    supervised.plain.flags = [flag for flag in supervised.plain.flags if flag not in CUDA]
-    with supervised:
+    config, nbytes = short_dir / "kvtierd.toml", sizes(device=DEVICE)[Tier.DEVICE]
+    config.write_text(f'device = ["cuda={nbytes}"]')
+    with supervised_gpu_daemon(short_dir, sizes(host=HOST), ["--config", str(config)], gpu=gpu) as supervised:
         async with attached(supervised.address) as raw:
             opened = await raw.open("c")
             await raw.store(opened.cache_id, Tier.DEVICE, on_device)
@@ -176,7 +173,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
         async with await connect(supervised.address) as client:
             cache = await client.open_cache("c", SPEC)
             await cache.put(on_host, blocks(on_host), tier=Tier.HOST)
-            config.write_text(f'device = "{changed}"')
+            config.write_text(f'device = ["{changed}={nbytes}"]')
             await asyncio.to_thread(supervised.upgrade)
             assert (await cache.match(on_host)).blocks == len(on_host)
             assert_bytes(on_host, await cache.get(on_host))
@@ -240,7 +237,7 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
 
 async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir):
     slots = 16 * MIB // SPEC.record_bytes(0)
-    with supervised_gpu_daemon(short_dir, {}, ["--device-bytes", "50%"], gpu={"memory": 32 * MIB}) as supervised:
+    with supervised_gpu_daemon(short_dir, {}, ["--device", "cuda=50%"], gpu={"memory": 32 * MIB}) as supervised:
         async with await connect(supervised.address) as client:
             assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
             await asyncio.to_thread(supervised.kill)
@@ -249,21 +246,26 @@ async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir):
 
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+FIRST_GPU = uuid_name(b"kvtier fake \0\0\0\0")
 
 
 @pytest.mark.parametrize(
-    ("flags", "variables", "says"),
+    ("tables", "variables", "says"),
     [
-        ((), NO_GPU, "device = cuda: .* no CUDA device .*CUDA_VISIBLE_DEVICES="),
-        (("--device", "cuda:3"), {}, "device = cuda:3: .*not among those that this process sees: cuda:0 GPU-"),
-        (("--device-bytes", "2GiB"), {}, r"--device-bytes = 2147483648: .*must be 1 to the 1073741824 that"),
+        (["cuda=1MiB"], NO_GPU, "--device = cuda: .* no CUDA device .*CUDA_VISIBLE_DEVICES="),
+        (["cuda:3=1MiB"], {}, "--device = cuda:3: .*not among those that this process sees: cuda:0 GPU-"),
+        (["cuda=2GiB"], {}, r"--device = cuda=2147483648: .*must be 1 to the 1073741824 that"),
+        (["cuda=1MiB", "cuda:0=2MiB"], {}, "--device = cuda:0: another table names GPU-.* already"),
+        ([f"{FIRST_GPU}=1MiB", "cuda=2MiB"], {}, f"--device = cuda: another table names {FIRST_GPU} already"),
+        (["stand-in=1MiB", "cuda=2MiB", "stand-in=2MiB"], {}, "--device = stand-in: another table names stand-in"),
     ],
-    ids=["none", "no such", "too small"],
+    ids=["none", "no such", "too small", "twice", "twice by uuid", "two stand-ins"],
 )
-def test_a_start_without_the_gpu_says_what_is_missing_and_touches_nothing(short_dir, flags, variables, says):
-    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
+def test_a_start_without_the_gpu_says_what_is_wrong_and_touches_nothing(short_dir, tables, variables, says):
+    daemon = gpu_daemon(short_dir, sizes(host=HOST), [part for table in tables for part in ("--device", table)])
     daemon.variables |= variables
-    assert re.search(says, refused(daemon, *flags, status=2))
+    assert re.search(says, refused(daemon, status=2))
+    assert not daemon.state_dir.exists() or "must be 1 to" in says
 
 
 def test_a_start_without_bindings_or_driver_says_so(short_dir):

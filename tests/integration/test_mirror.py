@@ -37,7 +37,7 @@ from tests.integration.test_slow_watchers import BLOCKS, NAME, SMALL_RING, store
 from tests.integration.waiting import PATIENCE_S, eventually
 
 SMALL = sizes(device=12, host=24, disk=48)
-ROOM = ("--device-bytes", "2MiB", "--host-bytes", "4MiB", "--disk-bytes", "8MiB")
+ROOM = ("--device", "stand-in=2MiB", "--host-bytes", "4MiB", "--disk-bytes", "8MiB")
 WINDOWS = by_hand(VSWA, device=24, host=32, disk=48)
 
 

@@ -46,7 +46,7 @@ async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, endi
 
 async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_rest(short_dir, ending):
     gpu = {"memory": 32 * MIB, "shared": str(short_dir)}
-    daemon = supervised_gpu_daemon(short_dir, sizes(host=4), ["--device-bytes", "50%"], gpu=gpu)
+    daemon = supervised_gpu_daemon(short_dir, sizes(host=4), ["--device", "cuda=50%"], gpu=gpu)
     daemon.start()
     ending.callback(daemon.close)
     engine_dir = short_dir / "e"

@@ -47,7 +47,7 @@ async def gpu(
         slots = TierSlots(2 * blocks + -(-_POOL_GRAIN // piece_bytes), 2 * blocks, 0)
         chain = next(chains(blocks))
         with bare_copies(device, piece_bytes, blocks * pools) as bare:
-            async with place(spec, slots, module=("kvtierd.main", "--device", device)) as here:
+            async with place(spec, slots, device=device) as here:
                 rows = np.ones((blocks, pools * piece_bytes), np.uint8)
                 await here.cache.put(chain, rows, tier=Tier.HOST)
                 until = time.monotonic() + settle_s

@@ -94,16 +94,11 @@ class Place:
 
 @asynccontextmanager
 async def place(
-    spec: CacheSpec,
-    slots: TierSlots,
-    *,
-    keep: Path | None = None,
-    module: Sequence[str] = ("kvtierd.main",),
-    options: CacheOptions | None = None,
+    spec: CacheSpec, slots: TierSlots, *, options: CacheOptions | None = None, **wanted: Any
 ) -> AsyncIterator[Place]:
-    """A private daemon with one cache that has all its slots. ``keep``, ``module``: of :class:`PrivateDaemon`."""
+    """A private daemon with one cache that has all its slots. ``wanted``: of :class:`PrivateDaemon`."""
     async with (
-        PrivateDaemon(slots.as_bytes(spec), keep=keep, module=module) as daemon,
+        PrivateDaemon(slots.as_bytes(spec), **wanted) as daemon,
         await aio.connect(daemon.address, timeout=600) as client,
     ):
         cache = await client.open_cache(CACHE, spec, options=options)

@@ -100,6 +100,7 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
         "fingerprint": info.fingerprint.hex(),
         "blocks": info.blocks,
         "sessions": info.sessions,
+        "device": info.device,
         "groups": [
             {
                 "group": group.group,

@@ -14,9 +14,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,19 +70,18 @@ class Finding:
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """What the configuration asks of the machine. A tier of 0 bytes is not there, or is a share of what is free."""
+    """What the configuration asks of the machine. ``devices``: bytes by name, 0 for a share of what is free."""
 
     runtime_dir: Path
     disk_dir: Path
-    device: str
-    device_bytes: int
+    devices: Mapping[str, int]
     host_bytes: int
     disk_bytes: int
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the tiers in main memory."""
-        return self.host_bytes + (self.device_bytes if self.device == _STAND_IN else 0)
+        return self.host_bytes + self.devices.get(_STAND_IN, 0)
 
 
 class Refused(Exception):
@@ -108,8 +108,9 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     if needs.disk_bytes:
         checks["disk space"] = lambda: check_disk_space(needs.disk_dir, needs.disk_bytes)
         checks["O_DIRECT"] = lambda: check_direct(needs.disk_dir)
-    if needs.device != _STAND_IN:
-        checks["driver"] = lambda: check_driver(needs, running=pid != 0)
+    for device, nbytes in needs.devices.items():
+        if device != _STAND_IN:
+            checks[f"driver {device}"] = partial(check_driver, device, nbytes, running=pid != 0)
     for name, check in checks.items():
         try:
             findings.append(check())
@@ -126,8 +127,7 @@ def read_needs(flags: Sequence[str]) -> Needs:
     return Needs(
         runtime_dir=Path(keys["runtime_dir"]),
         disk_dir=Path(keys["disk_dir"] or Path(keys["state_dir"]) / "disk"),
-        device=keys["device"],
-        device_bytes=keys["device_bytes"] if isinstance(keys["device_bytes"], int) else 0,
+        devices={each["name"]: each["bytes"] if isinstance(each["bytes"], int) else 0 for each in keys["device"]},
         host_bytes=keys["host_bytes"],
         disk_bytes=keys["disk_bytes"],
     )
@@ -182,7 +182,7 @@ def check_memory(pid: int, needs: Needs) -> Finding:
     found = f"{size(available)} available; {size(needs.memory_bytes)} configured, {size(taken)} of it taken"
     if available + taken >= needs.memory_bytes + DAEMON_BYTES:
         return Finding("memory", Level.OK, found)
-    advice = "make host_bytes (or device_bytes, where there is no GPU) smaller, or end what uses the memory"
+    advice = "make host_bytes (or the stand-in, where there is no GPU) smaller, or end what uses the memory"
     return Finding("memory", Level.FAIL, found, advice)
 
 
@@ -236,19 +236,20 @@ def check_direct(directory: Path) -> Finding:
     return Finding("O_DIRECT", Level.OK, f"{place} takes aligned writes past the page cache")
 
 
-def check_driver(needs: Needs, *, running: bool) -> Finding:
+def check_driver(device: str, nbytes: int, *, running: bool) -> Finding:
     """Opens the device in a process of its own, since a broken driver may crash or hang. A daemon that is ``running``
     may have the device's memory already."""
+    check = f"driver {device}"
     advice = "nvidia-smi says whether the driver works; of a service see also systemd/kvtierd.service.d/gpu.conf"
     try:
-        name, free, total = json.loads(_asked("-c", _ASK_GPU, needs.device).splitlines()[-1])
+        name, free, total = json.loads(_asked("-c", _ASK_GPU, device).splitlines()[-1])
     except Refused as refused:
-        return Finding("driver", Level.FAIL, str(refused).splitlines()[-1], advice)
+        return Finding(check, Level.FAIL, str(refused).splitlines()[-1], advice)
     found = f"{name}, {size(free)} of {size(total)} free"
-    if needs.device_bytes > (total if running else free):
-        advice = "make device_bytes smaller, or end what uses the memory: nvidia-smi lists it"
-        return Finding("driver", Level.FAIL, f"{found}; device_bytes is {size(needs.device_bytes)}", advice)
-    return Finding("driver", Level.OK, found)
+    if nbytes > (total if running else free):
+        advice = "make its bytes smaller, or end what uses the memory: nvidia-smi lists it"
+        return Finding(check, Level.FAIL, f"{found}; {size(nbytes)} configured", advice)
+    return Finding(check, Level.OK, found)
 
 
 def _nearest(directory: Path) -> Path:
@@ -270,8 +271,8 @@ _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold re
 def doctor(flags: tuple[str, ...], as_json: bool) -> None:
     """Check whether this machine gives the daemon what its configuration needs, and say what to do where it does not.
 
-    All other options are those of kvtierd: --config FILE, or single keys, such as --device cuda. Without --config the
-    file is /etc/kvtier/kvtierd.toml, where there is one. Run it as root or as the daemon's user.
+    All other options are those of kvtierd: --config FILE, or single keys, such as --device cuda=80%. Without --config
+    the file is /etc/kvtier/kvtierd.toml, where there is one. Run it as root or as the daemon's user.
 
     Exit status 1 where any check fails.
     """

@@ -87,14 +87,16 @@ def report(stats: DaemonStats) -> RenderableType:
         ),
         _past_events(stats),
     ]
-    if stats.device is not None:
-        gpu = f"{stats.device.name} {stats.device.uuid}, {size(stats.device.memory_bytes)}"
-        parts.append(Text(f"device tier: {clean(gpu if stats.device.uuid else stats.device.kind)}"))
+    for device in stats.devices:
+        gpu = f"{device.name} {device.uuid}, {size(device.memory_bytes)}"
+        parts.append(Text(f"device: {clean(gpu if device.uuid else device.kind)}"))
     parts += [Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems]
     if not stats.problems:
         parts.append(Text("healthy", style="green"))
     for cache in stats.caches:
-        parts += [Text(f"cache {cache.name}: {cache.blocks} blocks", style="bold"), _tiers(cache), _edges(cache)]
+        where = f" on {clean(cache.device)}" if cache.device else ""
+        parts += [Text(f"cache {cache.name}: {cache.blocks} blocks{where}", style="bold")]
+        parts += [_tiers(cache), _edges(cache)]
         parts.append(_traffic(cache))
     return Group(*parts, Text("sessions", style="bold"), _sessions(stats.sessions))
 

@@ -45,15 +45,22 @@ class PrivateDaemon:
     """
 
     def __init__(
-        self, sizes: Mapping[Tier, int], *, keep: Path | None = None, module: Sequence[str] = ("kvtierd.main",)
+        self,
+        sizes: Mapping[Tier, int],
+        *,
+        device: str = "stand-in",
+        keep: Path | None = None,
+        module: Sequence[str] = ("kvtierd.main",),
     ) -> None:
         """
         Args:
             sizes: bytes by tier; 0 or absent = the daemon does not have that tier.
+            device: what the device tier is on.
             keep: a directory for the state and the disk tier, which stays.
             module: the Python module to run, with its first arguments.
         """
         self._sizes = dict(sizes)
+        self._device = device
         self._module = tuple(module)
         self._keep = keep
         self._directory: Path | None = None
@@ -80,7 +87,8 @@ class PrivateDaemon:
             *("--disk-dir", str(state / "disk")),
         ]
         for tier, size in self._sizes.items():
-            command += [f"--{tier}-bytes", str(size)]
+            flag = ("--device", f"{self._device}={size}") if tier is Tier.DEVICE else (f"--{tier}-bytes", str(size))
+            command += flag if size else ()
         environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
         with log.open("ab") as stderr:
             self._process = process = await asyncio.create_subprocess_exec(

@@ -469,6 +469,7 @@ class CacheStats(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     INDEX_PLACES_FIELD_NUMBER: builtins.int
     UNINDEXED_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     blocks: builtins.int
@@ -486,6 +487,8 @@ class CacheStats(google.protobuf.message.Message):
     """for blocks in the key index that clients map; 0 = there is none: they call"""
     unindexed: builtins.int
     """blocks that have no place there; unless 0, clients call for what they do not find"""
+    device: builtins.str
+    """as in CacheInfo"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStats]:
         """from the highest down"""
@@ -512,8 +515,9 @@ class CacheStats(google.protobuf.message.Message):
         groups: collections.abc.Iterable[global___GroupStats] | None = ...,
         index_places: builtins.int = ...,
         unindexed: builtins.int = ...,
+        device: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "edges", b"edges", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "index_places", b"index_places", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "unindexed", b"unindexed", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "edges", b"edges", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "index_places", b"index_places", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "unindexed", b"unindexed", "waiting", b"waiting"]) -> None: ...
 
 global___CacheStats = CacheStats
 
@@ -630,7 +634,7 @@ global___EventLogStats = EventLogStats
 
 @typing.final
 class DeviceStats(google.protobuf.message.Message):
-    """What the device tiers are on."""
+    """What device tiers are on. A cache lives on one device."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -673,7 +677,7 @@ class StatsResponse(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
-    DEVICE_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     UPTIME_NS_FIELD_NUMBER: builtins.int
     WATCHER_STATS_FIELD_NUMBER: builtins.int
     version: builtins.str
@@ -700,9 +704,7 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def event_log(self) -> global___EventLogStats: ...
     @property
-    def device(self) -> global___DeviceStats:
-        """absent where there is no device tier"""
-
+    def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceStats]: ...
     @property
     def watcher_stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WatcherStats]:
         """those of the sessions above"""
@@ -721,11 +723,11 @@ class StatsResponse(google.protobuf.message.Message):
         sessions: collections.abc.Iterable[global___SessionStats] | None = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         event_log: global___EventLogStats | None = ...,
-        device: global___DeviceStats | None = ...,
+        devices: collections.abc.Iterable[global___DeviceStats] | None = ...,
         uptime_ns: builtins.int = ...,
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["device", b"device", "event_log", b"event_log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "device", b"device", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["event_log", b"event_log"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/caches.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"a\n\x08PoolSpec\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\x11\n\tkv_factor\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"L\n\x0fWindowGroupSpec\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\"\n\x05pools\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.PoolSpec\"\x91\x01\n\tCacheSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12*\n\x06groups\x18\x06 \x03(\x0b\x32\x1a.kvtier.v1.WindowGroupSpec\"O\n\nTierBudget\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bgroup_bytes\x18\x03 \x03(\x04\"a\n\rEdgeThreshold\x12\x1d\n\x04\x66rom\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x1b\n\x02to\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x14\n\x0cmin_priority\x18\x03 \x01(\r\"\xb7\x01\n\x0c\x43\x61\x63heOptions\x12,\n\x0cwrite_policy\x18\x01 \x01(\x0e\x32\x16.kvtier.v1.WritePolicy\x12\x10\n\x08\x65viction\x18\x02 \x01(\t\x12\x12\n\nevent_hash\x18\x03 \x01(\t\x12\x13\n\x0bkeep_tokens\x18\x04 \x01(\x08\x12,\n\nthresholds\x18\x05 \x03(\x0b\x32\x18.kvtier.v1.EdgeThreshold\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\x9e\x01\n\x0bOpenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04spec\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12&\n\x07\x62udgets\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.TierBudget\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12(\n\x07options\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\"U\n\x0cOpenResponse\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\"\n\x04info\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheInfo\"-\n\x0c\x43loseRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"\x0f\n\rCloseResponse\"\x13\n\x11ListCachesRequest\":\n\x12ListCachesResponse\x12$\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.CacheInfo\"p\n\rGroupTierInfo\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"Z\n\tGroupInfo\x12\r\n\x05group\x18\x01 \x01(\r\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\'\n\x05tiers\x18\x03 \x03(\x0b\x32\x18.kvtier.v1.GroupTierInfo\"\xd6\x01\n\tCacheInfo\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\"\n\x04spec\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.GroupInfo\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12(\n\x07options\x18\x08 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\"O\n\x12RemoveCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"K\n\x13RemoveCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12$\n\x05\x66reed\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.TierBudget*x\n\x0bWritePolicy\x12\x1c\n\x18WRITE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITE_POLICY_BACK\x10\x01\x12\x18\n\x14WRITE_POLICY_THROUGH\x10\x02\x12\x1a\n\x16WRITE_POLICY_SELECTIVE\x10\x03\x32\x8b\x02\n\x06\x43\x61\x63hes\x12\x37\n\x04Open\x12\x16.kvtier.v1.OpenRequest\x1a\x17.kvtier.v1.OpenResponse\x12:\n\x05\x43lose\x12\x17.kvtier.v1.CloseRequest\x1a\x18.kvtier.v1.CloseResponse\x12\x43\n\x04List\x12\x1c.kvtier.v1.ListCachesRequest\x1a\x1d.kvtier.v1.ListCachesResponse\x12G\n\x06Remove\x12\x1d.kvtier.v1.RemoveCacheRequest\x1a\x1e.kvtier.v1.RemoveCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/caches.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"a\n\x08PoolSpec\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\x11\n\tkv_factor\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"L\n\x0fWindowGroupSpec\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\"\n\x05pools\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.PoolSpec\"\x91\x01\n\tCacheSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12*\n\x06groups\x18\x06 \x03(\x0b\x32\x1a.kvtier.v1.WindowGroupSpec\"O\n\nTierBudget\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bgroup_bytes\x18\x03 \x03(\x04\"a\n\rEdgeThreshold\x12\x1d\n\x04\x66rom\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x1b\n\x02to\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x14\n\x0cmin_priority\x18\x03 \x01(\r\"\xb7\x01\n\x0c\x43\x61\x63heOptions\x12,\n\x0cwrite_policy\x18\x01 \x01(\x0e\x32\x16.kvtier.v1.WritePolicy\x12\x10\n\x08\x65viction\x18\x02 \x01(\t\x12\x12\n\nevent_hash\x18\x03 \x01(\t\x12\x13\n\x0bkeep_tokens\x18\x04 \x01(\x08\x12,\n\nthresholds\x18\x05 \x03(\x0b\x32\x18.kvtier.v1.EdgeThreshold\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\xae\x01\n\x0bOpenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04spec\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12&\n\x07\x62udgets\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.TierBudget\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12(\n\x07options\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\"U\n\x0cOpenResponse\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\"\n\x04info\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheInfo\"-\n\x0c\x43loseRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"\x0f\n\rCloseResponse\"\x13\n\x11ListCachesRequest\":\n\x12ListCachesResponse\x12$\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.CacheInfo\"p\n\rGroupTierInfo\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"Z\n\tGroupInfo\x12\r\n\x05group\x18\x01 \x01(\r\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\'\n\x05tiers\x18\x03 \x03(\x0b\x32\x18.kvtier.v1.GroupTierInfo\"\xe6\x01\n\tCacheInfo\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\"\n\x04spec\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.GroupInfo\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12(\n\x07options\x18\x08 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"O\n\x12RemoveCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"K\n\x13RemoveCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12$\n\x05\x66reed\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.TierBudget*x\n\x0bWritePolicy\x12\x1c\n\x18WRITE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITE_POLICY_BACK\x10\x01\x12\x18\n\x14WRITE_POLICY_THROUGH\x10\x02\x12\x1a\n\x16WRITE_POLICY_SELECTIVE\x10\x03\x32\x8b\x02\n\x06\x43\x61\x63hes\x12\x37\n\x04Open\x12\x16.kvtier.v1.OpenRequest\x1a\x17.kvtier.v1.OpenResponse\x12:\n\x05\x43lose\x12\x17.kvtier.v1.CloseRequest\x1a\x18.kvtier.v1.CloseResponse\x12\x43\n\x04List\x12\x1c.kvtier.v1.ListCachesRequest\x1a\x1d.kvtier.v1.ListCachesResponse\x12G\n\x06Remove\x12\x1d.kvtier.v1.RemoveCacheRequest\x1a\x1e.kvtier.v1.RemoveCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.caches_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WRITEPOLICY']._serialized_start=1726
-  _globals['_WRITEPOLICY']._serialized_end=1846
+  _globals['_WRITEPOLICY']._serialized_start=1758
+  _globals['_WRITEPOLICY']._serialized_end=1878
   _globals['_POOLSPEC']._serialized_start=61
   _globals['_POOLSPEC']._serialized_end=158
   _globals['_WINDOWGROUPSPEC']._serialized_start=160
@@ -47,27 +47,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHEOPTIONS']._serialized_start=567
   _globals['_CACHEOPTIONS']._serialized_end=750
   _globals['_OPENREQUEST']._serialized_start=753
-  _globals['_OPENREQUEST']._serialized_end=911
-  _globals['_OPENRESPONSE']._serialized_start=913
-  _globals['_OPENRESPONSE']._serialized_end=998
-  _globals['_CLOSEREQUEST']._serialized_start=1000
-  _globals['_CLOSEREQUEST']._serialized_end=1045
-  _globals['_CLOSERESPONSE']._serialized_start=1047
-  _globals['_CLOSERESPONSE']._serialized_end=1062
-  _globals['_LISTCACHESREQUEST']._serialized_start=1064
-  _globals['_LISTCACHESREQUEST']._serialized_end=1083
-  _globals['_LISTCACHESRESPONSE']._serialized_start=1085
-  _globals['_LISTCACHESRESPONSE']._serialized_end=1143
-  _globals['_GROUPTIERINFO']._serialized_start=1145
-  _globals['_GROUPTIERINFO']._serialized_end=1257
-  _globals['_GROUPINFO']._serialized_start=1259
-  _globals['_GROUPINFO']._serialized_end=1349
-  _globals['_CACHEINFO']._serialized_start=1352
-  _globals['_CACHEINFO']._serialized_end=1566
-  _globals['_REMOVECACHEREQUEST']._serialized_start=1568
-  _globals['_REMOVECACHEREQUEST']._serialized_end=1647
-  _globals['_REMOVECACHERESPONSE']._serialized_start=1649
-  _globals['_REMOVECACHERESPONSE']._serialized_end=1724
-  _globals['_CACHES']._serialized_start=1849
-  _globals['_CACHES']._serialized_end=2116
+  _globals['_OPENREQUEST']._serialized_end=927
+  _globals['_OPENRESPONSE']._serialized_start=929
+  _globals['_OPENRESPONSE']._serialized_end=1014
+  _globals['_CLOSEREQUEST']._serialized_start=1016
+  _globals['_CLOSEREQUEST']._serialized_end=1061
+  _globals['_CLOSERESPONSE']._serialized_start=1063
+  _globals['_CLOSERESPONSE']._serialized_end=1078
+  _globals['_LISTCACHESREQUEST']._serialized_start=1080
+  _globals['_LISTCACHESREQUEST']._serialized_end=1099
+  _globals['_LISTCACHESRESPONSE']._serialized_start=1101
+  _globals['_LISTCACHESRESPONSE']._serialized_end=1159
+  _globals['_GROUPTIERINFO']._serialized_start=1161
+  _globals['_GROUPTIERINFO']._serialized_end=1273
+  _globals['_GROUPINFO']._serialized_start=1275
+  _globals['_GROUPINFO']._serialized_end=1365
+  _globals['_CACHEINFO']._serialized_start=1368
+  _globals['_CACHEINFO']._serialized_end=1598
+  _globals['_REMOVECACHEREQUEST']._serialized_start=1600
+  _globals['_REMOVECACHEREQUEST']._serialized_end=1679
+  _globals['_REMOVECACHERESPONSE']._serialized_start=1681
+  _globals['_REMOVECACHERESPONSE']._serialized_end=1756
+  _globals['_CACHES']._serialized_start=1881
+  _globals['_CACHES']._serialized_end=2148
 # @@protoc_insertion_point(module_scope)

@@ -230,9 +230,12 @@ class OpenRequest(google.protobuf.message.Message):
     BUDGETS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """1 to 128 of [A-Za-z0-9._-], first a letter or a digit"""
     seq: builtins.int
+    device: builtins.str
+    """name or uuid; "": the cache's own, or for a new one that with the most bytes left"""
     @property
     def spec(self) -> global___CacheSpec:
         """unset: the cache must exist (NOT_FOUND)"""
@@ -253,9 +256,10 @@ class OpenRequest(google.protobuf.message.Message):
         budgets: collections.abc.Iterable[global___TierBudget] | None = ...,
         seq: builtins.int = ...,
         options: global___CacheOptions | None = ...,
+        device: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budgets", b"budgets", "name", b"name", "options", b"options", "seq", b"seq", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budgets", b"budgets", "device", b"device", "name", b"name", "options", b"options", "seq", b"seq", "spec", b"spec"]) -> None: ...
 
 global___OpenRequest = OpenRequest
 
@@ -402,6 +406,7 @@ class CacheInfo(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     fingerprint: builtins.bytes
@@ -410,6 +415,8 @@ class CacheInfo(google.protobuf.message.Message):
     """indexed"""
     sessions: builtins.int
     """that have it open"""
+    device: builtins.str
+    """where it lives: a GPU's uuid, "stand-in", or "" for one without a device tier"""
     @property
     def spec(self) -> global___CacheSpec: ...
     @property
@@ -427,9 +434,10 @@ class CacheInfo(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         sessions: builtins.int = ...,
         options: global___CacheOptions | None = ...,
+        device: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "options", b"options", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "options", b"options", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
 

@@ -61,7 +61,7 @@ class CachesServicer(object):
 
     def Open(self, request, context):
         """Opens a cache, creating it if it does not exist. INVALID_ARGUMENT (reason SPEC_MISMATCH) where the cache is open or
-        remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left.
+        remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left, on its device if it has any.
         Arenas are mapped afterwards over attach.sock.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

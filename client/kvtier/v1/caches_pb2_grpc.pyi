@@ -24,7 +24,7 @@ class CachesStub:
         kvtier.v1.caches_pb2.OpenResponse,
     ]
     """Opens a cache, creating it if it does not exist. INVALID_ARGUMENT (reason SPEC_MISMATCH) where the cache is open or
-    remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left.
+    remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left, on its device if it has any.
     Arenas are mapped afterwards over attach.sock.
     """
 
@@ -55,7 +55,7 @@ class CachesAsyncStub:
         kvtier.v1.caches_pb2.OpenResponse,
     ]
     """Opens a cache, creating it if it does not exist. INVALID_ARGUMENT (reason SPEC_MISMATCH) where the cache is open or
-    remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left.
+    remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left, on its device if it has any.
     Arenas are mapped afterwards over attach.sock.
     """
 
@@ -88,7 +88,7 @@ class CachesServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.caches_pb2.OpenResponse, collections.abc.Awaitable[kvtier.v1.caches_pb2.OpenResponse]]:
         """Opens a cache, creating it if it does not exist. INVALID_ARGUMENT (reason SPEC_MISMATCH) where the cache is open or
-        remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left.
+        remembered on disk with another spec; RESOURCE_EXHAUSTED where a budget asks for more than a tier has left, on its device if it has any.
         Arenas are mapped afterwards over attach.sock.
         """
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from annotated_types import Ge, Le
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PlainValidator, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import from_json
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -52,7 +62,7 @@ def _size_or_share(value: object) -> ByteSize | FreeShare:
         return value
     percent = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     if percent is None:
-        return _TIER_BYTES.validate_python(value)
+        return _SOME_BYTES.validate_python(value)
     share = FreeShare(float(percent[1]) / 100)
     if not 0 < share <= 1:
         raise ValueError("must be above 0% to 100%")
@@ -77,7 +87,7 @@ def _runtime_dir(path: Path) -> Path:
     return path
 
 
-def _rules(value: object) -> object:
+def _listed(value: object) -> object:
     """The environment has a list as JSON."""
     return from_json(value) if isinstance(value, str) else value
 
@@ -85,8 +95,44 @@ def _rules(value: object) -> object:
 FilePath = Annotated[Path, BeforeValidator(_path)]
 Size = Annotated[ByteSize, BeforeValidator(_size)]
 TierBytes = Annotated[Size, Field(ge=0, le=_MAX_TIER_BYTES)]
-DeviceBytes = Annotated[ByteSize | FreeShare, Ge(0), Le(_MAX_TIER_BYTES), PlainValidator(_size_or_share)]
-_TIER_BYTES: Final[TypeAdapter[ByteSize]] = TypeAdapter(TierBytes)
+DeviceBytes = Annotated[
+    ByteSize | FreeShare,
+    PlainValidator(_size_or_share),
+    PlainSerializer(lambda size: str(size) if isinstance(size, FreeShare) else int(size)),
+]
+_SOME_BYTES: Final[TypeAdapter[ByteSize]] = TypeAdapter(Annotated[Size, Field(gt=0, le=_MAX_TIER_BYTES)])
+
+
+class Device(BaseModel):
+    """One ``[[device]]`` table; as one flag, or one element in the environment, ``NAME=BYTES``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, AfterValidator(_device)] = Field(
+        description="`cuda`, `cuda:1` or `GPU-<uuid>` for the memory of that GPU, which no other table may name; "
+        "`stand-in` for shared memory."
+    )
+    bytes: DeviceBytes = Field(
+        description="Bytes of it for device tiers, above 0. On a GPU it can be a share of the memory that is free at "
+        "the first start, such as `80%`; later starts take as many bytes."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, _, nbytes = value.partition("=")
+        return {"name": name, "bytes": nbytes}
+
+    @model_validator(mode="after")
+    def _in_bytes(self) -> Self:
+        if isinstance(self.bytes, FreeShare) and self.name == STAND_IN:
+            raise ValueError("bytes must be a size, unless name is a GPU such as cuda")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.bytes}"
 
 
 class Config(BaseSettings):
@@ -104,21 +150,16 @@ class Config(BaseSettings):
         None, description="Directory of the disk tier. By default `disk` in the state directory."
     )
 
-    device: Annotated[str, AfterValidator(_device)] = Field(
-        STAND_IN,
-        description="Where the device tier is: `cuda`, `cuda:1` or `GPU-<uuid>` for the memory of that GPU, `stand-in` "
-        "for shared memory.",
+    device: Annotated[tuple[Device, ...], NoDecode, BeforeValidator(_listed)] = Field(
+        (), description="What device tiers are on. As a flag `NAME=BYTES`, such as `--device cuda:1=80%`."
     )
-    device_bytes: DeviceBytes = Field(
+    host_bytes: TierBytes = Field(
         ByteSize(0),
-        description="Size of the device tier. On a GPU it can be a share of the memory that is free at the first "
-        "start, such as `80%`; later starts take as many bytes. A tier exists if its size is above 0; at least one "
-        "must exist.",
+        description="Size of the host tier. A tier exists if its size is above 0; at least one tier must exist.",
     )
-    host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier.")
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
 
-    allow: Annotated[tuple[AllowRule, ...], NoDecode, BeforeValidator(_rules)] = Field(
+    allow: Annotated[tuple[AllowRule, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (), description="Who may do what with which caches, besides root and the daemon's own user."
     )
     max_sessions: int = Field(
@@ -216,9 +257,7 @@ class Config(BaseSettings):
     def _conflicts(self) -> Iterator[str]:
         """What is wrong with several keys together. Each message begins with the key to change."""
         if not self.tiers:
-            yield "no tier is configured: set device_bytes, host_bytes or disk_bytes above 0"
-        if isinstance(self.device_bytes, FreeShare) and self.device == STAND_IN:
-            yield f"device_bytes = {self.device_bytes}: must be bytes, unless device is a GPU such as cuda"
+            yield "no tier is configured: give a device, or set host_bytes or disk_bytes above 0"
         seen: dict[Path, str] = {}
         for name, path in (
             ("runtime_dir", self.runtime_dir),
@@ -241,23 +280,8 @@ class Config(BaseSettings):
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that exist, the highest first."""
-        return tuple(tier for tier, size in self._sizes.items() if size)
-
-    def tier_bytes(self, device_free: int = 0) -> dict[Tier, int]:
-        """Sizes of the tiers that exist, the highest first. ``device_free``: bytes that the GPU has free."""
-        sizes = {tier: size for tier, size in self._sizes.items() if size}
-        return {
-            tier: size.of(device_free) if isinstance(size, FreeShare) else int(size) for tier, size in sizes.items()
-        }
-
-    @property
-    def _sizes(self) -> dict[Tier, ByteSize | FreeShare]:
-        return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
-
-    @property
-    def cuda_device(self) -> str | None:
-        """The GPU of the device tier; None without a device tier, or with a stand-in."""
-        return self.device if self.device != STAND_IN and Tier.DEVICE in self.tiers else None
+        sizes = {Tier.DEVICE: self.device, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
+        return tuple(tier for tier, size in sizes.items() if size)
 
     @property
     def tcp(self) -> TcpListener | None:

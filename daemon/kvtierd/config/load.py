@@ -17,7 +17,7 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from kvtierd.config.keys import ENV_PREFIX, Config, FreeShare
+from kvtierd.config.keys import ENV_PREFIX, Config, Device, FreeShare
 from kvtierd.rights import AllowRule
 
 _FIELDS: Final = Config.model_fields
@@ -154,21 +154,21 @@ def _flag(key: str) -> str:
 
 def as_json(loaded: Loaded) -> str:
     """``{key: {"value": …, "source": …}}``: sizes in bytes."""
-    values = {key: getattr(loaded.config, key) for key in _FIELDS}
     shown = {
         key: {
-            "value": str(value) if isinstance(value, FreeShare) else to_jsonable_python(value),
+            "value": to_jsonable_python(getattr(loaded.config, key)),
             "source": loaded.sources.get(key, "default"),
         }
-        for key, value in values.items()
+        for key in _FIELDS
     }
     return json.dumps(shown, indent=2)
 
 
 def reference() -> str:
     """``docs/configuration.md``."""
+    devices = ["Each `[[device]]` is the memory of one device:", *_table(Device.model_fields)]
     rules = ["Each `[[allow]]` is a rule:", *_table(AllowRule.model_fields)]
-    return "\n".join([_REFERENCE, *_table(_FIELDS), "", *rules]) + "\n"
+    return "\n".join([_REFERENCE, *_table(_FIELDS), "", *devices, "", *rules]) + "\n"
 
 
 def _table(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
@@ -210,5 +210,5 @@ def _default(field: FieldInfo) -> str:
 
 
 def _shown(field: FieldInfo, value: Any) -> str:
-    is_size = field.annotation in (ByteSize, ByteSize | FreeShare)
-    return ByteSize(value).human_readable(separator="").replace(".0", "") if is_size and value else f"{value}"
+    is_size = field.annotation is ByteSize and value
+    return ByteSize(value).human_readable(separator="").replace(".0", "") if is_size else f"{value}"

@@ -23,7 +23,8 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2
 from kvtierd.config import Config
-from kvtierd.config.keys import FreeShare
+from kvtierd.config.keys import STAND_IN, FreeShare
+from kvtierd.config.keys import Device as DeviceTable
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.ids import rows as rows_of
@@ -35,6 +36,7 @@ from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.notify import Notifier
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
 from kvtierd.service.cache import CacheOptions
+from kvtierd.service.devices import Device, Devices
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
@@ -57,16 +59,15 @@ _never_given_back: Final[list[Parts]] = []
 class Stores:
     """What a catalog opens caches in, and what all of them have of policy.
 
-    ``disk``: None where the disk tier is not configured. ``gpu``: what the device tier is on; None = a stand-in.
+    ``disk``: None where the disk tier is not configured.
     """
 
-    budgets: Budgets
+    devices: Devices
     remembered: RememberedSlots
     disk: DiskRoot | None
     chaos: Chaos | None
     policy: Policy
     keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
-    gpu: Gpu | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,6 +80,7 @@ class Plan:
     spec: CacheSpec
     slots: Slots
     options: CacheOptions
+    device: Device
     stored: bool = False
     unclean: bool = False
     old: OldLife | None = None
@@ -159,8 +161,7 @@ class Assembler:
             if old is None or (gpu_memory is not None and gpu_memory.fresh):
                 cuda = None if gpu_memory is None else gpu_memory.described
                 self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options, cuda))
-            if not plan.stored:
-                self._stores.remembered.put(plan.name, slots, _past(plan))  # before anything of it can be announced
+            self._remember(plan)  # before anything of it can be announced
             disk = self._disk_store(plan)
             try:
                 return self._filled(plan, cache, arena, disk, old)
@@ -172,6 +173,13 @@ class Assembler:
             self._stores.keeper.forget(plan.name)
             arena.close()
             raise
+
+    def _remember(self, plan: Plan) -> None:
+        remembered, device = self._stores.remembered, plan.device.id
+        if not plan.stored:
+            remembered.put(plan.name, plan.slots, _past(plan), device)
+        elif device and device != remembered.device(plan.name):  # it has moved: its own may be another's from now on
+            remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
     def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
         """With what was there before. ``old``: None unless the arena was adopted."""
@@ -213,7 +221,7 @@ class Assembler:
 
     def _gpu_memory(self, plan: Plan, layout: ArenaLayout) -> CudaSegment | None:
         """Fresh; None for a cache that needs none. What a service manager was told to let go of is not free at once."""
-        gpu, nbytes = self._stores.gpu, layout.data_bytes(Tier.DEVICE)
+        gpu, nbytes = plan.device.gpu, layout.data_bytes(Tier.DEVICE)
         if gpu is None or not nbytes:
             return None
         return gpu.create(plan.name, nbytes, MANAGER_LETS_GO_S if self._stores.keeper.keeps else 0.0)
@@ -247,7 +255,7 @@ class Assembler:
 
     def _kept_gpu_memory(self, plan: Plan, layout: ArenaLayout, kept: KeptArena) -> CudaSegment | None:
         """What was kept of the GPU's, taken from ``kept``, or fresh memory in its place."""
-        gpu, nbytes = self._stores.gpu, layout.data_bytes(Tier.DEVICE)
+        gpu, nbytes = plan.device.gpu, layout.data_bytes(Tier.DEVICE)
         if gpu is None or not nbytes:
             return None
         fd = kept.fds.pop(attach.CUDA, None)
@@ -302,50 +310,74 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     }
 
 
-def open_gpu(config: Config, keeper: Keeper) -> Gpu | None:
-    """What the device tier is to be on. Blocks.
+def open_gpus(config: Config, keeper: Keeper) -> list[Gpu | None]:
+    """What each table of ``config.device`` names; None = a stand-in. Blocks.
 
-    Raises :class:`TierConfigError`, which says what is missing; :class:`TierIOError` where the GPU worked in the life
-    before: then the manager starts the daemon again, and keeps the memory until the GPU is back.
+    Raises :class:`TierConfigError`, which says what is missing, or which table names the GPU of another;
+    :class:`TierIOError` where the GPU worked in the life before: then the manager starts the daemon again, and keeps
+    the memory until the GPU is back.
     """
-    if config.cuda_device is not None:
-        try:
-            return Gpu.open(config.cuda_device)
-        except TierConfigError as error:
-            if keeper.has_memory:
-                raise TierIOError(0, str(error)) from error
-            raise
-    if Tier.DEVICE in config.tiers:
-        _log.info("the device tier is a stand-in in shared memory device=%s", config.device)
-    return None
+    opened: dict[str, Gpu | None] = {}
+    for name in (table.name for table in config.device):
+        gpu = None if name == STAND_IN else _open_gpu(name, keeper)
+        if (device := _id(name, gpu)) in opened:
+            raise TierConfigError("device", name, f"another table names {device} already: it must be in one table")
+        opened[device] = gpu
+    return list(opened.values())
 
 
-def described(config: Config, gpu: Gpu | None) -> admin_pb2.DeviceStats | None:
-    """What the device tiers are on, for operators; None where there are none."""
-    if gpu is not None:
-        return admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
-    return admin_pb2.DeviceStats(kind=config.device) if Tier.DEVICE in config.tiers else None
+def _open_gpu(name: str, keeper: Keeper) -> Gpu:
+    try:
+        return Gpu.open(name)
+    except TierConfigError as error:
+        if keeper.has_memory:
+            raise TierIOError(0, str(error)) from error
+        raise
 
 
-def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper, remembered: RememberedSlots) -> dict[Tier, int]:
-    """Bytes by tier. Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is
-    taken over, or let go. A share of it is what it came to at the first start. Blocks.
+def _id(name: str, gpu: Gpu | None) -> str:
+    return name if gpu is None else gpu.uuid
+
+
+def open_devices(config: Config, gpus: Sequence[Gpu | None], keeper: Keeper, remembered: RememberedSlots) -> Devices:
+    """The devices and their bytes. ``gpus``: of :func:`open_gpus`. Blocks. Raises :class:`TierConfigError`."""
+    sizes = {Tier.HOST: int(config.host_bytes), Tier.DISK: int(config.disk_bytes)}
+    shared = Budgets({tier: size for tier, size in sizes.items() if size})
+    devices = []
+    for table, gpu in zip(config.device, gpus, strict=True):
+        device = _id(table.name, gpu)
+        nbytes = int(table.bytes) if gpu is None else _gpu_bytes(table, gpu, keeper, remembered)
+        _log.info("device tiers are on %s device=%s bytes=%d", "a stand-in" if gpu is None else "a GPU", device, nbytes)
+        devices.append(Device(table.name, device, gpu, Budgets({Tier.DEVICE: nbytes}, shared, device)))
+    return Devices(devices, shared)
+
+
+def _gpu_bytes(table: DeviceTable, gpu: Gpu, keeper: Keeper, remembered: RememberedSlots) -> int:
+    """Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is taken over, or
+    let go. A share of it is what it came to at the first start.
 
     Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
     caches that do not fit, when they are opened: the other tiers are no worse for it.
     """
-    if gpu is None:
-        return config.tier_bytes()
-    free, total = gpu.memory()[0], gpu.total
-    free = min(total, free + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
-    sizes = config.tier_bytes(free)
-    if isinstance(config.device_bytes, FreeShare):
-        sizes[Tier.DEVICE] = remembered.share(f"{config.device_bytes} of {gpu.uuid}", sizes[Tier.DEVICE])
-    device = sizes[Tier.DEVICE]
-    if not 0 < device <= total:
-        limit = f"it is {device} bytes: must be 1 to the {total} that {gpu.driver.name} has, of which {free} are free"
-        raise TierConfigError("device_bytes", config.device_bytes, limit)
-    _log.info("the device tier is on a GPU uuid=%s device_bytes=%d free=%d", gpu.uuid, device, free)
-    if device > free:
-        _log.warning("the device tier is larger than what is free there device_bytes=%d free=%d", device, free)
-    return sizes
+    free = min(gpu.total, gpu.memory()[0] + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
+    nbytes = int(table.bytes)
+    if isinstance(table.bytes, FreeShare):
+        nbytes = remembered.share(f"{table.bytes} of {gpu.uuid}", table.bytes.of(free))
+    if not 0 < nbytes <= gpu.total:
+        limit = (
+            f"it is {nbytes} bytes: must be 1 to the {gpu.total} that {gpu.driver.name} has, of which {free} are free"
+        )
+        raise TierConfigError("device", table, limit)
+    if nbytes > free:
+        _log.warning("more bytes are configured than are free there device=%s bytes=%d free=%d", gpu.uuid, nbytes, free)
+    return nbytes
+
+
+def described(devices: Devices) -> list[admin_pb2.DeviceStats]:
+    """The devices, for operators."""
+    return [
+        admin_pb2.DeviceStats(kind=each.name)
+        if (gpu := each.gpu) is None
+        else admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
+        for each in devices
+    ]

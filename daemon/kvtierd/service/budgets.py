@@ -15,9 +15,9 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import grpc
 
@@ -25,6 +25,7 @@ from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2
 from kvtierd.config import Config
+from kvtierd.config.keys import STAND_IN
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
@@ -110,30 +111,37 @@ def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
     return sum(count * spec.record_bytes(group) for group, count in enumerate(counts))
 
 
-class Budgets:
-    """Tier sizes and their free bytes."""
+@dataclass(slots=True)
+class _Rest:
+    nbytes: int
 
-    def __init__(self, sizes: Mapping[Tier, int]) -> None:
-        self._sizes = dict(sizes)
-        self._taken = dict.fromkeys(sizes, 0)
+
+class Budgets:
+    """Free bytes of tiers. ``shared``: tiers that other budgets have, too. ``device``: what the device tier is on."""
+
+    def __init__(self, sizes: Mapping[Tier, int], shared: Budgets | None = None, device: str = "") -> None:
+        self._left: Final[dict[Tier, _Rest]] = {tier: _Rest(size) for tier, size in sizes.items()} | (
+            {} if shared is None else shared._left
+        )
+        self._device: Final = device
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The configured tiers, the highest first."""
-        return tuple(sorted(self._sizes))
+        return tuple(sorted(self._left))
 
     def left(self, tier: Tier) -> int:
         """Free bytes of a tier; 0 if it is not configured."""
-        return self._sizes.get(tier, 0) - self._taken.get(tier, 0)
+        return self._left[tier].nbytes if tier in self._left else 0
 
     def take(self, spec: CacheSpec, slots: Slots) -> None:
         """Takes slots, which must fit: see :meth:`slots_for`."""
         for tier, counts in slots.items():
-            self._taken[tier] += tier_bytes(spec, counts)
+            self._left[tier].nbytes -= tier_bytes(spec, counts)
 
     def give_back(self, spec: CacheSpec, slots: Slots) -> None:
         for tier, counts in slots.items():
-            self._taken[tier] -= tier_bytes(spec, counts)
+            self._left[tier].nbytes += tier_bytes(spec, counts)
 
     def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
         """Slots for budgets; no budgets = all that is left of every tier.
@@ -146,7 +154,7 @@ class Budgets:
             if budget.nbytes > self.left(tier):
                 wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
                 says = f"{budget.nbytes} bytes wanted, {self.left(tier)} free"
-                raise _exhausted(tier, wanted, free, says)
+                raise self._exhausted(tier, wanted, free, says)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
     def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
@@ -181,8 +189,15 @@ class Budgets:
         if not found:
             top = self.tiers[0]
             says = f"{self.left(top)} bytes free, {least_bytes(spec)} needed for a slot of each window group"
-            raise _exhausted(top, len(spec.groups), 0, says)
+            raise self._exhausted(top, len(spec.groups), 0, says)
         return found
+
+    def _exhausted(self, tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
+        detail = common_pb2.ErrorDetail(
+            reason="TIER_FULL", tier=wire.TIER_TO_WIRE[tier], wanted=min(wanted, MAX_SLOTS), free=min(free, MAX_SLOTS)
+        )
+        which = f"{tier} tier of {self._device}" if tier is Tier.DEVICE else f"{tier} tier"
+        return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {which} has too few free bytes: {says}", detail)
 
 
 def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
@@ -216,13 +231,6 @@ def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]
     return tuple(nbytes // spec.record_bytes(group) for group, nbytes in enumerate(budget.group_bytes))
 
 
-def _exhausted(tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
-    detail = common_pb2.ErrorDetail(
-        reason="TIER_FULL", tier=wire.TIER_TO_WIRE[tier], wanted=min(wanted, MAX_SLOTS), free=min(free, MAX_SLOTS)
-    )
-    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {tier} tier has too few free bytes: {says}", detail)
-
-
 @dataclass(slots=True, frozen=True)
 class PastOptions:
     """Options of a memory-only cache, as JSON values. ``spec``: hexadecimal fingerprint of its specification."""
@@ -231,8 +239,51 @@ class PastOptions:
     options: Mapping[str, Any]
 
 
+@dataclass(slots=True, frozen=True)
+class _Content:
+    """What :class:`RememberedSlots` remembers: all by name of the cache, but for ``shares``."""
+
+    slots: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    options: Mapping[str, PastOptions] = field(default_factory=dict)
+    shares: Mapping[str, int] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises DamagedDirectory."""
+        content = read_superblock(path, _KIND)
+        if content is None:
+            return cls()
+        if (version := content.get("version")) != _VERSION:
+            raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads version {_VERSION}")
+        names = {str(tier) for tier in Tier}
+        try:
+            return cls(
+                {
+                    str(name): {tier: tuple(map(int, counts)) for tier, counts in slots.items() if tier in names}
+                    for name, slots in content["caches"].items()
+                },
+                {
+                    str(name): PastOptions(str(past["spec"]), dict(past["options"]))
+                    for name, past in content.get("options", {}).items()
+                },
+                {str(name): int(nbytes) for name, nbytes in content.get("shares", {}).items()},
+                {str(name): str(device) for name, device in content.get("devices", {}).items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedDirectory(path, f"its budgets cannot be read: {error!r}") from error
+
+    def write(self, path: Path) -> None:
+        """Raises TierIOError."""
+        past = {name: asdict(one) for name, one in self.options.items()}
+        content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
+        with io_errors(f"cannot write {path}"):
+            make_private_directory(path)
+            write_superblock(path, _KIND, content | {"devices": self.devices})
+
+
 class RememberedSlots:
-    """The slots of all caches, in a file that is written whole or not at all. Blocks; for any thread.
+    """The slots and the device of all caches, in a file that is written whole or not at all. Blocks; for any thread.
 
     The file also has the options of memory-only caches, even after their removal: the client that opens such a cache
     after a restart need not be the client that chose its options. A stored cache has its options in its superblock.
@@ -242,35 +293,39 @@ class RememberedSlots:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._changing = threading.Lock()
-        content = read_superblock(path, _KIND)
-        self._slots: dict[str, dict[str, tuple[int, ...]]] = {} if content is None else _checked(path, content)
-        self._options: dict[str, PastOptions] = {} if content is None else _checked_options(path, content)
-        self._shares: dict[str, int] = {} if content is None else _checked_shares(path, content)
+        self._content = _Content.read(path)
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._slots)
+        return frozenset(self._content.slots)
 
     def get(self, name: str) -> dict[Tier, tuple[int, ...]] | None:
-        slots = self._slots.get(name)
+        slots = self._content.slots.get(name)
         return None if slots is None else {Tier[tier.upper()]: counts for tier, counts in slots.items()}
+
+    def device(self, name: str) -> str | None:
+        """The id of the cache's device, "" where it has none; None if it is not remembered."""
+        return self._content.devices.get(name)
 
     def groups(self, name: str) -> int:
         """The number of the cache's window groups."""
-        return max(map(len, self._slots[name].values()), default=1)
+        return max(map(len, self._content.slots[name].values()), default=1)
 
     def past_options(self, name: str, spec: str) -> Mapping[str, Any] | None:
         """Options of the present or former cache of this name and specification."""
-        past = self._options.get(name)
+        past = self._content.options.get(name)
         return past.options if past is not None and past.spec == spec else None
 
-    def put(self, name: str, slots: Slots, past: PastOptions | None = None) -> None:
+    def put(self, name: str, slots: Slots, past: PastOptions | None = None, device: str = "") -> None:
         """Remembers a cache. ``past``: options of a cache that is not on disk. Raises TierIOError."""
         with self._changing:
-            others = {each: options for each, options in self._options.items() if each != name}
-            if past is not None:
-                others[name] = past
-            self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}}, others)
+            now = self._content
+            others = {each: options for each, options in now.options.items() if each != name}
+            self._replace(
+                slots={**now.slots, name: {str(tier): counts for tier, counts in slots.items()}},
+                options=others if past is None else others | {name: past},
+                devices={**now.devices, name: device},
+            )
 
     def share(self, name: str, nbytes: int) -> int:
         """The bytes that a share came to when it was first asked for; ``nbytes`` the first time.
@@ -279,90 +334,52 @@ class RememberedSlots:
         ``name``: the share, and of which GPU. Raises TierIOError.
         """
         with self._changing:
-            if name not in self._shares:
-                self._replace(self._slots, self._options, {name: nbytes})
-            return self._shares[name]
+            if name not in self._content.shares:
+                self._replace(shares={**self._content.shares, name: nbytes})
+            return self._content.shares[name]
 
     def forget(self, name: str) -> None:
         """Raises TierIOError."""
         with self._changing:
+            now = self._content
             self._replace(
-                {each: slots for each, slots in self._slots.items() if each != name},
-                {each: options for each, options in self._options.items() if each != name},
+                slots={each: slots for each, slots in now.slots.items() if each != name},
+                options={each: past for each, past in now.options.items() if each != name},
             )
 
-    def forget_gone(self, stored: Collection[str] | None) -> None:
+    def forget_gone(self, stored: Collection[str] | None, kept: Collection[str] = ()) -> None:
         """Forgets the slots of caches that cannot come back. ``stored``: caches on disk; None without a disk tier, when
-        every cache with disk slots may come back. Raises TierIOError."""
-        names = {name for name, slots in self._slots.items() if str(Tier.DISK) in slots} if stored is None else stored
+        every cache with disk slots may come back. ``kept``: those in kept memory. Raises TierIOError."""
+        disk = str(Tier.DISK)
         with self._changing:
-            self._replace({name: slots for name, slots in self._slots.items() if name in names}, self._options)
+            slots = self._content.slots
+            names = {name for name in slots if disk in slots[name]} if stored is None else stored
+            self._replace(slots={name: slots[name] for name in slots if name in names or name in kept})
 
-    def _replace(
-        self,
-        slots: dict[str, dict[str, tuple[int, ...]]],
-        options: dict[str, PastOptions],
-        shares: dict[str, int] | None = None,
-    ) -> None:
-        shares = self._shares if shares is None else shares
-        gone = [name for name in options if name not in slots]
-        options = {name: past for name, past in options.items() if name not in gone[:-MAX_PAST]}
-        if (slots, options, shares) == (self._slots, self._options, self._shares):
-            return
-        past = {name: asdict(one) for name, one in options.items()}
-        content = {"version": _VERSION, "caches": slots, "options": past, "shares": shares}
-        with io_errors(f"cannot write {self._path}"):
-            make_private_directory(self._path)
-            write_superblock(self._path, _KIND, content)
-        self._slots, self._options, self._shares = slots, options, shares
-
-
-def _checked_options(path: Path, content: Mapping[str, Any]) -> dict[str, PastOptions]:
-    try:
-        return {
-            str(name): PastOptions(str(past["spec"]), dict(past["options"]))
-            for name, past in content.get("options", {}).items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedDirectory(path, f"its options cannot be read: {error!r}") from error
-
-
-def _checked_shares(path: Path, content: Mapping[str, Any]) -> dict[str, int]:
-    try:
-        return {str(name): int(nbytes) for name, nbytes in content.get("shares", {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DamagedDirectory(path, f"its shares cannot be read: {error!r}") from error
-
-
-def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
-    names = {str(tier) for tier in Tier}
-    if (version := content.get("version")) != _VERSION:
-        raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads version {_VERSION}")
-    try:
-        return {
-            str(name): {tier: tuple(map(int, counts)) for tier, counts in slots.items() if tier in names}
-            for name, slots in content["caches"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedDirectory(path, f"its budgets cannot be read: {error!r}") from error
+    def _replace(self, **changes: Mapping[str, Any]) -> None:
+        now = replace(self._content, **changes)
+        gone = [name for name in now.options if name not in now.slots][:-MAX_PAST]
+        options = {name: past for name, past in now.options.items() if name not in gone}
+        now = replace(now, options=options, devices={n: d for n, d in now.devices.items() if n in now.slots})
+        if now != self._content:
+            now.write(self._path)
+            self._content = now
 
 
 def require_possible(config: Config) -> None:
     """Checks that the tiers fit into the machine. Blocks. Raises :class:`TierConfigError` for the largest wrong key."""
-    sizes = config.tier_bytes()
-    in_memory = {"host_bytes": sizes.get(Tier.HOST, 0)}
-    if config.cuda_device is None:
-        in_memory["device_bytes"] = sizes.get(Tier.DEVICE, 0)
+    stand_in = sum(int(device.bytes) for device in config.device if device.name == STAND_IN)
+    in_memory = {"host_bytes": int(config.host_bytes), "device": stand_in}
     wanted, has = sum(in_memory.values()), total_bytes()
     if wanted > has:
         name = max(in_memory, key=in_memory.__getitem__)
         limit = f"the memory tiers take {wanted} bytes, this machine has {has} with swap"
         raise TierConfigError(name, in_memory[name], limit)
-    if Tier.DISK in sizes:
+    if config.disk_bytes:
         whole = _file_system_bytes(config.disk_path)
-        if sizes[Tier.DISK] > whole > 0:  # a file system that grows on demand may report 0
+        if config.disk_bytes > whole > 0:  # a file system that grows on demand may report 0
             limit = f"the file system of {config.disk_path} has {whole} bytes"
-            raise TierConfigError("disk_bytes", sizes[Tier.DISK], limit)
+            raise TierConfigError("disk_bytes", int(config.disk_bytes), limit)
 
 
 def _file_system_bytes(path: Path) -> int:

@@ -17,6 +17,7 @@ from kvtierd.core.ids import CHECKSUM_BYTES, CacheId, Tier
 from kvtierd.core.policy import NEVER, Policy, WritePolicy
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
+from kvtierd.service.devices import Device
 from kvtierd.service.errors import bad_argument
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
@@ -179,6 +180,7 @@ class Cache:
     fingerprint: bytes
     slots: Slots
     options: CacheOptions
+    device: Device
 
     @property
     def header(self) -> CacheHeader:
@@ -187,11 +189,12 @@ class Cache:
 
 @dataclass(slots=True, frozen=True)
 class Removal:
-    """The blocks and slots of a removed cache. ``spec``: None for a cache that could not be read."""
+    """The blocks and slots of a removed cache. ``spec`` and ``device``: None for a cache that could not be read."""
 
     blocks: int
     spec: CacheSpec | None
     slots: Slots
+    device: Device | None
 
     @property
     def freed(self) -> dict[Tier, int]:
@@ -199,8 +202,11 @@ class Removal:
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
-def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
-    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, BUDGET_MISMATCH) if the cache differs from the request."""
+def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget], device: str) -> None:
+    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, BUDGET_MISMATCH, DEVICE_MISMATCH) if the cache differs from the request.
+
+    ``device``: "" = any.
+    """
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
         limit = f"{getattr(cache.spec, difference)!r}, the value of cache {cache.name}"
@@ -210,3 +216,6 @@ def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierB
         if slots_of(spec, tier, budget) != has:
             limit = f"{tier_bytes(spec, has)} bytes, the budget of cache {cache.name}, or absent"
             raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")
+    if device and device not in (cache.device.name, cache.device.id):
+        limit = f"{cache.device.id or 'none'}, the device of cache {cache.name}, or absent"
+        raise bad_argument("device", device, limit, reason="DEVICE_MISMATCH")

@@ -115,23 +115,37 @@ class Catalog:
             yield self._by_id.get(cache.id) is cache
 
     async def open(
-        self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, *, create: bool
+        self,
+        name: str,
+        spec: CacheSpec | None,
+        asked: Mapping[Tier, TierBudget],
+        named: Wanted,
+        device: str = "",
+        *,
+        create: bool,
     ) -> tuple[Cache, bool]:
         """The cache of a name, and whether this call made it. A cancelled caller does not stop the making.
 
         Args:
             spec: None = the cache's own; a new cache needs a specification.
             asked: Budgets; none = all that is left of every tier.
+            device: Name or id of its device; "" = as :meth:`Devices.for_new` chooses.
             create: Whether the cache may be made.
 
         Raises:
             CallRefused: INVALID_ARGUMENT (the cache differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (it is
                 left out).
         """
-        return await self._to_the_end(self._open(name, spec, asked, named, create), f"open-{name}")
+        return await self._to_the_end(self._open(name, spec, asked, named, device, create), f"open-{name}")
 
     async def _open(
-        self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, create: bool
+        self,
+        name: str,
+        spec: CacheSpec | None,
+        asked: Mapping[Tier, TierBudget],
+        named: Wanted,
+        device: str,
+        create: bool,
     ) -> tuple[Cache, bool]:
         cache = self._by_name.get(name)
         if cache is None:
@@ -141,11 +155,12 @@ class Catalog:
                     self._require_whole(name)
                     if spec is None or not create:
                         raise no_such_cache(name)
-                    slots = self._stores.budgets.slots_for(spec, asked)
-                    plan = Plan(name, spec, slots, self._new_options(name, spec, named))
-                    self._stores.budgets.take(spec, slots)
+                    home = self._stores.devices.for_new(device, asked)
+                    slots = home.budgets.slots_for(spec, asked)
+                    plan = Plan(name, spec, slots, self._new_options(name, spec, named), home)
+                    home.budgets.take(spec, slots)
                     return await self._make(plan), True
-        require_same_cache(cache, spec or cache.spec, asked)
+        require_same_cache(cache, spec or cache.spec, asked, device)
         require_same(cache.options, named, name)
         return cache, False
 
@@ -179,14 +194,14 @@ class Catalog:
             cache = self._by_name.get(name)
             if cache is not None:
                 check(cache)
-                removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots)
+                removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots, cache.device)
             elif name not in self._left_out:
                 raise no_such_cache(name)
             elif not force:
                 message = f"cache {name} is left out: {self._left_out[name]}; only force removes it"
                 raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
             else:
-                removal = self._unfinished.get(name, Removal(0, None, {}))
+                removal = self._unfinished.get(name, Removal(0, None, {}, None))
             if dry_run:
                 return removal
             if cache is not None:
@@ -194,8 +209,8 @@ class Catalog:
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
             del self._left_out[name], self._unfinished[name]
-            if removal.spec is not None:
-                self._stores.budgets.give_back(removal.spec, removal.slots)
+            if removal.spec is not None and removal.device is not None:
+                removal.device.budgets.give_back(removal.spec, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
         return removal
 
@@ -224,7 +239,8 @@ class Catalog:
         """Plans for the caches on disk and the caches with kept memory, which take their budgets.
 
         Other known caches are announced as gone. A damaged cache is left out. Memory budgets shrink to the
-        configuration. A call that opens a planned cache waits for :meth:`load`.
+        configuration. A cache whose device is gone gets another one. A call that opens a planned cache waits for
+        :meth:`load`.
 
         Raises:
             TierConfigError: The disk tier is smaller than its caches.
@@ -238,29 +254,30 @@ class Catalog:
         others = names | set(self._left_out)
         kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
         self._announce_gone({name: remembered.groups(name) for name in remembered.names - names - set(kept)})
-        known = others | set(kept) if disk is not None else None
-        await asyncio.to_thread(remembered.forget_gone, known)
-        unclean, budgets = self._identity.unclean, self._stores.budgets
+        await asyncio.to_thread(remembered.forget_gone, others if disk is not None else None, kept)
+        unclean, devices = self._identity.unclean, self._stores.devices
         plans = []
         for position, cache in enumerate(stored):
-            slots = budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
-            budgets.take(cache.spec, slots)
+            device = devices.for_known(remembered.device(cache.name))
+            slots = device.budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
+            device.budgets.take(cache.spec, slots)
             try:
                 options = CacheOptions.from_stored(cache.options)
             except (TypeError, ValueError) as error:
                 key = f"options of the stored cache {cache.name}"
                 raise TierConfigError(key, dict(cache.options), str(error)) from error
-            plans.append(Plan(cache.name, cache.spec, slots, options, stored=True, unclean=unclean, old=old))
+            plans.append(Plan(cache.name, cache.spec, slots, options, device, stored=True, unclean=unclean, old=old))
         for name, about in kept.items():
+            device = devices.for_known(remembered.device(name))
             wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
-            left = {tier: budgets.left(tier) for tier in wanted}
+            left = {tier: device.budgets.left(tier) for tier in wanted}
             if any(wanted[tier] > left[tier] for tier in wanted):
                 sizes = ",".join(f"{tier}:{wanted[tier]}/{left[tier]}" for tier in sorted(wanted))
                 _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
                 self._announce_gone({name: len(about.spec.groups)})
                 continue
-            budgets.take(about.spec, about.slots)
-            plans.append(Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
+            device.budgets.take(about.spec, about.slots)
+            plans.append(Plan(name, about.spec, about.slots, about.options, device, unclean=unclean, old=old))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
             await self._loading[plan.name].acquire()
@@ -303,7 +320,7 @@ class Catalog:
         if not rest:
             self._announce_gone({plan.name: len(plan.spec.groups)})
             return
-        self._stores.budgets.take(plan.spec, rest)
+        plan.device.budgets.take(plan.spec, rest)
         await self._make(replace(plan, slots=rest))
 
     async def loaded(self) -> None:
@@ -343,19 +360,21 @@ class Catalog:
                 parts.close()
                 raise
         except BaseException:
-            self._stores.budgets.give_back(plan.spec, plan.slots)
+            plan.device.budgets.give_back(plan.spec, plan.slots)
             raise
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:
             parts.cuda.locks.start()
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
-        _log.info("cache opened name=%s cache=%d slots=%s recovered=%d", plan.name, cache.id, given, parts.blocks)
+        says = "cache opened name=%s cache=%d slots=%s device=%s recovered=%d"
+        _log.info(says, plan.name, cache.id, given, plan.device.id, parts.blocks)
         return cache
 
     def _introduce(self, plan: Plan, cache_id: CacheId, parts: Parts) -> Cache:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores, cuda=parts.cuda)
-        cache = Cache(cache_id, plan.name, plan.spec, runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
+        slots, fingerprint = dict(plan.slots), plan.spec.fingerprint()
+        cache = Cache(cache_id, plan.name, plan.spec, runtime, fingerprint, slots, plan.options, plan.device)
         self._headers[cache_id] = cache.header
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 import grpc
@@ -22,12 +23,13 @@ from kvtierd.mover.executor import MoverError
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service import wire
-from kvtierd.service.assembly import Stores, described, open_gpu, tier_sizes
+from kvtierd.service.assembly import Stores, described, open_devices, open_gpus
 from kvtierd.service.attach import AttachServer, DaemonIdentity
-from kvtierd.service.budgets import Budgets, RememberedSlots, require_possible
+from kvtierd.service.budgets import RememberedSlots, require_possible
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.devices import Devices
 from kvtierd.service.errors import Translator
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
@@ -211,19 +213,11 @@ class _Directories:
         return cls(state, run, disk, remembered, log)
 
 
-@dataclass(slots=True, frozen=True)
-class _Tiers:
-    """``gpu``: what the device tier is on; None = a stand-in, or there is none. ``sizes``: in bytes."""
-
-    gpu: Gpu | None
-    sizes: Mapping[Tier, int]
-
-
 class Daemon:
     """Serves from :meth:`start` to :meth:`stop`."""
 
     def __init__(
-        self, config: Config, directories: _Directories, keeper: Keeper, roll: Roll | None, tiers: _Tiers
+        self, config: Config, directories: _Directories, keeper: Keeper, roll: Roll | None, devices: Devices
     ) -> None:
         state, life = directories.state, directories.state.identity
         self._config = config
@@ -245,19 +239,20 @@ class Daemon:
             debug_checks=config.debug_checks,
         )
         stores = Stores(
-            Budgets(tiers.sizes),
+            devices,
             directories.remembered,
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             config.policy,
             keeper,
-            tiers.gpu,
         )
         self._keeper: Final = keeper
         self._roll: Final = roll
-        self._gpu: Final = tiers.gpu
+        self._devices: Final = devices
         self.gpu_lost: Final = asyncio.Event()
-        """The GPU will not work any more in this process, which is to end."""
+        """A GPU will not work any more in this process, which is to end."""
+        self.lost_gpu = ""
+        """Its uuid."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
         self._sessions: Final = SessionRegistry(self._engine, _capacity(config), roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
@@ -298,17 +293,16 @@ class Daemon:
         """Serving when this returns; before that it answers already whoever does not need a cache that is still being
         read. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
 
-        Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had, or a tier is
-        larger than this machine; nothing was touched where it is the GPU or the machine.
+        Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or a GPU cannot be had, or a tier is
+        larger than this machine; nothing was touched where it is a GPU or the machine.
         """
         await asyncio.to_thread(require_possible, config)
         keeper = Keeper(notifier or Notifier(None), passed)
-        gpu = await asyncio.to_thread(open_gpu, config, keeper)
+        gpus = await asyncio.to_thread(open_gpus, config, keeper)
         directories = await asyncio.to_thread(_Directories.open, config)
         roll, entries = await asyncio.to_thread(open_roll, keeper)
-        sizes = await asyncio.to_thread(tier_sizes, config, gpu, keeper, directories.remembered)
-        tiers = _Tiers(gpu, sizes)
-        daemon = cls(config, directories, keeper, roll, tiers)
+        devices = await asyncio.to_thread(open_devices, config, gpus, keeper, directories.remembered)
+        daemon = cls(config, directories, keeper, roll, devices)
         try:
             await daemon._serve(entries)
         except BaseException:
@@ -317,7 +311,7 @@ class Daemon:
         return daemon
 
     async def _serve(self, entries: Sequence[Entry]) -> None:
-        self._watch_gpu()
+        self._watch_gpus()
         plans = await self._catalog.plan_restore(self._sessions.restore(entries))
         run = self._directories.run
         if (tcp := self._config.tcp) is not None:
@@ -371,8 +365,8 @@ class Daemon:
         if clean:
             if self._roll is not None:
                 self._roll.close()
-            if self._gpu is not None:
-                await asyncio.to_thread(self._gpu.close)
+            for gpu in self._devices.gpus:
+                await asyncio.to_thread(gpu.close)
         else:
             _log.error("the stop was not clean: moves or copies had to be abandoned")
         if self._log is not None and logged is not None:
@@ -404,7 +398,7 @@ class Daemon:
                 self._health,
                 self._events.watching,
                 self._log,
-                described(config, self._gpu),
+                described(self._devices),
             ),
         }
         paces = {"kvtier.v1.Transfer": Pace(config.transfer_idle_seconds)}
@@ -427,19 +421,20 @@ class Daemon:
         )
         return Metrics(host, port, subjects)
 
-    def _watch_gpu(self) -> None:
+    def _watch_gpus(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def lost() -> None:
+        def lost(gpu: Gpu) -> None:
             """Called by the thread that finds out."""
             with suppress(RuntimeError):  # the loop has ended, and the daemon with it
-                loop.call_soon_threadsafe(self._lose_gpu)
+                loop.call_soon_threadsafe(self._lose_gpu, gpu)
 
-        if self._gpu is not None:
-            self._gpu.on_loss(lost)
+        for gpu in self._devices.gpus:
+            gpu.on_loss(partial(lost, gpu))
 
-    def _lose_gpu(self) -> None:
-        self._keeper.forget_gpu()
+    def _lose_gpu(self, gpu: Gpu) -> None:
+        self._keeper.forget_gpu(gpu.driver.uuid.hex())
+        self.lost_gpu = gpu.uuid
         self.gpu_lost.set()
 
     def reload(self, fresh: Config) -> None:

@@ -121,6 +121,8 @@ class Keeper:
         self._notifier: Final = notifier
         self._caches: dict[str, dict[str, int]] = {}
         self._stored: dict[str, tuple[str, ...]] = {}
+        self._gpus: dict[str, str] = {}
+        """Of caches that have memory of one: its uuid."""
         self.sessions_fd: int | None = None
         for name, fd in ((one.name, one.fd) for one in passed):
             if not self._accept(name, fd):
@@ -162,7 +164,10 @@ class Keeper:
         about = _about(cache, fds) if attach.CUDA in fds else None
         if _ABOUT in fds:
             os.close(fds.pop(_ABOUT))
-        return KeptArena(fds, about.cuda if about is not None else None)
+        cuda = about.cuda if about is not None else None
+        if cuda is not None:
+            self._gpus[cache] = cuda.uuid
+        return KeptArena(fds, cuda)
 
     def store(self, cache: str, arena: Arena, about: About) -> None:
         """Has a new arena kept, instead of any that was kept under the name."""
@@ -177,6 +182,8 @@ class Keeper:
         finally:
             os.close(described)
         self._stored[cache] = tuple(fds)
+        if about.cuda is not None:
+            self._gpus[cache] = about.cuda.uuid
 
     def store_sessions(self, fd: int) -> None:
         """Has the roll kept, instead of any that was kept."""
@@ -192,9 +199,9 @@ class Keeper:
         if only is not None:
             self._stored[cache] = tuple(segment for segment in stored if segment != only)
 
-    def forget_gpu(self) -> None:
-        """Has the manager let go of all GPU memory: the next daemon makes it anew."""
-        for cache in list(self._stored):
+    def forget_gpu(self, uuid: str) -> None:
+        """Has the manager let go of all memory of a GPU (its uuid, 32 hex digits): the next daemon makes it anew."""
+        for cache in [cache for cache in self._stored if self._gpus.get(cache) == uuid]:
             self.forget(cache, attach.CUDA)
 
     def kept_on_gpu(self, uuid: str) -> int:

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def needs(**changed: Any) -> Needs:
-    values: dict[str, Any] = {"device": "stand-in", "device_bytes": 0, "host_bytes": 8 * GIB, "disk_bytes": 0}
+    values: dict[str, Any] = {"devices": {}, "host_bytes": 8 * GIB, "disk_bytes": 0}
     return Needs(runtime_dir=Path("/r"), disk_dir=Path("/d"), **{**values, **changed})
 
 
@@ -49,9 +49,9 @@ def test_the_hard_limit_of_locked_memory_holds_the_tiers(hard: str, level: Level
 def test_memory_must_be_available() -> None:
     judged(doctor.check_memory(0, needs(host_bytes=1 << 20)), Level.OK, "1.0 MiB configured, 0 B of it taken")
     judged(doctor.check_memory(0, needs(host_bytes=1 << 60)), Level.FAIL, "smaller")
-    stand_in = needs(host_bytes=0, device_bytes=1 << 60)
+    stand_in = needs(host_bytes=0, devices={"stand-in": 1 << 60})
     judged(doctor.check_memory(os.getpid(), stand_in), Level.FAIL)
-    judged(doctor.check_memory(0, needs(host_bytes=0, device_bytes=1 << 60, device="cuda")), Level.OK)
+    judged(doctor.check_memory(0, needs(host_bytes=0, devices={"cuda": 1 << 60})), Level.OK)
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,16 +86,16 @@ def test_the_driver_s_device_has_the_room(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in fake_environment().items():
         monkeypatch.setenv(name, value)
     judged(
-        doctor.check_driver(needs(device="cuda", device_bytes=GIB), running=False),
+        doctor.check_driver("cuda", GIB, running=False),
         Level.OK,
         "Fake GPU 0, 1.0 GiB of 1.0 GiB free",
     )
     judged(
-        doctor.check_driver(needs(device="cuda", device_bytes=2 * GIB), running=True),
+        doctor.check_driver("cuda", 2 * GIB, running=True),
         Level.FAIL,
-        "device_bytes is 2.0 GiB",
+        "2.0 GiB configured",
     )
-    judged(doctor.check_driver(needs(device="cuda:7"), running=False), Level.FAIL, "not among those")
+    judged(doctor.check_driver("cuda:7", 0, running=False), Level.FAIL, "not among those")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_driver_that_crashes_or_hangs_takes_nobody_along(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     if says == "timed out":  # the others end by themselves
         monkeypatch.setattr(doctor, "TIMEOUT_S", 2.0)
-    judged(doctor.check_driver(needs(device="cuda"), running=False), Level.FAIL, says)
+    judged(doctor.check_driver("cuda", 0, running=False), Level.FAIL, says)
 
 
 def examined(*flags: str, status: int = 0) -> dict[str, dict[str, str]]:
@@ -125,7 +125,7 @@ def examined(*flags: str, status: int = 0) -> dict[str, dict[str, str]]:
 
 def test_a_machine_is_examined_without_a_daemon(tmp_path: Path, short_dir: Path) -> None:
     flags = ("--runtime-dir", str(short_dir), "--disk-dir", str(tmp_path), "--host-bytes", "1MiB")
-    found = examined(*flags, "--disk-bytes", "1MiB", "--device", "cuda", "--device-bytes", "50%")
+    found = examined(*flags, "--disk-bytes", "1MiB", "--device", "cuda=50%", "--device", "stand-in=1MiB")
     assert found["daemon"]["level"] == "warn"
     assert [name for name, finding in found.items() if finding["level"] == "ok"] == [
         "configuration",
@@ -134,7 +134,7 @@ def test_a_machine_is_examined_without_a_daemon(tmp_path: Path, short_dir: Path)
         "shared memory",
         "disk space",
         "O_DIRECT",
-        "driver",
+        "driver cuda",
     ]
     assert examined(*flags, "--disk-bytes", "900TiB", status=1)["disk space"]["level"] == "fail"
 

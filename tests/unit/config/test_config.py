@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtierd.config import Config, ConfigError, load
+from kvtierd.config.keys import FreeShare
 from kvtierd.config.load import reference
 from kvtierd.core.ids import Tier
 from kvtierd.main import main
@@ -54,20 +55,20 @@ def test_every_key_says_what_it_is() -> None:
     assert all((field.description or "").endswith(".") for field in Config.model_fields.values())
 
 
-def test_the_tier_of_a_gpu_can_be_a_share_of_the_free_memory() -> None:
-    config = load(None, {"device": "cuda:1", "device_bytes": "62.5%", "host_bytes": 4096})
-    assert config.tiers == (Tier.DEVICE, Tier.HOST)
-    assert config.tier_bytes(device_free=1 << 30) == {Tier.DEVICE: 5 << 27, Tier.HOST: 4096}
-    assert config.cuda_device == "cuda:1"
-    with pytest.raises(ConfigError, match="device-bytes = 80%: must be bytes, unless device is a GPU"):
-        load(None, {"device_bytes": "80%"})
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
 
-def test_no_gpu_is_opened_without_a_device_tier() -> None:
-    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
-    assert load(None, {"device": uuid, "device_bytes": 1}).cuda_device == uuid
-    assert load(None, {"device": uuid, "host_bytes": 1}).cuda_device is None
-    assert load(None, {"device_bytes": 1}).cuda_device is None
+def test_devices_are_tables_of_the_file_repeated_flags_or_json_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = toml(tmp_path, f'[[device]]\nname = "cuda:1"\nbytes = "62.5%"\n[[device]]\nname = "{UUID}"\nbytes = 4096\n')
+    in_file = load(file, {})
+    assert in_file.tiers == (Tier.DEVICE,)
+    assert [(device.name, str(device.bytes)) for device in in_file.device] == [("cuda:1", "62.5%"), (UUID, "4096")]
+    assert isinstance(in_file.device[0].bytes, FreeShare) and in_file.device[0].bytes.of(1 << 30) == 5 << 27
+    assert load(None, {"device": ("cuda:1=62.5%", f"{UUID}=4KiB")}).device == in_file.device
+    monkeypatch.setenv("KVTIERD_DEVICE", '["stand-in=1MiB"]')
+    assert load(file, {}).device == load(None, {"device": ("stand-in=1MiB",)}).device
 
 
 def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
@@ -84,9 +85,15 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
         ('host_bytes = "80%"', "host_bytes = '80%': must be bytes"),
         ("host_bytes = true", "host_bytes = True: must be bytes"),
         ('host_bytes = "1EiB"', f"host_bytes = '1EiB': must be less than or equal to {1 << 50}"),
-        ('device_bytes = "0%"', "device_bytes = '0%': must be above 0% to 100%"),
-        ('device_bytes = "101%"', "device_bytes = '101%': must be above 0% to 100%"),
-        ('device = "gpu"\nhost_bytes = 1', "device = 'gpu': must be stand-in, cuda, cuda:<number> or GPU-<uuid>"),
+        ('device = ["cuda=0%"]', "device[0][bytes] = '0%': must be above 0% to 100%"),
+        ('device = ["cuda=1", "cuda:1=101%"]', "device[1][bytes] = '101%': must be above 0% to 100%"),
+        ('device = ["cuda=0"]', "device[0][bytes] = '0': must be greater than 0"),
+        ('device = ["cuda"]', "device[0][bytes] = '': must be bytes"),
+        ('device = ["gpu=1"]', "device[0][name] = 'gpu': must be stand-in, cuda, cuda:<number> or GPU-<uuid>"),
+        ('[[device]]\nname = "cuda"\nsize = 1', "device[0][size]: there is no such key"),
+        ('[[device]]\nname = "cuda"', "device[0][bytes]: must be given"),
+        ('device = ["stand-in=80%"]', "device[0] = 'stand-in=80%': bytes must be a size, unless name is a GPU"),
+        ('device = "cuda"', "device = 'cuda': "),
         ("host_bytes = 1\nmax_sessions = 0", "max_sessions = 0: must be greater than or equal to 1"),
         ("max_sessions = 'many'", "max_sessions = 'many': must be a valid integer"),
         ("host_bytes = 1\nwait_seconds = inf", "wait_seconds = inf: must be less than or equal to 3600"),
@@ -96,7 +103,7 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
         ('log_level = "loud"', "log_level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
         ('host_bytes = 1\neviction = "random"', "eviction = 'random': must be 'lru' or '2q'"),
         ("host_bytes = ", "Invalid value"),
-        ("", "no tier is configured: set device_bytes, host_bytes or disk_bytes above 0"),
+        ("", "no tier is configured: give a device, or set host_bytes or disk_bytes above 0"),
     ],
 )
 def test_a_fault_in_a_file_is_told_with_file_key_value_and_limit(tmp_path: Path, text: str, says: str) -> None:
@@ -112,13 +119,16 @@ def test_what_is_in_effect_is_printed_with_its_sources(
 ) -> None:
     file = toml(tmp_path, "wait_seconds = 5\nmax_sessions = 7\n")
     monkeypatch.setenv("KVTIERD_MAX_SESSIONS", "8")
-    flags = ["--host-bytes", "8GiB", "--device", "cuda", "--device-bytes", "80%"]
+    flags = ["--host-bytes", "8GiB", "--device", "cuda=80%", "--device", "cuda:1=16GiB"]
     ended = kvtierd("--config", str(file), "--print-config", *flags)
     values = json.loads(ended.out)
     assert values["wait_seconds"] == {"value": 5.0, "source": f"{file}: wait_seconds"}
     assert values["max_sessions"] == {"value": 8, "source": "environment: KVTIERD_MAX_SESSIONS"}
     assert values["host_bytes"] == {"value": 8 << 30, "source": "command line: --host-bytes"}
-    assert values["device_bytes"]["value"] == "80%"
+    assert values["device"] == {
+        "value": [{"name": "cuda", "bytes": "80%"}, {"name": "cuda:1", "bytes": 16 << 30}],
+        "source": "command line: --device",
+    }
     assert values["log_level"] == {"value": "info", "source": "default"}
 
 
@@ -159,5 +169,5 @@ def test_a_check_reads_the_tls_files(tmp_path: Path, kvtierd: Run) -> None:
 
 def test_flags_are_explained(kvtierd: Run) -> None:
     out = kvtierd("--help").out
-    assert "--device-bytes" in out
+    assert "--device" in out
     assert "--no-debug-checks" in out

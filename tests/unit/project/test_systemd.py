@@ -64,7 +64,7 @@ def test_everything_it_says_in_comments_would_be_one_too(tmp_path):
     file = tmp_path / "kvtierd.toml"
     file.write_text(re.sub(r"^# (?=\w+ = |\[\[)", "", text, flags=re.MULTILINE))
     config = load(file, {})
-    assert (config.device_bytes, len(config.allow)) == (16 << 30, 1)
+    assert ([str(device) for device in config.device], len(config.allow)) == (["cuda=80%"], 1)
 
 
 def test_the_unit_keeps_what_the_daemon_relies_on():

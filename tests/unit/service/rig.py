@@ -39,8 +39,9 @@ DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TI
 
 def config(directory: Path, *, device: int = 8, host: int = 16, disk: int = 0, **more: Any) -> Config:
     """Tier sizes in slots of ``SPEC``."""
-    sizes = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk}
+    sizes = {"host_bytes": host, "disk_bytes": disk}
     values: dict[str, Any] = {name: ByteSize(slots * SLOT_BYTES) for name, slots in sizes.items()}
+    values |= {"device": [f"stand-in={device * SLOT_BYTES}"] if device else []}
     values |= {"runtime_dir": directory / "run", "state_dir": directory / "state", "debug_checks": True}
     return Config(**(values | more))
 

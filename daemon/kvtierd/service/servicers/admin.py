@@ -56,10 +56,9 @@ class AdminService:
         health: Health,
         watching: Callable[[], Iterable[tuple[Session, int]]],
         log: EventLog | None,
-        device: admin_pb2.DeviceStats | None,
+        devices: Sequence[admin_pb2.DeviceStats],
     ) -> None:
-        """``watching``: the session of each watcher, and how many events it has not been sent. ``device``: None where
-        there is no device tier."""
+        """``watching``: the session of each watcher, and how many events it has not been sent."""
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -69,7 +68,7 @@ class AdminService:
         self._health: Final = health
         self._watching: Final = watching
         self._log: Final = log
-        self._device: Final = device
+        self._devices: Final = devices
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
@@ -101,7 +100,7 @@ class AdminService:
             sessions=[self._session(one, caches, held.get(one.id, 0)) for one in seen.values()],
             problems=self._health.problems(caches),
             event_log=None if self._log is None else _event_log(self._log.status()),
-            device=self._device,
+            devices=self._devices,
             uptime_ns=time.monotonic_ns() - self._started,
             watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )
@@ -189,6 +188,7 @@ class AdminService:
             groups=[_group(cache, group, counts) for group, counts in stats.groups.items()],
             index_places=index.places if index is not None else 0,
             unindexed=index.unindexed if index is not None else 0,
+            device=cache.device.id,
         )
 
     def _edges(self, stats: ManagerStats) -> list[admin_pb2.EdgeStats]:

@@ -41,7 +41,8 @@ class CachesService:
         if spec is not None and not may_create and not self._catalog.exists(name):
             self._access.require_on(session, Right.WRITE, name)
         named = wanted(request.options)
-        cache, created = await self._catalog.open(name, spec, self._budgets(request), named, create=may_create)
+        budgets = self._budgets(request)
+        cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
         require_attached(session)
         if self._catalog.get(cache.id) is not cache:
             raise no_such_cache(name)  # removed meanwhile
@@ -108,6 +109,7 @@ class CachesService:
             options=cache.options.to_wire(),
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
+            device=cache.device.id,
         )
 
 

@@ -1,0 +1,65 @@
+"""Devices: what the device tiers of caches are on, one for each ``[[device]]`` table.
+
+A device has bytes of its own; all devices share those of host and disk. A cache lives on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvtierd.core.ids import Tier
+from kvtierd.service.budgets import Budgets, TierBudget
+from kvtierd.service.errors import bad_argument
+from kvtierd.tiers.cuda.pool import Gpu
+
+
+@dataclass(slots=True, frozen=True)
+class Device:
+    """``name``: as configured. ``id``: what a restart finds it by, a GPU's uuid, else the name. ``gpu``: None = a
+    stand-in. ``budgets``: of the caches that live there."""
+
+    name: str
+    id: str
+    gpu: Gpu | None
+    budgets: Budgets
+
+
+class Devices:
+    """All devices, in the order of the configuration. ``shared``: of host and disk."""
+
+    def __init__(self, devices: Iterable[Device], shared: Budgets) -> None:
+        self._devices: Final = tuple(devices)
+        self._none: Final = Device("", "", None, shared)
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self._devices)
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        return [device.gpu for device in self if device.gpu is not None]
+
+    def for_new(self, named: str, asked: Mapping[Tier, TierBudget]) -> Device:
+        """The device of a new cache.
+
+        Args:
+            named: Its name or id; "" = the one with the most bytes left, or none if ``asked`` has no device tier.
+
+        Raises:
+            CallRefused: INVALID_ARGUMENT for an unknown device.
+        """
+        if not named:
+            return self._none if asked and Tier.DEVICE not in asked else self._roomiest()
+        found = next((device for device in self if named in (device.name, device.id)), None)
+        if found is None:
+            known = " or ".join(dict.fromkeys(name for device in self for name in (device.name, device.id)))
+            raise bad_argument("device", named, known or "absent: this daemon has no device")
+        return found
+
+    def for_known(self, device: str | None) -> Device:
+        """The device of a cache of an earlier life; another one if it is gone. ``device``: its id, if it is known."""
+        return self._none if device == "" else next((one for one in self if one.id == device), self._roomiest())
+
+    def _roomiest(self) -> Device:
+        return max(self, key=lambda device: device.budgets.left(Tier.DEVICE), default=self._none)
