@@ -30,7 +30,8 @@ class Settings:
     ``memory``: bytes of each of ``devices`` devices, counted in each process by itself, or over all processes with the
     same ``shared``, a name. ``bindings``: 12 or 13, where
     their forms differ. ``features_off``: of FEATURES. ``lost``: a path; while a file is there every call answers the
-    code that is its text, LAUNCH_FAILED where it has none, and for ever after in a process that has seen it.
+    code that is its text, LAUNCH_FAILED where it has none, and for ever after in a process that has seen it; with
+    ``lost_device``, a number, only where a context of that device is current.
     ``hold``: a path; while a file is there streams begin nothing, as behind a long kernel. ``record``: a path to which
     every call is added as a line of JSON, and what was not given back when the process ended. ``overtaken``: a read may
     meet a write of another stream, as where a client reads without a lease and finds out by generations; by default
@@ -47,6 +48,7 @@ class Settings:
     features_off: tuple[str, ...] = ()
     fail: list[Failure] = field(default_factory=list)
     lost: Path | None = None
+    lost_device: int | None = None
     hold: Path | None = None
     record: Path | None = None
     overtaken: bool = False

@@ -141,7 +141,7 @@ class State:
         if self._lost is None and self.settings.lost is not None and self.settings.lost.exists():
             code = self.settings.lost.read_text().strip()
             self._lost = CUresult[code] if code else CUresult.CUDA_ERROR_LAUNCH_FAILED
-        if self._lost is not None and not after_loss:
+        if self._lost is not None and not after_loss and self._loses_here():
             raise Refusal(self._lost, "the device is lost")
 
     def _broke(self, error: Exception) -> None:
@@ -149,8 +149,12 @@ class State:
         self._note("a stream", (), CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, why)
         self._lost = self._lost or CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
+    def _loses_here(self) -> bool:
+        only = self.settings.lost_device
+        return only is None or (bool(self.thread.contexts) and self.device() == only)
+
     def is_lost(self) -> bool:
-        return self._lost is not None
+        return self._lost is not None and self.settings.lost_device is None
 
     # The record. --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,220 @@
+"""Several GPUs in one daemon, with real daemons on the fake of NVIDIA's bindings, which has two.
+
+Each GPU has bytes of its own, host and disk are shared, and a cache stays on its GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from kvtier import BlockResult, InvalidArgument, KvtierError, Tier, TierFull, connect
+from kvtier.abi.cuda import driver as cuda_driver
+from kvtier.abi.cuda.opening import uuid_name
+from kvtier.abi.cuda.views import DeviceView
+from kvtier.memory.gpu import Gpu
+from tests.fake_cuda import load_fake
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.on_gpu import gpu_daemon, not_given_back, supervised_gpu_daemon
+from tests.integration.test_cli import kvtier
+from tests.integration.waiting import PATIENCE_S, eventually
+
+FIRST, SECOND = (uuid_name(b"kvtier fake " + number.to_bytes(4, "big")) for number in range(2))
+DEVICE, HOST, DISK = 6, 16, 96
+BUDGETS = sizes(device=DEVICE, host=HOST // 2, disk=DISK // 2)
+TWO = {"devices": 2}
+
+
+def tables(**slots):
+    """Flags for devices of so many slots: ``cuda0`` is ``cuda:0``."""
+    named = {name.replace("cuda", "cuda:"): sizes(device=count)[Tier.DEVICE] for name, count in slots.items()}
+    return [part for name, nbytes in named.items() for part in ("--device", f"{name}={nbytes}")]
+
+
+@pytest.fixture
+def daemon(short_dir):
+    """Two GPUs, of which the second has a slot more. Stopped at the end, after which nothing of theirs may be left."""
+    process = gpu_daemon(short_dir, sizes(host=HOST, disk=DISK), tables(cuda0=DEVICE, cuda1=DEVICE + 1), gpu=TWO)
+    process.start()
+    pid = process.pid
+    yield process
+    process.stop()
+    assert not_given_back(short_dir, pid) == {}
+
+
+@pytest.fixture
+def supervised(short_dir):
+    """The same devices in a file, under a supervisor. ``lost``: the second GPU is, once there is such a file."""
+    flags = ["--config", str(written(short_dir, f"cuda:0={DEVICE}", f"cuda:1={DEVICE}"))]
+    gpu = {**TWO, "lost": str(short_dir / "lost"), "lost_device": 1}
+    process = supervised_gpu_daemon(short_dir, sizes(host=HOST, disk=DISK), flags, gpu=gpu)
+    process.start()
+    yield process
+    process.close()
+
+
+def written(home, *devices):
+    """A configuration file with these devices, each ``name=slots``."""
+    named = (each.split("=") for each in devices)
+    config = home / "kvtierd.toml"
+    config.write_text(
+        "".join(
+            f'[[device]]\nname = "{name}"\nbytes = {sizes(device=int(slots))[Tier.DEVICE]}\n' for name, slots in named
+        )
+    )
+    return config
+
+
+async def on_both(client, **wanted):
+    """A cache on each GPU."""
+    return [
+        await client.open_cache(device.replace(":", "-"), SPEC, device=device, **wanted)
+        for device in ("cuda:0", "cuda:1")
+    ]
+
+
+async def test_caches_on_two_gpus_move_blocks_to_the_shared_host_and_disk(daemon):
+    async with await connect(daemon.address) as client:
+        caches = await on_both(client, budgets=BUDGETS, mapped=False)
+        assert [cache.info.device for cache in caches] == [FIRST, SECOND]
+
+        async def moved(cache, number):
+            keys = chain(f"{cache.name} {number}", 2)
+            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+            for src, dst in permutations(Tier, 2):
+                await cache.move(keys, src)
+                assert await cache.move(keys, dst) == [BlockResult.OK] * 2, (src, dst)
+                assert_bytes(keys, await cache.get(keys))
+
+        await asyncio.gather(*(moved(cache, number) for cache in caches for number in range(2)))
+        stats = await client.stats()
+        assert [(device.kind, device.name, device.uuid) for device in stats.devices] == [
+            ("cuda", "Fake GPU 0", FIRST),
+            ("cuda", "Fake GPU 1", SECOND),
+        ]
+        assert {cache.device for cache in stats.caches} == {FIRST, SECOND}
+        with pytest.raises(TierFull, match="the host tier has too few free bytes"):
+            await client.open_cache("third", SPEC, budgets=sizes(host=1))
+    shown = kvtier("status", "--address", daemon.address).stdout
+    for number, uuid in enumerate((FIRST, SECOND)):
+        assert f"device: Fake GPU {number} {uuid}, 1.0 GiB" in shown
+        assert f"cache cuda-{number}: 4 blocks on {uuid}" in shown
+
+
+async def test_a_client_maps_both(daemon, monkeypatch):
+    fake = load_fake(devices=2, max_delay_ms=1)
+    monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
+    monkeypatch.setattr(Gpu, "_open", {})
+    async with await connect(daemon.address) as client:
+        caches = await on_both(client, budgets=BUDGETS)
+        chains = [chain(cache.name, 3) for cache in caches]
+        for _ in range(2):
+            await asyncio.gather(
+                *(cache.put(keys, blocks(keys), tier=Tier.DEVICE) for cache, keys in zip(caches, chains, strict=True))
+            )
+            for ordinal, (cache, keys) in enumerate(zip(caches, chains, strict=True)):
+                memory: Any = cache.arena.memory(Tier.DEVICE)
+                assert memory.gpu.driver.ordinal == ordinal
+                assert_bytes(keys, await cache.get(keys, tier=Tier.DEVICE))
+                async with cache.acquire(keys, Tier.DEVICE) as lease:
+                    assert isinstance(lease.view(0)[0], DeviceView)
+                await cache.reset()
+
+
+async def test_a_full_device_refuses_and_the_other_one_takes(daemon):
+    async with await connect(daemon.address) as client:
+        one = sizes(device=1, host=1)
+        assert (await client.open_cache("roomiest", SPEC, budgets=one)).info.device == SECOND
+        full = await client.open_cache("full", SPEC, budgets=sizes(device=DEVICE), device="cuda:1")
+        assert full.info.device == SECOND
+        with pytest.raises(TierFull, match=f"the device tier of {SECOND} has too few free bytes: .* 0 free"):
+            await client.open_cache("more", SPEC, budgets=one, device=SECOND)
+        assert (await client.open_cache("more", SPEC, budgets=one)).info.device == FIRST
+        await full.close()
+        await client.remove_cache("full")
+        assert (await client.open_cache("again", SPEC, budgets=sizes(device=DEVICE))).info.device == SECOND
+
+
+async def test_a_device_that_is_unknown_or_not_the_caches_is_refused_and_nothing_changes(daemon):
+    async with await connect(daemon.address) as client:
+        for unknown in ("cuda:2", "stand-in", "cuda"):
+            with pytest.raises(InvalidArgument, match=f"device = {unknown}: must be cuda:0 or {FIRST} or cuda:1 or"):
+                await client.open_cache("c", SPEC, device=unknown)
+        assert await client.caches() == []
+        cache = await client.open_cache("c", SPEC, budgets=BUDGETS, device=FIRST)
+        for same in ("cuda:0", FIRST, None):
+            assert (await client.open_cache("c", SPEC, device=same)).info.device == FIRST
+        with pytest.raises(
+            InvalidArgument, match=f"device = cuda:1: must be {FIRST}, the device of cache c"
+        ) as refused:
+            await client.open_cache("c", SPEC, device="cuda:1")
+        assert refused.value.reason == "DEVICE_MISMATCH"
+        host = await client.open_cache("host", SPEC, budgets=sizes(host=1))
+        assert (cache.info.device, host.info.device) == (FIRST, "")
+
+
+@pytest.mark.parametrize("end", ["kill", "upgrade"])
+@pytest.mark.parametrize("disk", [0, DISK // 2], ids=["memory", "disk"])
+async def test_a_restart_finds_both_caches_on_their_gpus(supervised, short_dir, end, disk):
+    """Whatever the order of the tables is, and whatever names they have."""
+    async with await connect(supervised.address) as client:
+        caches = await on_both(client, budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk), mapped=False)
+        for cache in caches:
+            keys = chain(cache.name, DEVICE)
+            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+        written(short_dir, f"{SECOND}={DEVICE}", f"cuda={DEVICE}")
+        await asyncio.to_thread(supervised.kill if end == "kill" else supervised.upgrade)
+        for cache, uuid in zip(caches, (FIRST, SECOND), strict=True):
+            keys = chain(cache.name, DEVICE)
+            again = await client.open_cache(cache.name)
+            assert again.info.device == uuid
+            assert [place.residency for place in await again.locate(keys)] == [Tier.DEVICE.bit] * DEVICE
+            assert_bytes(keys, await again.get(keys))
+    assert "not adopted" not in supervised.log
+    assert supervised.stop() == 0
+
+
+async def test_a_cache_whose_gpu_is_gone_moves_to_another_one_and_stays_there(supervised, short_dir):
+    async with await connect(supervised.address) as client:
+        cache = await client.open_cache(
+            "c", SPEC, budgets=sizes(device=2, host=4, disk=8), device="cuda:1", mapped=False
+        )
+        keys = chain("c", 2)
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        for devices in ([f"cuda:0={DEVICE}"], [f"cuda:0={DEVICE}", f"cuda:1={2 * DEVICE}"]):
+            written(short_dir, *devices)
+            await asyncio.to_thread(supervised.upgrade)
+            again = await client.open_cache("c", mapped=False)
+            assert (again.info.device, again.slots(Tier.DEVICE)) == (FIRST, 2)
+            assert_bytes(keys, await again.get(keys))
+            assert await again.move(keys, Tier.DEVICE) == [BlockResult.OK] * 2
+    assert supervised.log.count("GPU memory is not adopted") == 1
+    assert supervised.stop() == 0
+
+
+async def test_a_gpu_that_is_lost_ends_the_daemon_and_costs_the_blocks_of_that_gpu_alone(supervised, short_dir):
+    async with await connect(supervised.address) as client:
+        caches = await on_both(client, budgets=BUDGETS, mapped=False)
+        chains = [chain(cache.name, 3) for cache in caches]
+        for cache, keys in zip(caches, chains, strict=True):
+            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+        lost = short_dir / "lost"
+        lost.touch()
+        with suppress(KvtierError):
+            await caches[1].get(chains[1], tier=Tier.DEVICE, timeout=0.2)
+
+        async def log():
+            return supervised.log
+
+        await eventually(log, lambda text: "the daemon died status=1" in text, within=3 * PATIENCE_S)
+        lost.unlink()
+        await asyncio.to_thread(supervised.await_ready)
+        assert [(await cache.match(keys)).blocks for cache, keys in zip(caches, chains, strict=True)] == [3, 0]
+        assert_bytes(chains[0], await caches[0].get(chains[0], tier=Tier.DEVICE))
+        await caches[1].put(chains[1], blocks(chains[1]), tier=Tier.DEVICE)
+    assert f"the daemon ends: {SECOND} is lost, and with it its device tiers" in supervised.log
+    assert supervised.stop() == 0
