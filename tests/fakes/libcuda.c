@@ -42,6 +42,7 @@ Result cuDeviceGetCount(int *count) { *count = 2; return 0; }
 Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 Result cuDeviceGetUuid_v2(unsigned char *uuid, int device) { for (int i = 0; i < 16; i++) uuid[i] = 16 * device + i; return 0; }
 Result cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Stub %d", device); return 0; }
+Result cuDeviceGetPCIBusId(char *id, int length, int device) { snprintf(id, length, "0000:3B:0%d.0", device); return 0; }
 Result cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 1; SAYS("%d %d", attribute, device); return 0; }
 Result cuGetErrorString(int error, const char **text) { *text = "as the test asked"; return 0; }
 Result cuDevicePrimaryCtxRetain(Handle *context, int device) { *context = (Handle)0xc0; SAYS("%d", device); return 0; }

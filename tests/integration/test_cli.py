@@ -59,7 +59,7 @@ async def test_status(daemon, client, cache):
         held = {session["session_id"]: session["held_slots"] for session in shown["sessions"]}
         assert held[client.session_id] == 2
         text = kvtier("status", "--address", daemon.address).stdout
-        for each in (cache.name, "past events:", "device tier: stand-in", "healthy"):
+        for each in (cache.name, "past events:", "device: stand-in", "healthy"):
             assert each in text
 
 

@@ -47,6 +47,7 @@ from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
+from kvtierd.tiers.memfd import near
 
 MANAGER_LETS_GO_S: Final = 5.0
 """How long GPU memory that a service manager has kept may still be taken after it was told to let go of it."""
@@ -210,7 +211,9 @@ class Assembler:
         return StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in plan.slots else None
 
     def _fresh_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena:
-        with self._allocating:  # whether there is memory enough can be told only for one at a time
+        gpu = plan.device.gpu
+        # Whether there is memory enough can be told only for one at a time.
+        with self._allocating, near(None if gpu is None else gpu.node):
             gpu_memory = self._gpu_memory(plan, layout)
             try:
                 return Arena.create(plan.name, layout, identity, gpu_memory)

@@ -2,15 +2,19 @@
 
 A segment is a sealed memfd, never a named file: it cannot shrink or grow under the daemon (SIGBUS), its pages exist
 before it is used (a sparse one dies of SIGBUS when memory is short), and no other uid can re-open it writable through
-/proc.
+/proc. It has huge pages and is near a GPU where the kernel allows that; neither is needed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
 
@@ -24,6 +28,15 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # One call allocates this much at most: a signal makes the kernel undo the call and Python repeat it.
 _ALLOCATION_STEP: Final = 256 << 20
 _PREFAULT_STEP: Final = 64 << 20
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_POPULATE_WRITE: Final = 23
+_PREFERRED: Final = 1
+_POLICY_CALLS: Final = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine)
+"""Numbers of the system calls set_mempolicy and get_mempolicy, which the C library does not have."""
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_log = logging.getLogger(__name__)
 
 
 class Memfd:
@@ -46,12 +59,18 @@ class Memfd:
         require_memory(name, size)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.ftruncate(fd, size)
+            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+            asked = _HUGE_PAGES.exists() and "[advise]" in _HUGE_PAGES.read_text()
             for start in range(0, size, _ALLOCATION_STEP):
-                os.posix_fallocate(fd, start, min(_ALLOCATION_STEP, size - start))
+                nbytes = min(_ALLOCATION_STEP, size - start)
+                if asked:  # a page fault heeds the advice, an allocation does not; it tells if memory is short
+                    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+                        _libc.madvise(array.ctypes.data + start, nbytes, advice)
+                os.posix_fallocate(fd, start, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             # Before any descriptor leaves: with the mode of birth, another uid could re-open a read-only one writable.
             os.fchmod(fd, 0o400)
-            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
             read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             os.close(fd)
@@ -103,6 +122,39 @@ class Memfd:
         os.close(self.fd)
         os.close(self.read_only_fd)
         self.array = np.empty(0, dtype=np.uint8)
+
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def node_of(pci_address: str) -> int | None:
+    """The NUMA node of a device; None where the machine does not say."""
+    try:
+        node = int((_PCI_DEVICES / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+@contextmanager
+def near(node: int | None) -> Iterator[None]:
+    """This thread's new memory is on the NUMA node if that has room. None, or a kernel that refuses: anywhere."""
+    if node is None or _POLICY_CALLS is None:
+        yield
+        return
+    number, ask = _POLICY_CALLS
+    mode, before, wanted = ctypes.c_int(), (ctypes.c_ulong * 16)(), (ctypes.c_ulong * 16)()
+    wanted[node // 64] = 1 << node % 64
+    bits = ctypes.c_ulong(1024)
+    refused = _libc.syscall(ask, ctypes.byref(mode), before, bits, None, ctypes.c_ulong(0))
+    if refused or _libc.syscall(number, _PREFERRED, wanted, bits):
+        _log.warning("memory is not placed near its GPU node=%d why=%r", node, os.strerror(ctypes.get_errno()))
+        yield
+        return
+    try:
+        yield
+    finally:
+        _libc.syscall(number, mode, before, bits)
 
 
 _MEMINFO = Path("/proc/meminfo")

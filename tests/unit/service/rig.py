@@ -37,11 +37,13 @@ SLOT_BYTES = SPEC.record_bytes(0)
 DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_DISK
 
 
-def config(directory: Path, *, device: int = 8, host: int = 16, disk: int = 0, **more: Any) -> Config:
-    """Tier sizes in slots of ``SPEC``."""
+def config(directory: Path, *, device: int | list[str] = 8, host: int = 16, disk: int = 0, **more: Any) -> Config:
+    """Tier sizes in slots of ``SPEC``; of the device tier's, or the tables themselves as ``NAME=BYTES``."""
     sizes = {"host_bytes": host, "disk_bytes": disk}
     values: dict[str, Any] = {name: ByteSize(slots * SLOT_BYTES) for name, slots in sizes.items()}
-    values |= {"device": [f"stand-in={device * SLOT_BYTES}"] if device else []}
+    if isinstance(device, int):
+        device = [f"stand-in={device * SLOT_BYTES}"] if device else []
+    values["device"] = device
     values |= {"runtime_dir": directory / "run", "state_dir": directory / "state", "debug_checks": True}
     return Config(**(values | more))
 

@@ -132,6 +132,11 @@ class Driver:
         free, total = self._call(self._cuda.cuMemGetInfo)
         return free, total
 
+    def pci_address(self) -> str:
+        """As Linux writes it: ``0000:3b:00.0``."""
+        name: bytes = self._plain(self._cuda.cuDeviceGetPCIBusId, 16, self._device)
+        return name.split(b"\0")[0].decode("ascii", "replace").lower()
+
     # Memory that has a handle, an address range and a mapping of the one at the other. ---------------------------
 
     def granularity(self) -> int:

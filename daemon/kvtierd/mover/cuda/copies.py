@@ -54,7 +54,7 @@ class CudaCopies:
         self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
         self.locks: Final = PageLocks(name, device.driver, self._sites.host_chunks())
         sizes = [group.record_bytes for group in layout.groups]
-        self._staging = Staging(device.driver, max(BATCH_BYTES, *sizes))
+        self._staging = Staging(device.driver, max(BATCH_BYTES, *sizes), device.node)
         self._traffic = Traffic(device.driver, device, self.locks)
 
     # what lanes carry out

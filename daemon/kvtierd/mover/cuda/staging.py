@@ -13,6 +13,7 @@ from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.errors import CudaLost
 from kvtier.abi.spec import PAGE, padded
 from kvtierd.tiers.base import Bytes, TierIOError
+from kvtierd.tiers.memfd import near
 
 BUFFERS: Final = 4
 """One for the disk's writer, one for each of its two readers, and one whose bytes are still on their way to the device
@@ -36,13 +37,15 @@ class Buffer:
 
 class Staging:
     """At most :data:`BUFFERS` buffers of ``nbytes`` each, made when first wanted: who needs none takes none.
+    ``node``: see :func:`near`.
 
     For any thread. Raises :class:`~kvtier.abi.cuda.errors.CudaError`, and :class:`TierIOError` after :meth:`close`.
     """
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: Driver, nbytes: int, node: int | None = None) -> None:
         self._driver = driver
         self._nbytes = nbytes
+        self._node = node
         self._changed = threading.Condition()
         self._idle: list[Buffer] = []
         self._to_make = BUFFERS
@@ -59,7 +62,8 @@ class Staging:
             self._to_make -= 1
         try:
             self._driver.bind()
-            return Buffer(self._driver, self._nbytes)
+            with near(self._node):
+                return Buffer(self._driver, self._nbytes)
         except BaseException:
             self.abandon()
             raise

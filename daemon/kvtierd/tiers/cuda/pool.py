@@ -15,6 +15,7 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUna
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.opening import uuid_name
 from kvtierd.tiers.base import DeviceIOError, NoDeviceMemory, NotAdoptable, TierConfigError
+from kvtierd.tiers.memfd import node_of
 
 READERS_GET_NONE: Final = "a handle of GPU memory has no read-only form: only who may write the cache is given one"
 
@@ -39,6 +40,8 @@ class Gpu:
         self.driver: Final = driver
         self.total: Final = driver.memory()[1]
         """Bytes that the device has."""
+        self.node: Final = self._node()
+        """The NUMA node that it is at; None where the machine does not say."""
         self.lost: str | None = None
         """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
         self._out_of_use: Final[list[DeviceMemory]] = []
@@ -54,8 +57,17 @@ class Gpu:
         except (CudaUnavailable, CudaError) as error:
             raise TierConfigError("device", device, str(error)) from error
         cuda = gpu.driver.features.driver_version
-        _log.info("GPU opened name=%r uuid=%s cuda=%d total=%d", gpu.driver.name, gpu.uuid, cuda, gpu.total)
+        _log.info(
+            "GPU opened name=%r uuid=%s cuda=%d total=%d node=%s", gpu.driver.name, gpu.uuid, cuda, gpu.total, gpu.node
+        )
         return gpu
+
+    def _node(self) -> int | None:
+        try:
+            return node_of(self.driver.pci_address())
+        except CudaError as error:
+            _log.warning("GPU does not say where it is uuid=%s why=%r", self.uuid, str(error))
+            return None
 
     @property
     def uuid(self) -> str:

@@ -42,6 +42,7 @@ class CudaDevice:
         self._segment: Final = segment
         self.memory: Final[DeviceMemory] = segment.memory
         self.driver: Final[Driver] = segment.gpu.driver
+        self.node: Final = segment.gpu.node
         base = segment.memory.address
         self._pools: Final = [
             [_Pool.of(layout, index, pool, base) for pool in range(len(group.pools))]

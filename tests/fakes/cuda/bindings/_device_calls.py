@@ -45,6 +45,11 @@ def cuDeviceGetName(length: int, dev: CUdevice | int) -> bytes:
 
 
 @entry(1, after_loss=True)
+def cuDeviceGetPCIBusId(length: int, dev: CUdevice | int) -> bytes:
+    return f"0000:{0x3B + number_of(dev):02X}:00.0".encode()[: length - 1].ljust(length, b"\0")
+
+
+@entry(1, after_loss=True)
 def cuDeviceGetAttribute(attrib: CUdevice_attribute, dev: CUdevice | int) -> int:
     number_of(dev)
     off = STATE.settings.features_off

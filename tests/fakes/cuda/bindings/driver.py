@@ -21,6 +21,7 @@ from ._device_calls import (
     cuDeviceGetAttribute,
     cuDeviceGetCount,
     cuDeviceGetName,
+    cuDeviceGetPCIBusId,
     cuDeviceGetUuid,
     cuDevicePrimaryCtxRelease,
     cuDevicePrimaryCtxRetain,

@@ -27,7 +27,7 @@ def tell(*values):
     os.write(2, (">" + " ".join(map(str, values)) + "\\n").encode())
 
 driver = Driver.open("GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
-tell(driver.ordinal, driver.name, *driver.memory(), driver.features.batch_copy)
+tell(driver.ordinal, driver.name, driver.pci_address(), *driver.memory(), driver.features.batch_copy)
 driver.bind()
 made = DeviceMemory.create(driver, 3 << 20)
 shared = DeviceMemory.from_fd(driver, made.fd, 3 << 20)
@@ -68,7 +68,7 @@ cuCtxPushCurrent_v2 0xc0
 cuThreadExchangeStreamCaptureMode 2
 cuThreadExchangeStreamCaptureMode 1
 cuCtxPopCurrent_v2 .
->1 Stub 1 5497558138880 9895604649984 True
+>1 Stub 1 0000:3b:01.0 5497558138880 9895604649984 True
 cuCtxSetCurrent 0xc0
 cuThreadExchangeStreamCaptureMode 2
 cuMemCreate 4194304 type 1 handles 1 at 1 1 rdma 1 flags 0
@@ -124,8 +124,8 @@ cuDevicePrimaryCtxRelease_v2 1
 
 
 ANSWERED = {
-    *("cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetUuid", "cuDriverGetVersion"),
-    *("cuGetErrorString", "cuMemGetAllocationGranularity", "cuMemGetInfo"),
+    *("cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetPCIBusId", "cuDeviceGetUuid"),
+    *("cuDriverGetVersion", "cuGetErrorString", "cuMemGetAllocationGranularity", "cuMemGetInfo"),
 }
 """Calls that the library does not tell of: their answers show that they arrived."""
 
