@@ -86,7 +86,6 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
-        ("docs/gpu.md", "toml"),
     }
 
 

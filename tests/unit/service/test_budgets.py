@@ -128,8 +128,13 @@ def test_caches_that_cannot_come_back_are_forgotten(tmp_path: Path, stored: set[
     remembered.put("unmade", {Tier.DEVICE: (1,), Tier.DISK: (9,)})
     remembered.put("volatile", {Tier.DEVICE: (1,), Tier.HOST: (9,)})
     assert remembered.names == {"stored", "unmade", "volatile"}
-    remembered.forget_gone(stored)
-    assert RememberedSlots(tmp_path).names == left
+    remembered.put("kept", {Tier.HOST: (9,)}, device="GPU-1")
+    remembered.forget_gone(stored, {"kept"})
+    again = RememberedSlots(tmp_path)
+    assert again.names == left | {"kept"}
+    assert (again.device("kept"), again.device("volatile")) == ("GPU-1", None)
+    again.forget("kept")
+    assert RememberedSlots(tmp_path).device("kept") is None
 
 
 def test_options_outlive_their_cache_until_it_is_forgotten(tmp_path: Path) -> None:
