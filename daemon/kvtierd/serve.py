@@ -87,7 +87,7 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
         await _first(stop, daemon.gpu_lost)
         reloading.cancel()
         if daemon.gpu_lost.is_set():
-            why = f"{daemon.lost_gpu} is lost, and with it its device tiers: a restart brings back all other blocks"
+            why = f"{daemon.lost_uuid} is lost, and with it its device tiers: a restart brings back all other blocks"
             notifier.status(f"failed: {why}")
             _log.error("the daemon ends: %s", why)
             return EXIT_GPU_LOST

@@ -19,7 +19,7 @@ from kvtier.abi.cuda.views import DeviceView
 from kvtier.memory.gpu import Gpu
 from tests.fake_cuda import load_fake
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.on_gpu import gpu_daemon, not_given_back, supervised_gpu_daemon
+from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, supervised_gpu_daemon
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -27,6 +27,8 @@ FIRST, SECOND = (uuid_name(b"kvtier fake " + number.to_bytes(4, "big")) for numb
 DEVICE, HOST, DISK = 6, 16, 96
 BUDGETS = sizes(device=DEVICE, host=HOST // 2, disk=DISK // 2)
 TWO = {"devices": 2}
+BATCH = 256
+MANY = 5 * BATCH
 
 
 def tables(**slots):
@@ -103,6 +105,41 @@ async def test_caches_on_two_gpus_move_blocks_to_the_shared_host_and_disk(daemon
     for number, uuid in enumerate((FIRST, SECOND)):
         assert f"device: Fake GPU {number} {uuid}, 1.0 GiB" in shown
         assert f"cache cuda-{number}: 4 blocks on {uuid}" in shown
+
+
+@pytest.fixture
+def held(short_dir):
+    """Two GPUs that begin nothing while there is a file ``hold``."""
+    gpu = {**TWO, "hold": str(short_dir / "hold")}
+    process = gpu_daemon(short_dir, sizes(host=2 * MANY), tables(cuda0=MANY, cuda1=MANY), gpu=gpu)
+    process.start()
+    yield process
+    (short_dir / "hold").unlink(missing_ok=True)
+    process.stop()
+
+
+async def test_copies_of_one_gpu_do_not_wait_for_those_of_another(held, short_dir):
+    """As many batches are under way as two GPUs can have."""
+    async with await connect(held.address) as client:
+        caches = await on_both(client, budgets=sizes(device=MANY, host=MANY), mapped=False)
+        chains = [chain(cache.name, MANY) for cache in caches]
+        for cache, keys in zip(caches, chains, strict=True):
+            await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        (short_dir / "hold").touch()
+        moves = [
+            asyncio.create_task(cache.move(keys[first : first + BATCH], Tier.DEVICE))
+            for cache, keys in zip(caches, chains, strict=True)
+            for first in range(0, MANY, BATCH)
+        ]
+
+        async def begun():
+            return sum(call["call"].startswith("cuMemcpy") for call in calls(short_dir, held.pid))
+
+        await eventually(begun, lambda batches: batches >= 6)
+        (short_dir / "hold").unlink()
+        assert await asyncio.gather(*moves) == [[BlockResult.OK] * BATCH] * len(moves)
+        for cache, keys in zip(caches, chains, strict=True):
+            assert_bytes(keys, await cache.get(keys, tier=Tier.DEVICE))
 
 
 async def test_a_client_maps_both(daemon, monkeypatch):

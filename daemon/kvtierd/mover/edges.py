@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtierd.core.ids import CacheId, MoveId, Tier
@@ -75,6 +75,12 @@ LANES: Final = (
         halves=True,
     ),
 )
+
+
+def lanes_for(gpus: int) -> Sequence[Lane]:
+    """:data:`LANES`, with a thread each way for every GPU: the copies of one do not wait for those of another."""
+    return [replace(lane, threads=max(1, gpus)) if lane.carry_out is _copy else lane for lane in LANES]
+
 
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0

@@ -67,13 +67,14 @@ class Engine:
         sequencer: EventSequencer,
         *,
         clock: Callable[[], int] = time.time_ns,
+        gpus: int = 0,
         debug_checks: bool = False,
     ) -> None:
         self._loop = loop
         self._hub = hub
         self._sequencer = sequencer
         self._clock = clock
-        self._executor = Executor(loop, hub, clock, debug_checks=debug_checks)
+        self._executor = Executor(loop, hub, clock, gpus=gpus, debug_checks=debug_checks)
         self._threads = SlotThreads(loop)
         self._closing = False
 

@@ -22,7 +22,7 @@ from kvtierd.core.ids import CacheId, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal, RefusalReason
 from kvtierd.mover.disk_io import UseLog
-from kvtierd.mover.edges import Edges
+from kvtierd.mover.edges import Edges, lanes_for
 from kvtierd.mover.runtime import CacheRuntime, Unaccounted, check_index, follow
 
 T = TypeVar("T")
@@ -68,6 +68,7 @@ class Executor:
         hub: EventSink,
         clock: Callable[[], int],
         *,
+        gpus: int,
         debug_checks: bool,
     ) -> None:
         self._loop = loop
@@ -75,7 +76,7 @@ class Executor:
         self._clock = clock
         self._debug_checks = debug_checks
         self.caches: dict[CacheId, OpenCache] = {}
-        self.edges = Edges(loop, self._completed)
+        self.edges = Edges(loop, self._completed, lanes_for(gpus))
         self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
         self._ticker = loop.call_later(TICK_S, self._tick)
 

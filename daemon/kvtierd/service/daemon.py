@@ -236,6 +236,7 @@ class Daemon:
             asyncio.get_running_loop(),
             self._hub,
             self._sequencer,
+            gpus=len(devices.gpus),
             debug_checks=config.debug_checks,
         )
         stores = Stores(
@@ -251,8 +252,8 @@ class Daemon:
         self._devices: Final = devices
         self.gpu_lost: Final = asyncio.Event()
         """A GPU will not work any more in this process, which is to end."""
-        self.lost_gpu = ""
-        """Its uuid."""
+        self.lost_uuid = ""
+        """That GPU's."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
         self._sessions: Final = SessionRegistry(self._engine, _capacity(config), roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
@@ -434,7 +435,7 @@ class Daemon:
 
     def _lose_gpu(self, gpu: Gpu) -> None:
         self._keeper.forget_gpu(gpu.driver.uuid.hex())
-        self.lost_gpu = gpu.uuid
+        self.lost_uuid = gpu.uuid
         self.gpu_lost.set()
 
     def reload(self, fresh: Config) -> None:
