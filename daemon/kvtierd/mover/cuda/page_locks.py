@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.abi.cuda import driver as cuda
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 
@@ -23,18 +25,24 @@ _log = logging.getLogger(__name__)
 
 
 class Chunk(NamedTuple):
-    """Whole slots of one group."""
+    """Whole slots of one group, to the end of the host's last page of them."""
 
     address: int
     nbytes: int
 
 
 def chunks_of(start: int, slots: int, record_bytes: int) -> Iterator[Chunk]:
-    """Of one group, whose slot 0 is at ``start``. Slots are handed out from the lowest number up, and so are chunks."""
-    together = max(1, CHUNK_BYTES // record_bytes)
+    """Of one group, whose slot 0 is at ``start``. Slots are handed out from the lowest number up, and so are chunks.
+
+    A chunk begins a page of the host, which may be larger than a slot. No other group is in its last page: groups begin
+    at multiples of huge pages.
+    """
+    page = cuda.HOST_PAGE
+    step = page // math.gcd(page, record_bytes)  # so many slots fill whole pages
+    together = max(1, CHUNK_BYTES // record_bytes // step) * step
     for first in range(0, slots, together):
-        count = min(together, slots - first)
-        yield Chunk(start + first * record_bytes, count * record_bytes)
+        nbytes = min(together, slots - first) * record_bytes
+        yield Chunk(start + first * record_bytes, -(-nbytes // page) * page)
 
 
 def in_turn(groups: Sequence[Iterator[Chunk]]) -> list[Chunk]:
@@ -112,7 +120,7 @@ class PageLocks:
                 self._driver.register(Address(chunk.address), chunk.nbytes)
                 self.locked += 1
                 self.nbytes += chunk.nbytes
-        except (CudaError, ValueError) as error:  # the latter where the host's pages are larger than a slot's
+        except CudaError as error:
             self.problem = f"{self.nbytes} of {self.total} bytes of host memory are page-locked: {error}"
             _log.warning("%s name=%s", self.problem, self._name)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtierd.mover.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn
 from tests.fake_cuda import load_fake
@@ -99,14 +100,14 @@ def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, ch
     assert locks.nbytes == 0
 
 
-def test_a_host_whose_pages_are_larger_than_a_slot_says_so(chunks: list[Chunk]) -> None:
-    driver = Driver(load_fake(), "cuda")
-    locks = PageLocks("cache", driver, [chunks[0], Chunk(chunks[1].address, PAGE // 2)])
-    locks.start()
-    until(lambda: locks.problem is not None)
-    assert "must be whole pages" in str(locks.problem)
-    assert locks.close()
-    driver.close()
+def test_chunks_are_whole_pages_of_a_host_whose_pages_are_larger_than_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, record = 16 * PAGE, 3 * PAGE
+    monkeypatch.setattr(cuda_driver, "HOST_PAGE", page)
+    chunks = list(chunks_of(0, 30_001, record))
+    assert all(chunk.address % page == chunk.nbytes % page == chunk.address % record == 0 for chunk in chunks)
+    ends = [chunk.address + chunk.nbytes for chunk in chunks]
+    assert [0, *ends[:-1]] == [chunk.address for chunk in chunks]
+    assert 0 <= ends[-1] - 30_001 * record < page
 
 
 def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) -> None:
