@@ -167,8 +167,8 @@ async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted
             await told(client, since=start)
         held = await told(client, oldest=True)
         stats = await client.stats()
-        assert (held.ids[1][0], held.gaps) == (refused.value.oldest, [])
-        assert held.ids[1] == list(range(stats.event_log.oldest_id, last + 1))
+        assert (held.ids[1], held.gaps) == (list(range(refused.value.oldest, last + 1)), [])
+        assert refused.value.oldest <= stats.event_log.oldest_id, "memory may have some that the log has no more"
         size = sum(file.stat().st_size for file in (daemon.state_dir / "events").iterdir())
         assert size == stats.event_log.bytes < 1 << 20 == stats.event_log.max_bytes
         # A time at which some of what is gone happened: that loss comes first.
