@@ -233,6 +233,29 @@ async def test_a_cache_whose_gpu_is_gone_moves_to_another_one_and_stays_there(su
     assert supervised.stop() == 0
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("disk", [0, DISK // 2], ids=["memory", "disk"])
+async def test_a_cache_whose_gpu_is_gone_takes_no_room_from_one_that_is_there(supervised, short_dir, disk, names):
+    moved, there = names
+    async with await connect(supervised.address) as client:
+        for name, device in ((moved, "cuda:1"), (there, "cuda:0")):
+            cache = await client.open_cache(
+                name,
+                SPEC,
+                budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk),
+                device=device,
+                mapped=False,
+            )
+            keys = chain(name, 2)
+            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+        written(short_dir, f"cuda:0={DEVICE}")
+        await asyncio.to_thread(supervised.upgrade)
+        again, keys = await client.open_cache(there, mapped=False), chain(there, 2)
+        assert [place.residency for place in await again.locate(keys)] == [Tier.DEVICE.bit] * 2
+        assert_bytes(keys, await again.get(keys))
+    assert supervised.stop() == 0
+
+
 async def test_a_gpu_that_is_lost_ends_the_daemon_and_costs_the_blocks_of_that_gpu_alone(supervised, short_dir):
     async with await connect(supervised.address) as client:
         caches = await on_both(client, budgets=BUDGETS, mapped=False)

@@ -257,27 +257,39 @@ class Catalog:
         await asyncio.to_thread(remembered.forget_gone, others if disk is not None else None, kept)
         unclean, devices = self._identity.unclean, self._stores.devices
         plans = []
-        for position, cache in enumerate(stored):
-            device = devices.for_known(remembered.device(cache.name))
-            slots = device.budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
-            device.budgets.take(cache.spec, slots)
-            try:
-                options = CacheOptions.from_stored(cache.options)
-            except (TypeError, ValueError) as error:
-                key = f"options of the stored cache {cache.name}"
-                raise TierConfigError(key, dict(cache.options), str(error)) from error
-            plans.append(Plan(cache.name, cache.spec, slots, options, device, stored=True, unclean=unclean, old=old))
-        for name, about in kept.items():
-            device = devices.for_known(remembered.device(name))
-            wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
-            left = {tier: device.budgets.left(tier) for tier in wanted}
-            if any(wanted[tier] > left[tier] for tier in wanted):
-                sizes = ",".join(f"{tier}:{wanted[tier]}/{left[tier]}" for tier in sorted(wanted))
-                _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
-                self._announce_gone({name: len(about.spec.groups)})
-                continue
-            device.budgets.take(about.spec, about.slots)
-            plans.append(Plan(name, about.spec, about.slots, about.options, device, unclean=unclean, old=old))
+
+        def moves(name: str) -> bool:
+            return devices.lacks(remembered.device(name))
+
+        stored.sort(key=lambda cache: moves(cache.name))
+        for moving in (False, True):  # what is at home on a device goes before what loses its own
+            for position, cache in enumerate(stored):
+                if moves(cache.name) is not moving:
+                    continue
+                device = devices.for_known(remembered.device(cache.name))
+                slots = device.budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
+                device.budgets.take(cache.spec, slots)
+                try:
+                    options = CacheOptions.from_stored(cache.options)
+                except (TypeError, ValueError) as error:
+                    key = f"options of the stored cache {cache.name}"
+                    raise TierConfigError(key, dict(cache.options), str(error)) from error
+                plans.append(
+                    Plan(cache.name, cache.spec, slots, options, device, stored=True, unclean=unclean, old=old)
+                )
+            for name, about in kept.items():
+                if moves(name) is not moving:
+                    continue
+                device = devices.for_known(remembered.device(name))
+                wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
+                left = {tier: device.budgets.left(tier) for tier in wanted}
+                if any(wanted[tier] > left[tier] for tier in wanted):
+                    sizes = ",".join(f"{tier}:{wanted[tier]}/{left[tier]}" for tier in sorted(wanted))
+                    _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
+                    self._announce_gone({name: len(about.spec.groups)})
+                    continue
+                device.budgets.take(about.spec, about.slots)
+                plans.append(Plan(name, about.spec, about.slots, about.options, device, unclean=unclean, old=old))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
             await self._loading[plan.name].acquire()

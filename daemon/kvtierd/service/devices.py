@@ -61,5 +61,9 @@ class Devices:
         """The device of a cache of an earlier life; another one if it is gone. ``device``: its id, if it is known."""
         return self._none if device == "" else next((one for one in self if one.id == device), self._roomiest())
 
+    def lacks(self, device: str | None) -> bool:
+        """Whether a cache of an earlier life had this device, which is gone."""
+        return bool(device) and all(one.id != device for one in self)
+
     def _roomiest(self) -> Device:
         return max(self, key=lambda device: device.budgets.left(Tier.DEVICE), default=self._none)
