@@ -14,9 +14,10 @@ import numpy as np
 from kvtier import buffers
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena, Binder, Binding, send
+from kvtier.arena import UNHEARD, Arena, Binder, Binding, send
 from kvtier.chains import Prompt
 from kvtier.errors import (
+    DaemonError,
     DeviceError,
     InvalidArgument,
     KvtierError,
@@ -185,7 +186,7 @@ class WriteLease(Lease):
         Where the slots are memory of a GPU, the call is sent once ``stream`` has done what it was given before it: see
         :meth:`kvtier.Cache.fence` for which streams that can be. Who is cancelled, or runs out of time (``timeout``
         counts both), before that has happened has sent nothing: the slots are blank and held, and the commit may be
-        made again.
+        made again. Who does so later does not know whether they are blocks: they are held and blank no more.
 
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
@@ -209,6 +210,10 @@ class WriteLease(Lease):
 
     def _is_blank(self, index: int) -> bool:
         return self._blank[index]
+
+    def _set_blank(self, indices: Iterable[int], blank: bool) -> None:
+        for index in indices:
+            self._blank[index] = blank
 
     def _places(self, at: Sequence[int]) -> list[int]:
         for number, index in enumerate(at):
@@ -466,12 +471,20 @@ class Holdings:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
+            lease._set_blank(blank, False)  # from now on they may be blocks, whether or not anybody hears of it
             return await send(link, lambda stubs: stubs.blocks.Commit, request)
 
         if request.release:
             self._ending.add(lease)
         await self._binder.ahead()
-        reply = await self._session.call(attempt, deadline)
+        slots = set(request.slots)
+        blank = [index for index in lease.blank if lease.slots[index] in slots]
+        try:
+            reply = await self._session.call(attempt, deadline)
+        except KvtierError as error:
+            if not isinstance(error, (*UNHEARD, DaemonError)):  # it is the daemon's refusal, which changes nothing
+                lease._set_blank(blank, True)
+            raise
         if request.release:
             self._forget([lease])
             self._ending.discard(lease)

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import pytest
 
-from kvtier import Client, Tier, connect
-from kvtier.errors import DaemonUnavailable, DeadlineExceeded, RetryableError
+from kvtier import BlockResult, Client, Tier, connect
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -163,6 +163,23 @@ async def test_a_release_is_not_lost(daemon, asked):
                 assert time.monotonic() - began < 3 * TIMEOUT_S + SLACK_S
             await eventually(client.leases, lambda held: len(held) == 1)
         await all_is_given_back(client, cache)
+
+
+async def test_slots_of_a_commit_that_nobody_heard_are_not_blank(daemon):
+    """They may be blocks, which whoever fills them anew would change for all readers."""
+    keys = chain("unheard", 2)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        async with cache.reserve(2) as lease:
+            with pytest.raises(InvalidArgument):
+                await lease.commit(keys[:1], parent=keys[0])
+            assert lease.blank == [0, 1]
+            with paused(daemon), pytest.raises(DeadlineExceeded):
+                await lease.commit(keys[:1], timeout=TIMEOUT_S)
+            assert lease.blank == [1]
+            with pytest.raises(ValueError, match="read-only"):
+                lease.view(0)[0][:] = 0
+            assert await lease.commit(keys[1:]) == [BlockResult.OK]
 
 
 @pytest.mark.parametrize("how", AWAY)
