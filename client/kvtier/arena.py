@@ -425,11 +425,7 @@ class Binder:
         self.later(asyncio.ensure_future(self._until_answered(binding, request)))
 
     async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
-        async def attempt(link: Link) -> None:
-            if link.session == binding.session:
-                await send(link, lambda stubs: stubs.blocks.Release, request)
-
-        await self.session.call(attempt, deadline)
+        await self.session.call(_releasing(binding, request), deadline)
 
     def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
         """``work`` gives something back, and its caller does not wait for it."""
@@ -445,17 +441,28 @@ class Binder:
         return bool(returning)
 
     async def _until_answered(self, binding: Binding, request: blocks_pb2.ReleaseRequest) -> None:
-        """Tries until the daemon answers, or the session with all its leases has ended: this process may live for
-        weeks, and nobody else releases them."""
+        try:
+            await self.until_answered(_releasing(binding, request))
+        except LeaseError as error:
+            if error.reason != "UNKNOWN_LEASE":
+                raise  # else a commit ended it whose answer nobody heard
+
+    async def until_answered(self, attempt: Callable[[Link], Awaitable[None]]) -> None:
+        """Tries until the daemon answers, or the session with all that it holds has ended: this process may live for
+        weeks, and nobody else gives that back."""
         while True:
             try:
-                return await self._release(binding, request, Deadline(_GIVE_BACK_S))
+                return await self.session.call(attempt, Deadline(_GIVE_BACK_S))
             except (DeadlineExceeded, DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
-            except LeaseError as error:
-                if error.reason != "UNKNOWN_LEASE":
-                    raise
-                return  # a commit ended it whose answer nobody heard
+
+
+def _releasing(binding: Binding, request: blocks_pb2.ReleaseRequest) -> Callable[[Link], Awaitable[None]]:
+    async def attempt(link: Link) -> None:
+        if link.session == binding.session:
+            await send(link, lambda stubs: stubs.blocks.Release, request)
+
+    return attempt
 
 
 async def _logged(work: asyncio.Future[None], what: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena, Binder, send
+from kvtier.arena import UNHEARD, Arena, Binder, send
 from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import Streamed
@@ -389,7 +389,7 @@ class Cache(GroupVerbs):
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
-        ``stream``: see :meth:`release`."""
+        Where the daemon does not answer in time, this goes on by itself. ``stream``: see :meth:`release`."""
         await self.release_all(stream=stream, timeout=timeout)
         deadline = self._deadline(timeout)
         await self._binder.settle(deadline)  # of calls that were cancelled
@@ -403,7 +403,11 @@ class Cache(GroupVerbs):
                 request = caches_pb2.CloseRequest(cache_id=binding.cache_id, seq=seq)
                 await send(link, lambda stubs: stubs.caches.Close, request)
 
-        await self._session.call(attempt, deadline)
+        try:
+            await self._session.call(attempt, deadline)
+        except UNHEARD:
+            self._binder.later(asyncio.ensure_future(self._binder.until_answered(attempt)), "closing")
+            raise
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives back every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""

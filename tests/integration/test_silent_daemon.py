@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from typing import Any, Final
 
 import pytest
 
 from kvtier import BlockResult, Client, Tier, connect
-from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
+from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -318,3 +318,16 @@ async def test_a_client_closes_beside_a_daemon_that_does_not_answer(daemon):
             await client.close()
             assert time.monotonic() - began < 5 + SLACK_S
         await eventually(other.leases, lambda held: not held)
+
+
+async def test_a_close_is_not_lost(daemon):
+    async with await connect(daemon.address) as client, await connect(daemon.address) as other:
+        cache = await client.open_cache("c", SPEC)
+        with paused(daemon), pytest.raises(DeadlineExceeded):
+            await cache.close(timeout=TIMEOUT_S)
+
+        async def removed():
+            with suppress(CallerError):  # a session has it open
+                return await other.remove_cache("c", dry_run=True)
+
+        await eventually(removed, bool)
