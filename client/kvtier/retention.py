@@ -21,6 +21,8 @@ from kvtier.v1 import blocks_pb2
 MAX_PRIORITY: Final = 100
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
+_MAX_MIN_BLOCKS: Final = 2**32 - 1
+"""What the wire can carry."""
 UNCHANGED: Final = 255
 """On the wire, in place of a priority: the block keeps what it has."""
 
@@ -166,8 +168,10 @@ def _require_one_each(field: str, given: int, count: int) -> None:
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
     """A chain to acquire; its blocks of no range stay as they are. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
-    if count:  # of a prompt shorter than a block any number is too many, which is no mistake of the caller's
+    if count:
         require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
+    else:  # of a prompt shorter than a block any number is too many, which is no mistake of the caller's
+        require_within("min_blocks", min_blocks, 0, _MAX_MIN_BLOCKS)
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
     kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)

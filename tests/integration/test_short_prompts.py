@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Client, Mirror, Scope, Tier, TooShort, chain_keys, connect
+from kvtier import Client, InvalidArgument, Mirror, Scope, Tier, TooShort, chain_keys, connect
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import Keys
 from tests.integration.blocks import SPEC, sizes
@@ -51,6 +51,9 @@ async def test_every_verb_of_a_group_takes_it(daemon, opening):
                     assert (lease.blocks, lease.prefix_length, lease.matched, lease.keys) == (0, 0, 0, ())
                 for least in (1, 100):
                     with pytest.raises(TooShort):
+                        await at.acquire(keys, min_blocks=least)
+                for least in (-1, 20_000, 2**40):
+                    with pytest.raises(InvalidArgument, match=f"min_blocks = {least}: must be 0 to "):
                         await at.acquire(keys, min_blocks=least)
                 async with at.acquire_many([keys, keys], Tier.HOST) as leases:
                     assert [each.blocks for each in leases] == [0, 0]
