@@ -315,8 +315,8 @@ class Cache(GroupVerbs):
 
         What is in mapped slots is copied without a call, and stays where it is; with ``tier`` only what is in that one.
         The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
-        most half of it, but a sliding window whole; ``timeout`` is for each. If the daemon does not answer, only what
-        is in mapped slots comes. Where the cache is not mapped, the bytes come through a stream.
+        most half of it, but a sliding window whole, of at most 16,384 keys; ``timeout`` is for each. If the daemon does
+        not answer, only what is in mapped slots comes. Where the cache is not mapped, the bytes come through a stream.
 
         ``verify``: what was copied is compared with what the daemon finds in its memory, by checksum, in one more call;
         blocks that have left it meanwhile come again, through a stream.

@@ -302,8 +302,10 @@ class Session:
         patience = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
         with suppress(CallerError, DaemonError):  # the client is closed, or can attach no more
             while True:
+                deadline = Deadline(patience.next())
                 with suppress(RetryableError):
-                    return await self.call(_check_health, Deadline(patience.next()), unreachable=True)
+                    return await self.call(_check_health, deadline, unreachable=True)
+                await asyncio.sleep(deadline.left())  # after a refusal that came at once
 
     def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> DaemonUnavailable:
         """What it means that gRPC ends a call so: its channel was closed under it, or before it could begin.
