@@ -7,29 +7,23 @@ import os
 import re
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
 from typing import Any, Final
 
 import click
-from rich.live import Live
 
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, json_option, run
-from kvtier.cli.watch_lines import Status, json_lines, plain_lines, text_lines, trtllm_lines, write
+from kvtier.cli.watch_lines import json_lines, plain_lines, text_lines, trtllm_lines, write
 from kvtier.client import AsyncClient
 from kvtier.events import Event, Gap, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
-from kvtier.watch import Watch
 
 NO_DAEMON: Final = 3
 LOST: Final = 4
 """Exit statuses, besides those of every command."""
-
-STATUS_S: Final = 0.25
-"""The status line is drawn so often."""
 
 FORMS: Final = "[EPOCH:]ID, a time (2026-11-22T01:00, with Z or +01:00) or how long ago (5m, 1h30m)"
 
@@ -85,9 +79,9 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "json", "trtllm"]),
+    type=click.Choice(["text", "trtllm"]),
     default="text",
-    help="Lines for people; JSON, as with --json; or TensorRT-LLM's own event JSON, of one --cache.",
+    help="Lines for people, or TensorRT-LLM's own event JSON, of one --cache.",
 )
 @click.option("--type", "types", multiple=True, type=_choices(EventType), help="Only these types. Repeatable.")
 @click.option("--cause", "causes", multiple=True, type=_choices(Cause), help="Only these causes. Repeatable.")
@@ -130,8 +124,8 @@ def watch(
     """Follow every move, store and eviction as it happens.
 
     A line shows time, type, number of blocks, from where to where, cause, bytes, time taken (waiting and copying), the
-    cache, epoch and id, and the first key. On a terminal the last line sums up. Goes on over restarts of the daemon,
-    and says so; what was lost is shown as a gap.
+    cache, epoch and id, and the first key. Goes on over restarts of the daemon, and says so; what was lost is shown as
+    a gap.
 
     With --format trtllm routers that follow TensorRT-LLM can follow kvtier. Hashes are those that the cache was opened
     with (its option event_hash); token ids are there if it keeps them and you may see them. Begin with --snapshot.
@@ -182,7 +176,8 @@ async def _follow(
             async with await daemon.connect() as client:
                 _end_when_nobody_reads(interrupts)
                 last = None if follow else await _newest(client, options["caches"])
-                async with client.watch(**options, breaks=True) as watch, _shown(form, watch, interrupts) as show:
+                show = _shown(form, interrupts)
+                async with client.watch(**options, breaks=True) as watch:
                     async for item in watch:
                         if isinstance(item, Event):
                             if last is not None and item.event_id > last:
@@ -210,28 +205,15 @@ def _end_when_nobody_reads(interrupts: Interrupts) -> None:
         asyncio.get_running_loop().add_reader(sys.stdout.fileno(), interrupts.end_task)
 
 
-@asynccontextmanager
-async def _shown(form: str, watch: Watch, interrupts: Interrupts) -> AsyncIterator[Callable[[WatchItem], None]]:
-    """Gives the function that shows an item. Lines for people on a terminal stand above a status line."""
-    if form != "text" or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+def _shown(form: str, interrupts: Interrupts) -> Callable[[WatchItem], None]:
+    """The function that shows an item. Lines for people are coloured on a terminal, and cut to its width."""
+    if form != "text" or not sys.stdout.isatty():
         lines = {"json": json_lines, "trtllm": trtllm_lines(), "text": plain_lines}[form]
-        yield lambda item: write(sys.stdout.fileno(), lines(item), interrupts)
-        return
-    status = Status(watch)
-    with Live(status, console=console(), auto_refresh=False, transient=True) as live:
+        return lambda item: write(sys.stdout.fileno(), lines(item), interrupts)
+    terminal = console()
 
-        async def draw() -> None:
-            while True:
-                live.refresh()
-                await asyncio.sleep(STATUS_S)
+    def show(item: WatchItem) -> None:
+        for line in text_lines(item):
+            terminal.print(line, no_wrap=True, overflow="ellipsis")
 
-        def show(item: WatchItem) -> None:
-            status.note(item)
-            for line in text_lines(item):
-                live.console.print(line, no_wrap=True, overflow="ellipsis")
-
-        drawing = asyncio.create_task(draw())
-        try:
-            yield show
-        finally:
-            drawing.cancel()
+    return show

@@ -1,15 +1,13 @@
-"""What ``kvtier watch`` shows: lines for people, one JSON object a line for programs, and a terminal's status line."""
+"""What ``kvtier watch`` shows: lines for people and one JSON object a line for programs."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import reduce
 from operator import or_
-from time import monotonic
 from typing import Any, Final
 
 from rich.text import Text
@@ -17,8 +15,7 @@ from rich.text import Text
 from kvtier.cli.common import Interrupts
 from kvtier.cli.trtllm import TrtllmEvents
 from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, WatchItem
-from kvtier.types import EventType, count, duration, size, tiers_of
-from kvtier.watch import Watch
+from kvtier.types import EventType, duration, size, tiers_of
 
 Lines = Callable[[WatchItem], Iterator[str]]
 """What an item is shown as."""
@@ -75,40 +72,6 @@ def write(fd: int, lines: Iterator[str], interrupts: Interrupts) -> None:
     with interrupts.writing():
         while rest:
             rest = rest[os.write(fd, rest) :]
-
-
-class Status:
-    """The last line of a terminal: the position, rates over some seconds, and what was lost."""
-
-    WINDOW: Final = 20
-    """Rates are over so many drawings."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._totals = (0, 0, 0)
-        self._drawn: deque[tuple[float, tuple[int, int, int]]] = deque(maxlen=self.WINDOW)
-        self._gaps = self._lost = 0
-
-    def note(self, item: WatchItem) -> None:
-        match item:
-            case Event():
-                events, blocks, moved = self._totals
-                self._totals = (events + 1, blocks + len(item.keys), moved + item.moved_bytes)
-            case Gap():
-                self._gaps += 1
-                self._lost += item.last_id - item.first_id + 1
-
-    def __rich__(self) -> Text:
-        now = monotonic()
-        self._drawn.append((now, self._totals))
-        since, before = self._drawn[0]
-        events, blocks, moved = (
-            (after - first) / max(0.25, now - since) for after, first in zip(self._totals, before, strict=True)
-        )
-        where = f"at {self._watch.cursor}" if self._watch.live else "connecting"
-        rates = f"{count(events)} events/s  {count(blocks)} blocks/s  {size(moved)}/s"
-        text = f"{where}  {rates}  lag {self._watch.lag}  gaps {self._gaps} ({self._lost} events)"
-        return Text(text, style="reverse", no_wrap=True, overflow="ellipsis")
 
 
 def _event(event: Event) -> Text:
