@@ -162,10 +162,9 @@ async def test_a_router_follows_from_a_snapshot_through_life(daemon, cache):
         follower.close()
 
 
-@pytest.mark.parametrize("steps", ["10000", "1"])
-async def test_the_daemon_is_killed_and_the_router_ends_up_right(daemon, client, cache, steps):
-    """Also one that comes only then, to whom the beginning is no longer told as it was."""
-    with bridge(daemon, "--buffer-steps", steps) as process:
+async def test_the_daemon_is_killed_and_the_router_ends_up_right(daemon, client, cache):
+    """Also one that comes only then."""
+    with bridge(daemon) as process:
         follower = process.follower()
         await some_life(cache, "before")
         await assert_knows(follower, cache)
@@ -207,7 +206,7 @@ async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(daem
         await some_life(cache, "before")
         await assert_knows(follower, cache)
     await some_life(cache, "between")
-    with bridge(daemon, *places, "--heartbeat", "0.2"):
+    with bridge(daemon, *places):
         await some_life(cache, "after")
         await assert_knows(follower, cache)
         follower.close()

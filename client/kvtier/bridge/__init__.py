@@ -29,11 +29,8 @@ class Options:
         replay_topic: whether answers to readers have the topic, as vLLM's since 0.26.
         group: publishes this window group only; None = all.
         tokens: publishes token ids.
-        numbers: hashes are unsigned 64-bit numbers (the first eight bytes, big-endian), else bytes.
         lora_names: an adapter's name by its LoRA id; other adapters are named by their id.
         data_parallel_rank: stands in each batch.
-        buffer_steps: batches that are kept for readers that missed them.
-        heartbeat: an empty batch goes out after so many quiet seconds.
     """
 
     endpoint: str
@@ -44,11 +41,8 @@ class Options:
     encoding: Encoding = Encoding.MAP
     group: int | None = None
     tokens: bool = False
-    numbers: bool = True
     lora_names: Mapping[int, str] = field(default_factory=dict)
     data_parallel_rank: int = 0
-    buffer_steps: int = 10_000
-    heartbeat: float = 5.0
 
     def __post_init__(self) -> None:
         self._check("endpoint", self.endpoint)

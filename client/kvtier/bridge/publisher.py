@@ -32,6 +32,8 @@ from kvtier.events import Gap
 
 HISTORY_BYTES: Final = 64 << 20
 """The most bytes of batches that are kept for readers; the last batch is always kept."""
+HEARTBEAT_S: Final = 5.0
+"""After so long a quiet an empty batch shows readers whether they missed the last one."""
 BATCH_WEIGHT: Final = 4096
 """A batch is closed once it tells of so many blocks."""
 END: Final = b"\xff" * 8
@@ -93,10 +95,10 @@ class Publisher:
         """Sends an empty batch after each quiet time, so that a reader that lost the last batch sees a hole."""
         while True:
             quiet = time.monotonic() - self._quiet_since
-            if quiet >= self._options.heartbeat:
+            if quiet >= HEARTBEAT_S:
                 self._send([])
             else:
-                await asyncio.sleep(self._options.heartbeat - quiet)
+                await asyncio.sleep(HEARTBEAT_S - quiet)
 
     async def answer(self) -> None:
         """Answers requests one after another. A malformed request gets no answer."""
@@ -113,7 +115,7 @@ class Publisher:
         self._quiet_since = time.monotonic()
         self._held.append(payload)
         self._bytes += len(payload)
-        while len(self._held) > self._options.buffer_steps or (self._bytes > HISTORY_BYTES and len(self._held) > 1):
+        while self._bytes > HISTORY_BYTES and len(self._held) > 1:
             self._bytes -= len(self._held.popleft())
 
     def _encoded(self, events: Sequence[VllmEvent]) -> bytes:

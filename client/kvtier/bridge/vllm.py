@@ -29,8 +29,6 @@ EVENT_BLOCKS: Final = 1024
 """The most blocks of one event."""
 _NUMBER_BYTES: Final = 8
 
-BlockHash: TypeAlias = int | bytes
-
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """A chain of blocks, each the parent of the next, that a medium has from now on.
@@ -40,8 +38,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     in an array.
     """
 
-    block_hashes: Sequence[BlockHash]
-    parent_block_hash: BlockHash | None
+    block_hashes: Sequence[int]
+    parent_block_hash: int | None
     token_ids: Sequence[int]
     block_size: int
     lora_id: int | None
@@ -57,7 +55,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """Blocks that a medium no longer has."""
 
-    block_hashes: Sequence[BlockHash]
+    block_hashes: Sequence[int]
     medium: str
     group_idx: int | None = None
 
@@ -223,7 +221,7 @@ class VllmEvents:
             for tier in tiers_of(added[run[0].key]):
                 yield self._chain(group, run, MEDIA[tier])
         for tier in reversed(Tier):
-            old = [self._hash(block.name) for block in reversed(blocks) if lost[block.key] & tier.bit]
+            old = [_hash(block.name) for block in reversed(blocks) if lost[block.key] & tier.bit]
             for place in range(0, len(old), EVENT_BLOCKS):
                 yield BlockRemoved(old[place : place + EVENT_BLOCKS], MEDIA[tier], group.number)
 
@@ -231,8 +229,8 @@ class VllmEvents:
         first = run[0]
         lora_name = None if first.lora_id is None else self._options.lora_names.get(first.lora_id, str(first.lora_id))
         return BlockStored(
-            block_hashes=[self._hash(block.name) for block in run],
-            parent_block_hash=None if first.parent_name is None else self._hash(first.parent_name),
+            block_hashes=[_hash(block.name) for block in run],
+            parent_block_hash=None if first.parent_name is None else _hash(first.parent_name),
             token_ids=[token for block in run for token in block.token_ids or ()],
             block_size=group.tokens_per_block,
             lora_id=first.lora_id,
@@ -245,8 +243,10 @@ class VllmEvents:
             cache_salt=first.cache_salt,
         )
 
-    def _hash(self, name: bytes) -> BlockHash:
-        return int.from_bytes(name[:_NUMBER_BYTES], "big") if self._options.numbers else name
+
+def _hash(name: bytes) -> int:
+    """64 bits of a block's name: the form that every router reads."""
+    return int.from_bytes(name[:_NUMBER_BYTES], "big")
 
 
 def parents_first(blocks: Iterable[Block]) -> list[Block]:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvtier.bridge import Encoding, Options
-from kvtier.cli.common import DaemonAt, Seconds, address_option, run
+from kvtier.cli.common import DaemonAt, address_option, run
 from kvtier.errors import InvalidArgument
 from kvtier.events import Gap
 
@@ -39,14 +39,6 @@ def bridge() -> None:
 @click.option("--topic", default="", metavar="TEXT", help='First frame of each batch; llm-d wants "kv@POD@MODEL".')
 @click.option("--tokens", is_flag=True, help="Publish token ids, which routers need; takes the right to see them.")
 @click.option(
-    "--hash",
-    "hashes",
-    type=click.Choice(["int", "bytes"]),
-    default="int",
-    show_default=True,
-    help="Blocks as 64-bit numbers or as bytes.",
-)
-@click.option(
     "--encoding",
     type=click.Choice([str(each) for each in Encoding]),
     default=str(Encoding.MAP),
@@ -63,32 +55,15 @@ def bridge() -> None:
     "--lora-name", "loras", multiple=True, type=(int, str), metavar="ID NAME", help="An adapter's name. Repeatable."
 )
 @click.option("--data-parallel-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
-@click.option(
-    "--buffer-steps",
-    type=click.IntRange(min=0, max=1_000_000),
-    default=10_000,
-    show_default=True,
-    metavar="N",
-    help="Batches that are kept for readers that missed them, 64 MiB at most.",
-)
-@click.option(
-    "--heartbeat",
-    type=Seconds(min=0.01, max=3600),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="After so long a quiet an empty batch shows readers whether they missed the last one.",
-)
-def zmq_bridge(
-    daemon: DaemonAt, cache: str, hashes: str, encoding: str, loras: Sequence[tuple[int, str]], **others: Any
-) -> None:
+def zmq_bridge(daemon: DaemonAt, cache: str, encoding: str, loras: Sequence[tuple[int, str]], **others: Any) -> None:
     """Publish a cache's events as vLLM does, over ZeroMQ, for routers such as Dynamo's, llm-d's and AIBrix's.
 
     Begins with the present blocks, goes on over restarts of the daemon, and publishes after a gap what it changed.
-    Says on standard output where it listens, on standard error what was lost.
+    Readers that missed batches get them from the last 64 MiB, or else the present blocks. Says on standard output where
+    it listens, on standard error what was lost.
     """
     try:
-        options = Options(numbers=hashes == "int", encoding=Encoding(encoding), lora_names=dict(loras), **others)
+        options = Options(encoding=Encoding(encoding), lora_names=dict(loras), **others)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from error
     with suppress(KeyboardInterrupt, asyncio.CancelledError):  # the ordinary ends of a bridge

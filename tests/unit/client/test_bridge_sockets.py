@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvtier.bridge import Options
-from kvtier.bridge.publisher import BATCH_WEIGHT, END, Publisher, batches, bound, sockets
+from kvtier.bridge.publisher import BATCH_WEIGHT, END, HISTORY_BYTES, Publisher, batches, bound, sockets
 from kvtier.bridge.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Step
 from kvtier.errors import InvalidArgument
 from tests import vllm_reader
@@ -73,18 +73,18 @@ async def received(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 @asynccontextmanager
 async def stage(
-    steps: int = 100,
     hwm: int = 1000,
     *,
+    history: int = HISTORY_BYTES,
     first: int = 0,
     heartbeat: float = 3600.0,
     replay_topic: bool = True,
 ) -> AsyncIterator[Stage]:
     place = "tcp://127.0.0.1:*"
-    options = Options(
-        place, place, topic=TOPIC.decode(), buffer_steps=steps, heartbeat=heartbeat, replay_topic=replay_topic
-    )
-    with sockets(options, hwm) as ends, zmq.Context() as context:
+    options = Options(place, place, topic=TOPIC.decode(), replay_topic=replay_topic)
+    with sockets(options, hwm) as ends, zmq.Context() as context, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvtier.bridge.publisher.HEARTBEAT_S", heartbeat)
+        patched.setattr("kvtier.bridge.publisher.HISTORY_BYTES", history)
         for socket in (ends.pub, ends.router):
             socket.setsockopt(zmq.SNDBUF, 4096)  # else the kernel takes megabytes for a reader that does not
         numbers: list[int] = []
@@ -152,7 +152,7 @@ async def test_what_is_held_is_answered_as_it_was_sent(replay_topic: bool) -> No
 
 
 async def test_who_asks_for_what_is_gone_is_told_the_present_state() -> None:
-    async with stage(steps=10) as on:
+    async with stage(history=1000) as on:
         await on.publish(range(100))
         *state, _ = await on.asked(0, b"")
         assert int.from_bytes(state[-1][-2], "big") == 99
@@ -163,7 +163,7 @@ async def test_who_asks_for_what_is_gone_is_told_the_present_state() -> None:
 
 
 async def test_the_present_state_fits_into_the_numbers_that_are_missing() -> None:
-    async with stage(steps=1) as on:
+    async with stage(history=1) as on:
         await on.publish(range(10_000))
         for start in (0, 1):
             *state, _ = await on.asked(start, b"")
@@ -211,7 +211,7 @@ async def test_requests_that_make_no_sense_are_not_answered_and_harm_nobody() ->
 
 
 async def test_one_that_takes_nothing_of_its_answer_delays_others_but_for_a_while() -> None:
-    async with stage(steps=10_000, hwm=1) as on:
+    async with stage(hwm=1) as on:
         await on.publish(range(60), tokens=50_000)
         with on.context.socket(zmq.DEALER) as stuck:
             stuck.setsockopt(zmq.RCVHWM, 1)
@@ -230,12 +230,8 @@ async def test_who_asks_before_anything_was_told_is_told_that_nothing_is_there()
         assert MAPS.decode(only[-1]).events == [vllm_reader.AllBlocksCleared()]
 
 
-async def test_so_many_batches_and_so_many_bytes_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with stage(steps=3) as on:
-        await on.publish(range(5))
-        assert (on.publisher.oldest, on.publisher.next) == (2, 5)
-    monkeypatch.setattr("kvtier.bridge.publisher.HISTORY_BYTES", 1000)
-    async with stage() as on:
+async def test_so_many_bytes_are_held() -> None:
+    async with stage(history=1000) as on:
         await on.publish(range(5), tokens=200)
         assert on.publisher.oldest in (1, 2, 3)
         await on.publish(range(5, 6), tokens=5000)
