@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda import fake_environment
-from tests.integration.test_cli import kvtier
+from tests.integration.test_cli import DEADLINE_S, kvtier
 
 FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
 
 
-def results(*arguments):
+def results(measurement):
+    """Of a measurement of sizes that the command does not take."""
+    code = f"from kvtier.bench import gpu, host; from kvtier.cli.bench import tell; tell({measurement}, True)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for result in json.loads(kvtier("bench", *arguments, "--json").stdout):
+    for result in json.loads(done.stdout):
         assert list(result) == FIELDS
         assert result["value"] > 0
         if result["floor"] is not None:
@@ -25,31 +30,30 @@ def results(*arguments):
 
 
 def test_client():
-    found = results("client", "--block-bytes", "4096", "--block-bytes", "65536", "--rounds", "1", "--keys", "128")
+    found = results("host.client((4096, 4 << 20), 1, 128)")
     assert set(found) == {"client.store", "client.get", "client.prefix_length"}
     for name in ("client.store", "client.get"):
         rows = [(result["params"]["block_bytes"], result["params"]["checksum"]) for result in found[name]]
-        assert rows == [(4096, "disk"), (4096, "commit"), (65536, "disk"), (65536, "commit")]
+        assert rows == [(4096, "disk"), (4096, "commit"), (4 << 20, "disk"), (4 << 20, "commit")]
         assert all(result["floor"] > 0 for result in found[name])
 
 
 def test_tiers():
-    found = results("tiers", "--block-bytes", "65536", "--disk-bytes", str(32 << 20), "--rounds", "1")
-    assert set(found) == {f"tiers.{edge}" for edge in ("device>host", "host>device", "host>disk", "disk>host")}
+    found = results("host.tiers((65536,), 1, 32 << 20, None)")
+    assert set(found) == {f"tiers.{edge}" for edge in ("host>disk", "disk>host")}
     assert all(result["floor"] > 0 for each in found.values() for result in each)
 
 
 def test_events():
-    found = results("events", "--watchers", "2", "--rounds", "1", "--puts", "8")
+    found = results("host.events(2, 1, 8)")
     (changes,) = found["events.changes"]
     assert changes["params"] == {"watchers": 2, "changes": 18 * 256}
     assert changes["floor"] > 0
 
 
 def test_scale():
-    found = results("scale", "--blocks", "10000", "--blocks", "12000", "--rounds", "1", "--on-disk", "2048")
-    callbacks = {f"scale.callback.{name}" for name in ("p50", "p99", "p99.9", "max")}
-    assert set(found) == {"scale.memory", "scale.acquire", "scale.store", "scale.restart", *callbacks}
+    found = results("host.scale((10_000, 12_000), 1, 2048, None)")
+    assert set(found) == {f"scale.{name}" for name in ("memory", "acquire", "store", "restart", "callback.p99.9")}
     for name in ("scale.acquire", "scale.store"):
         smallest, larger = found[name]
         assert (smallest["params"]["blocks"], smallest["ratio"]) == (10_000, 1.0)
@@ -59,7 +63,7 @@ def test_scale():
 def test_gpu_on_the_fake(monkeypatch):
     for variable, value in fake_environment(max_delay_ms=0.05).items():
         monkeypatch.setenv(variable, value)
-    found = results("gpu", "--shape", "16", "16384", "--batch-bytes", "1", "--rounds", "1", "--settle-seconds", "0")
+    found = results("gpu.gpu('cuda', [(16, 16384)], 1, 1, 0)")
     assert set(found) == {"gpu.device>host", "gpu.host>device"}
     for each in found.values():
         assert [result["params"] for result in each] == [
@@ -77,6 +81,6 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
 
 
 def test_results_are_a_table_without_json():
-    said = kvtier("bench", "client", "--block-bytes", "4096", "--rounds", "1", "--keys", "128").stdout
+    said = kvtier("bench", "client", "--block-bytes", "4096", "--rounds", "1").stdout
     assert "client.prefix_length" in said
     assert "ratio" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import mmap
 import multiprocessing
 import os
@@ -32,6 +31,7 @@ from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event
 from kvtier.replay.private import PrivateDaemon, TierSlots
+from kvtier.replay.trace import replay_spec
 from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
 
 CACHE: Final = "kvtier-bench"
@@ -108,13 +108,6 @@ async def place(
         yield Place(client, cache, daemon)
 
 
-def spec_of(block_bytes: int) -> CacheSpec:
-    """Blocks of exactly so many bytes, in one pool. Raises :class:`kvtier.abi.spec.SpecError`."""
-    return CacheSpec.single(
-        CACHE, "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=block_bytes // 16, kv_factor=1
-    )
-
-
 def chains(blocks: int = BATCH) -> Iterator[list[bytes]]:
     """Chains of so many keys each; no key comes twice."""
     for number in count():
@@ -158,10 +151,10 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
     """Store and first get of 64 blocks of host memory, and the prefix length of so many keys among as many others."""
     for block_bytes, checksum in product(sizes, ("disk", "commit")):
         options = CacheOptions(checksum=checksum)
-        async with place(spec_of(block_bytes), TierSlots(0, 4 * BATCH, 0), options=options) as here:
+        async with place(replay_spec(block_bytes), TierSlots(0, 4 * BATCH, 0), options=options) as here:
             for result in await _copies(here, {"block_bytes": block_bytes, "checksum": checksum}, rounds):
                 yield result
-    async with place(spec_of(PAGE), TierSlots(0, 2 * keys, 0)) as here:
+    async with place(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
         stored = list(islice(chains(keys), 2))
         for chain in stored:
             await here.cache.put(chain, _rows(PAGE)[:1] * keys, tier=Tier.HOST)
@@ -221,32 +214,13 @@ async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[R
 
 
 async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int, directory: Path | None) -> AsyncIterator[Result]:
-    """Moves of 64 blocks between memory tiers against one thread's memcpy, and to and from disk against a raw file."""
+    """Moves of 64 blocks to and from disk, against a raw file."""
     for block_bytes in sizes:
-        slots = TierSlots(4 * BATCH, 4 * BATCH, disk_bytes // block_bytes)
+        slots = TierSlots(0, 4 * BATCH, disk_bytes // block_bytes)
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
-            async with place(spec_of(block_bytes), slots, keep=Path(kept)) as here:
-                for source, target in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
-                    yield await _memory_edge(here, source, target, rounds)
+            async with place(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
                 for result in await _disk_edges(here, Path(kept) / "raw", rounds):
                     yield result
-
-
-async def _memory_edge(here: Place, source: Tier, target: Tier, rounds: int) -> Result:
-    block_bytes, chain = here.cache.block_bytes, next(chains())
-    await here.cache.put(chain, _rows(block_bytes), tier=source)
-
-    async def move() -> float:
-        await here.move(chain, source)
-        return await timed(here.move(chain, target))
-
-    async def bare() -> float:
-        async with here.cache.reserve(BATCH, source) as read, here.cache.reserve(BATCH, target) as written:
-            return _memcpy(here.slots(source, read.slots), here.slots(target, written.slots))
-
-    times = await interleaved(rounds, move, bare)
-    await here.cache.drop(chain[:1])
-    return Result.rate(f"tiers.{source}>{target}", {"block_bytes": block_bytes}, BATCH * block_bytes, *times)
 
 
 async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
@@ -313,7 +287,7 @@ async def events(watchers: int, rounds: int, puts: int) -> AsyncIterator[Result]
     """
     blocks = 256
     rows, fresh, changes = _rows(PAGE)[:1] * blocks, chains(blocks), (2 * puts + puts // 4) * blocks
-    async with place(spec_of(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
+    async with place(replay_spec(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
         with ProcessPoolExecutor(watchers, multiprocessing.get_context("spawn")) as processes:
 
             async def store() -> None:
@@ -361,19 +335,19 @@ def watch(address: str, since: Cursor, changes: int) -> None:
 async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Path | None) -> AsyncIterator[Result]:
     """What one of 64 blocks of 4 KiB costs among how many others; the floor is the smallest count.
 
-    Then memory of the daemon a block, a start with so many blocks ``on_disk``, and the CPU of the loop's callbacks
+    Then memory of the daemon a block, a start with so many blocks ``on_disk``, and the CPU of the loop's slow callbacks
     while those were stored.
     """
     async with AsyncExitStack() as stack:
-        places = [await stack.enter_async_context(place(spec_of(PAGE), TierSlots(0, each, 0))) for each in counts]
+        places = [await stack.enter_async_context(place(replay_spec(PAGE), TierSlots(0, each, 0))) for each in counts]
         for blocks, here in zip(counts, places, strict=True):
             await _fill(here, range(blocks // 10))
             before = _anonymous_bytes(here)
             await _fill(here, range(blocks // 10, blocks))
             memory = (_anonymous_bytes(here) - before) / (blocks - blocks // 10)
             yield Result("scale.memory", {"blocks": blocks}, memory, "bytes/block")
-        for name, verb in (("acquire", _acquiring), ("store", _storing)):
-            works = [verb(here, blocks) for here, blocks in zip(places, counts, strict=True)]
+        acquiring, storing = list(map(_acquiring, places, counts)), list(map(_storing, places))
+        for name, works in (("acquire", acquiring), ("store", storing)):
             costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *works)]
             for blocks, cost in zip(counts, costs, strict=True):
                 yield Result(f"scale.{name}", {"blocks": blocks}, cost, "us/block", costs[0])
@@ -409,40 +383,36 @@ async def _acquire(here: Place, chain: list[bytes]) -> None:
         pass
 
 
-def _storing(here: Place, _: int) -> Work:
-    """The cache is full: each store evicts as many blocks."""
-    fresh = chains()
-    return lambda: timed(_store(here, next(fresh)))
-
-
 def _acquiring(here: Place, blocks: int) -> Work:
     chain = _last_chain(blocks)[:BATCH]
     return lambda: timed(_acquire(here, chain))
 
 
+def _storing(here: Place) -> Work:
+    """The cache is full: each store evicts as many blocks."""
+    fresh = chains()
+    return lambda: timed(_store(here, next(fresh)))
+
+
 async def _restart(blocks: int, directory: Path | None) -> list[Result]:
-    """The time from a start to the first answer about blocks on disk; the floor is a start without any."""
+    """The time from a start to the first answer about blocks on disk."""
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
         told, slots = Path(kept) / "callbacks", TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
         module = ("kvtier.bench.callbacks", str(told))
-        async with place(spec_of(PAGE), slots, keep=Path(kept), module=module) as here:
+        async with place(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:
             await _fill(here, range(blocks), disk=True)
             await here.daemon.stop(_STOP_S)
-            callbacks = json.loads(told.read_text())
             seconds = await timed(_serving(here.daemon, _last_chain(blocks)))
-    async with PrivateDaemon({Tier.HOST: PAGE}) as empty:
-        await empty.stop()
-        floor = await timed(empty.start())
-    return [
-        *(Result(f"scale.callback.{name}", {"blocks": blocks}, us, "us") for name, us in callbacks.items()),
-        Result("scale.restart", {"blocks": blocks}, seconds, "s", floor),
-    ]
+            return [
+                Result("scale.callback.p99.9", {"blocks": blocks}, float(told.read_text()), "us"),
+                Result("scale.restart", {"blocks": blocks}, seconds, "s"),
+            ]
 
 
 async def _serving(daemon: PrivateDaemon, chain: list[bytes]) -> None:
     await daemon.start()
     async with await aio.connect(daemon.address) as client:
-        cache = await client.open_cache(CACHE, spec_of(PAGE))
+        cache = await client.open_cache(CACHE, replay_spec(PAGE))
         if (await cache.match(chain)).blocks != len(chain):
             raise DaemonError("what was on disk before the restart is not found after it", reason="BENCH")
 

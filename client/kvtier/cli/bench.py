@@ -20,14 +20,18 @@ from kvtier.types import size
 _JSON: Final = json_option("One list of {name, params, value, unit, floor, ratio}.")
 _ROUNDS: Final = click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 _SIZES: Final = click.option(
-    "--block-bytes", type=click.IntRange(min=4096), multiple=True, help="Repeatable.  [default: 64, 256 KiB and 1 MiB]"
+    "--block-bytes",
+    type=click.IntRange(min=4096),
+    multiple=True,
+    default=(64 << 10, 256 << 10, 1 << 20),
+    show_default=True,
+    help="Repeatable.",
 )
 _DISK_DIR: Final = click.option(
     "--disk-dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where disk tiers go.  [default: where temporary files go]",
 )
-_DEFAULT_SIZES: Final = (64 << 10, 256 << 10, 1 << 20)
 
 
 @click.group()
@@ -39,7 +43,9 @@ def bench() -> None:
     """
 
 
-def _tell(results: AsyncIterator[Result], as_json: bool) -> None:
+def tell(results: AsyncIterator[Result], as_json: bool) -> None:
+    """Measures, and prints all figures at the end."""
+
     async def collect() -> list[Result]:
         return [result async for result in results]
 
@@ -72,65 +78,43 @@ def _shown(name: str, value: Any) -> str:
 @bench.command()
 @_SIZES
 @_ROUNDS
-@click.option("--keys", type=click.IntRange(min=64), default=8192, show_default=True, help="Of the prefix length.")
 @_JSON
-def client(block_bytes: tuple[int, ...], rounds: int, keys: int, as_json: bool) -> None:
-    """Store and get 64 blocks of host memory, and look up a long prefix."""
-    _tell(host.client(block_bytes or _DEFAULT_SIZES, rounds, keys), as_json)
+def client(block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
+    """Store and get 64 blocks of host memory, and look up a prefix of 8,192 keys."""
+    tell(host.client(block_bytes, rounds, keys=8192), as_json)
 
 
 @bench.command()
 @_SIZES
 @_ROUNDS
-@click.option(
-    "--disk-bytes",
-    type=click.IntRange(min=1 << 20),
-    default=2 << 30,
-    show_default=True,
-    help="Of the disk tier, and of the raw file. Less than 2 GiB measures the disk's caches.",
-)
 @_DISK_DIR
 @_JSON
-def tiers(block_bytes: tuple[int, ...], rounds: int, disk_bytes: int, disk_dir: Path | None, as_json: bool) -> None:
-    """Move 64 blocks between device, host and disk."""
-    _tell(host.tiers(block_bytes or _DEFAULT_SIZES, rounds, disk_bytes, disk_dir), as_json)
+def tiers(block_bytes: tuple[int, ...], rounds: int, disk_dir: Path | None, as_json: bool) -> None:
+    """Move 64 blocks between host and a disk tier of 2 GiB; a smaller one would measure the disk's caches."""
+    tell(host.tiers(block_bytes, rounds, 2 << 30, disk_dir), as_json)
 
 
 @bench.command()
-@click.option("--watchers", type=click.IntRange(min=1, max=64), default=8, show_default=True)
 @_ROUNDS
-@click.option("--puts", type=click.IntRange(min=4), default=200, show_default=True, help="Of 256 blocks, a round.")
 @_JSON
-def events(watchers: int, rounds: int, puts: int, as_json: bool) -> None:
-    """Count the block changes a second that a daemon makes and its watchers decode."""
-    _tell(host.events(watchers, rounds, puts), as_json)
+def events(rounds: int, as_json: bool) -> None:
+    """Count the block changes a second that a daemon makes and eight watchers decode."""
+    tell(host.events(8, rounds, puts=200), as_json)
 
 
 @bench.command()
-@click.option("--blocks", type=click.IntRange(min=10_000), multiple=True, help="Repeatable.  [default: 10^4 and 10^6]")
 @_ROUNDS
-@click.option("--on-disk", type=click.IntRange(min=1024), default=100_000, show_default=True, help="At the restart.")
 @_DISK_DIR
 @_JSON
-def scale(blocks: tuple[int, ...], rounds: int, on_disk: int, disk_dir: Path | None, as_json: bool) -> None:
-    """Measure what a block of 4 KiB costs among how many, and a restart. 10^6 blocks take 5 GiB of memory."""
-    _tell(host.scale(sorted(blocks) or (10_000, 1_000_000), rounds, on_disk, disk_dir), as_json)
+def scale(rounds: int, disk_dir: Path | None, as_json: bool) -> None:
+    """Measure what a block of 4 KiB costs among 10^4 and 10^6, and a restart with 10^5. Takes 5 GiB of memory."""
+    tell(host.scale((10_000, 1_000_000), rounds, 100_000, disk_dir), as_json)
 
 
 @bench.command()
 @click.option("--device", default="cuda", show_default=True, metavar="NAME", help="cuda, cuda:1 or GPU-<uuid>.")
-@click.option("--shape", type=(int, int), multiple=True, metavar="POOLS BYTES", help="Of a block. Repeatable.")
-@click.option("--batch-bytes", type=click.IntRange(min=1), default=256 << 20, show_default=True, help="Of a move.")
 @_ROUNDS
-@click.option("--settle-seconds", type=click.FloatRange(min=0), default=2.0, show_default=True)
 @_JSON
-def gpu(
-    device: str,
-    shape: tuple[tuple[int, int], ...],
-    batch_bytes: int,
-    rounds: int,
-    settle_seconds: float,
-    as_json: bool,
-) -> None:
+def gpu(device: str, rounds: int, as_json: bool) -> None:
     """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
-    _tell(gpu_bench.gpu(device, shape or gpu_bench.SHAPES, batch_bytes, rounds, settle_seconds), as_json)
+    tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), as_json)

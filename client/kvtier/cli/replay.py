@@ -30,11 +30,11 @@ from kvtier.types import size
 @click.option("--disk-blocks", type=click.IntRange(min=0), metavar="N", default=7500, show_default=True)
 @click.option(
     "--block-bytes",
-    type=click.IntRange(min=16),
+    type=click.IntRange(min=256),
     metavar="BYTES",
     default=65536,
     show_default=True,
-    help="Size of a block, a multiple of 16.",
+    help="Size of a block, a multiple of 256.",
 )
 @click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
 @click.option("--concurrency", type=click.IntRange(min=1), metavar="C", default=1, show_default=True)

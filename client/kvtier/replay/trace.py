@@ -24,10 +24,8 @@ _KEY_PREFIX: Final = b"kvtier.replay.1\0"
 _READ_BYTES: Final = 1 << 20
 _MAX_ID: Final = 2**64 - 1
 
-_TOKENS_PER_BLOCK: Final = 16
-_MAX_HEAD_SIZE: Final = 65536
-_MAX_LAYERS: Final = 4096
-
+BLOCK_GRAIN: Final = 256
+MAX_BLOCK_BYTES: Final = 16 << 20
 _KEY_WORDS: Final = 2
 """So many 8-byte words of the key go into a block's bytes."""
 
@@ -73,21 +71,14 @@ def key_of(block: int) -> bytes:
 
 
 def replay_spec(block_bytes: int) -> CacheSpec:
-    """A specification whose blocks have ``block_bytes`` bytes. Raises :class:`InvalidArgument` if there is none."""
-    for layers in range(1, _MAX_LAYERS + 1):
-        head_size, rest = divmod(block_bytes, _TOKENS_PER_BLOCK * layers)
-        if not rest and 1 <= head_size <= _MAX_HEAD_SIZE:
-            return CacheSpec.single(
-                "kvtier-replay",
-                "uint8",
-                tokens_per_block=_TOKENS_PER_BLOCK,
-                layers=layers,
-                kv_heads=1,
-                kv_factor=1,
-                head_size=head_size,
-            )
-    limit = f"a positive multiple of {_TOKENS_PER_BLOCK} without large prime factors"
-    raise InvalidArgument("block_bytes", block_bytes, limit)
+    """Blocks of exactly so many bytes, in one pool. Raises :class:`InvalidArgument` if there are none."""
+    if block_bytes % BLOCK_GRAIN or not 0 < block_bytes <= MAX_BLOCK_BYTES:
+        limit = f"a multiple of {BLOCK_GRAIN}, at most {MAX_BLOCK_BYTES}"
+        raise InvalidArgument("block_bytes", block_bytes, limit)
+    head_size = block_bytes // BLOCK_GRAIN
+    return CacheSpec.single(
+        "kvtier-replay", "uint8", tokens_per_block=16, layers=16, kv_heads=1, head_size=head_size, kv_factor=1
+    )
 
 
 class Payload:

@@ -23,7 +23,7 @@ def temporary(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_sizes_are_whole_records() -> None:
-    sizes = TierSlots(device=3, host=0, disk=5).as_bytes(replay_spec(4096 + 16))
+    sizes = TierSlots(device=3, host=0, disk=5).as_bytes(replay_spec(4096 + 256))
     assert sizes == {Tier.DEVICE: 3 * 8192, Tier.HOST: 0, Tier.DISK: 5 * 8192}
 
 
