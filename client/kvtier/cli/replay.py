@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import click
@@ -14,20 +11,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
-from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
-from kvtier.types import size
 
 
 @click.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @address_option
-@click.option("--spawn", is_flag=True, help="Start a private daemon for this replay, and stop it afterwards.")
-@click.option("--device-blocks", type=click.IntRange(min=0), metavar="N", default=500, show_default=True)
-@click.option("--host-blocks", type=click.IntRange(min=0), metavar="N", default=2000, show_default=True)
-@click.option("--disk-blocks", type=click.IntRange(min=0), metavar="N", default=7500, show_default=True)
 @click.option(
     "--block-bytes",
     type=click.IntRange(min=256),
@@ -43,10 +34,6 @@ from kvtier.types import size
 def replay(
     trace: Path,
     daemon: DaemonAt,
-    spawn: bool,
-    device_blocks: int,
-    host_blocks: int,
-    disk_blocks: int,
     block_bytes: int,
     requests: int | None,
     concurrency: int,
@@ -56,15 +43,11 @@ def replay(
     """Replay the request TRACE: acquire and verify the hits, store the misses, release.
 
     The bytes of a block follow from its key, so every hit is verified whole. A mirror follows the events; at the end
-    it is compared with the daemon's own listing. Tier sizes are for --spawn; a running daemon has its own.
+    it is compared with the daemon's own listing.
 
     Exit status 1 if a byte was wrong, an event was lost or a residency differed.
     """
-    slots = TierSlots(device_blocks, host_blocks, disk_blocks) if spawn else None
-    try:
-        report = run(_replay(trace, daemon, slots, requests, concurrency, cache, block_bytes))
-    except asyncio.CancelledError:
-        raise SystemExit(128 + signal.SIGTERM) from None
+    report = run(_replay(trace, daemon, requests, concurrency, cache, block_bytes))
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
@@ -74,33 +57,21 @@ def replay(
 
 
 async def _replay(
-    trace: Path,
-    daemon: DaemonAt,
-    slots: TierSlots | None,
-    limit: int | None,
-    concurrency: int,
-    name: str,
-    block_bytes: int,
+    trace: Path, daemon: DaemonAt, limit: int | None, concurrency: int, name: str, block_bytes: int
 ) -> Report:
-    task = asyncio.current_task()
-    if task is not None:  # SIGTERM ends the private daemon, as Ctrl-C does
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     spec = replay_spec(block_bytes)
     requests = await read(trace, limit)
-    async with AsyncExitStack() as stack:
-        if slots is not None:
-            own = await stack.enter_async_context(PrivateDaemon(slots.as_bytes(spec)))
-            daemon = DaemonAt(own.address)
-        client = await stack.enter_async_context(await daemon.connect())
-        bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-        shown = bar.add_task("replay", total=len(requests))
-        return await run_replay(
-            client,
-            await client.open_cache(name, spec),
-            requests,
-            concurrency=concurrency,
-            progress=lambda done: bar.update(shown, completed=done),
-        )
+    async with await daemon.connect() as client:
+        cache = await client.open_cache(name, spec)
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            shown = bar.add_task("replay", total=len(requests))
+            return await run_replay(
+                client,
+                cache,
+                requests,
+                concurrency=concurrency,
+                progress=lambda done: bar.update(shown, completed=done),
+            )
 
 
 def table(report: Report) -> Table:
@@ -114,9 +85,6 @@ def table(report: Report) -> Table:
     places = ", ".join(f"{tier} {count}" for tier, count in report.hits.items())
     rows.add_row("hits", f"{hits} of {report.block_refs} blocks asked for ({report.hit_ratio:.1%}): {places}")
     rows.add_row("misses", f"{report.misses}, of which {report.stored} were stored")
-    for edge, moved in report.moves.items():
-        rows.add_row(f"moved {edge.replace('>', ' → ')}", f"{moved['blocks']} blocks, {size(moved['bytes'])}")
-    rows.add_row("removed", f"{report.removed} blocks")
     rows.add_row("retries", f"{report.retries} while the tier was full")
     checks = {
         "blocks with wrong bytes": report.verify_failures,

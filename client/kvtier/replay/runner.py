@@ -15,7 +15,7 @@ from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.mirror import Mirror
 from kvtier.replay.trace import Payload, Request, key_of
 from kvtier.session import Backoff
-from kvtier.types import BlockResult, CacheStats, Tier, fastest
+from kvtier.types import BlockResult, Tier, fastest
 
 _PATIENCE_S: Final = 60.0
 """How long a request tries to get room before the replay gives up."""
@@ -26,7 +26,7 @@ _PAUSE_S: Final = 0.1
 
 @dataclass(slots=True)
 class Report:
-    """The outcome. ``moves`` and ``removed`` are the daemon's counters; ``event_gaps`` is how often events were lost.
+    """The outcome. ``event_gaps``: how often events were lost.
 
     ``hits``: prefix hits by the fastest tier of each block, counted when a request first acquires it.
     """
@@ -38,8 +38,6 @@ class Report:
     retries: int = 0
     verify_failures: int = 0
     seconds: float = 0.0
-    moves: dict[str, dict[str, int]] = field(default_factory=dict)
-    removed: int = 0
     event_gaps: int = 0
     residency_mismatches: int = 0
 
@@ -85,7 +83,6 @@ async def replay(
     report = Report()
     async with Mirror(client, [cache.name]) as mirror:
         run = _Replay(cache, requests, report, progress)
-        before = await _counted(client, cache)
         began = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
@@ -96,8 +93,6 @@ async def replay(
         report.seconds = time.perf_counter() - began
         report.residency_mismatches = await _mismatches(cache, mirror)
         report.event_gaps = mirror.resyncs
-        after = await _counted(client, cache)
-        report.moves, report.removed = _moves(before, after), after.removed - before.removed
     return report
 
 
@@ -192,18 +187,3 @@ async def _mismatches(cache: Cache, mirror: Mirror) -> int:
         if not wrong or time.monotonic() > give_up:
             return wrong
         await asyncio.sleep(_PAUSE_S)
-
-
-async def _counted(client: AsyncClient, cache: Cache) -> CacheStats:
-    return next(each for each in (await client.stats()).caches if each.name == cache.name)
-
-
-def _moves(before: CacheStats, after: CacheStats) -> dict[str, dict[str, int]]:
-    """Blocks and bytes by edge, in between."""
-    old = {edge.edge: (edge.blocks, edge.bytes) for edge in before.edges}
-    moves = {}
-    for edge in after.edges:
-        blocks, nbytes = old.get(edge.edge, (0, 0))
-        if edge.blocks > blocks:
-            moves[edge.edge] = {"blocks": edge.blocks - blocks, "bytes": edge.bytes - nbytes}
-    return moves
