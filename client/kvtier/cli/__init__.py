@@ -23,7 +23,6 @@ _MODULES: Final[Mapping[str, str]] = {
     "kick": "status",
     "leases": "status",
     "move": "blocks",
-    "pin": "blocks",
     "replay": "replay",
     "reset": "caches",
     "status": "status",

@@ -1,12 +1,12 @@
-"""Blocks by hand: ``kvtier move``, ``drop``, ``pin`` and ``unpin``."""
+"""Blocks by hand: ``kvtier move``, ``drop`` and ``unpin``."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, TextIO, TypeVar
+from typing import Any, Final
 
 import click
 
@@ -18,13 +18,11 @@ from kvtier.cli.common import (
     confirmed,
     dry_run_option,
     json_option,
-    run,
     show,
     yes_option,
 )
+from kvtier.client import AsyncClient
 from kvtier.types import BlockResult, Tier
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 PIECE: Final = 256
 """Keys of one call: each of them gets its slots in one step, so a piece must be small beside any tier worth having."""
@@ -47,40 +45,6 @@ class KeyType(click.ParamType[bytes]):
             digits = f"{2 * self.shortest} to {2 * KEY_BYTES}" if self.shortest < KEY_BYTES else f"{2 * KEY_BYTES}"
             self.fail(f"{value!r} is not a key: {digits} hexadecimal digits, an even number", param, ctx)
         return key
-
-
-@dataclass(slots=True, frozen=True)
-class Selection:
-    """Keys in the order given, each once; None = all of the cache."""
-
-    keys: tuple[bytes, ...] | None
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes], source: TextIO | None, everything: bool = False) -> Selection:
-        """What was given, by exactly one of the ways there are. Raises :class:`click.UsageError`."""
-        if bool(keys) + (source is not None) + everything != 1:
-            raise click.UsageError("name the blocks in one way: KEYs, --from, or --all where the command has it")
-        if everything:
-            return cls(None)
-        found = tuple(dict.fromkeys(keys if source is None else _read(source)))
-        if not found:
-            raise click.UsageError("there is no key in the file")
-        return cls(found)
-
-    async def pieces(self, cache: Cache) -> AsyncIterator[list[bytes]]:
-        """Of :data:`PIECE` keys at most. All of a cache are those of a listing made before anything is changed."""
-        left = iter([block.key async for block in cache.blocks()] if self.keys is None else self.keys)
-        while piece := list(islice(left, PIECE)):
-            yield piece
-
-
-def _read(source: TextIO) -> Iterator[bytes]:
-    for number, line in enumerate(source, 1):
-        if text := line.strip():
-            try:
-                yield KeyType().convert(text, None, None)
-            except click.BadParameter as error:
-                raise click.UsageError(f"{source.name}, line {number}: {error.message}") from error
 
 
 @dataclass(slots=True)
@@ -125,80 +89,66 @@ class Outcome:
             raise SystemExit(1)
 
 
-def block_options(command: Command) -> Command:
-    """``[KEY]...``, ``--from``, ``--group`` and ``--json``."""
-    for option in (
-        json_option("One JSON object."),
-        click.option("--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group."),
-        click.option("--from", "source", type=click.File(), metavar="FILE", help="Keys, one a line; - is stdin."),
-        click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]..."),
-    ):
-        command = option(command)
-    return command
-
-
-def tier_argument(name: str) -> Callable[[Command], Command]:
-    return click.argument(name, type=click.Choice([str(tier) for tier in Tier], case_sensitive=False))
+_TIER: Final = click.argument("tier", type=click.Choice([str(tier) for tier in Tier], case_sensitive=False))
+_GROUP: Final = click.option(
+    "--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group."
+)
+_JSON: Final = json_option("One JSON object.")
 
 
 @click.command()
 @address_option
 @click.argument("cache")
-@tier_argument("to")
-@block_options
+@_TIER
+@click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]...")
 @click.option("--all", "everything", is_flag=True, help="Every block of the cache.")
-@dry_run_option
+@_GROUP
+@_JSON
 def move(
-    daemon: DaemonAt,
-    cache: str,
-    to: str,
-    keys: Sequence[bytes],
-    source: TextIO | None,
-    everything: bool,
-    group: int,
-    dry_run: bool,
-    as_json: bool,
+    daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], everything: bool, group: int, as_json: bool
 ) -> None:
-    """Make blocks of CACHE ready in the tier TO (device, host or disk), without holding them.
+    """Make blocks of CACHE ready in TIER (device, host or disk), without holding them.
 
     Up is a prefetch; down is a demotion, which frees the copies above. Exit status 1 where any block could not be
     moved.
     """
-    wanted, tier = Selection.of(keys, source, everything), Tier[to.upper()]
-    outcome = Outcome("move", cache, dry_run)
-    run(_each(daemon, group, wanted, outcome, lambda at, piece: at.move(piece, tier, dry_run=dry_run)))
+    if bool(keys) == everything:
+        raise click.UsageError("name the blocks in one way: KEYs or --all")
+    outcome = Outcome("move", cache)
+
+    async def moved(at: Cache) -> None:
+        chosen = [block.key async for block in at.blocks()] if everything else dict.fromkeys(keys)
+        for piece in _pieces(chosen):
+            outcome.add(piece, await at.move(piece, Tier[tier.upper()]))
+
+    daemon.ask(lambda client: _in_group(client, cache, group, moved))
     outcome.tell(as_json)
 
 
 @click.command()
 @address_option
 @click.argument("cache")
-@block_options
+@click.argument("keys", nargs=-1, required=True, type=KeyType(), metavar="KEY...")
+@_GROUP
+@_JSON
 @dry_run_option
 @yes_option
 def drop(
-    daemon: DaemonAt,
-    cache: str,
-    keys: Sequence[bytes],
-    source: TextIO | None,
-    group: int,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
+    daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Forget blocks of CACHE and everything below them, in every tier. `kvtier reset` forgets all.
 
     What is leased or pinned, or has such a block below it, stays. Exit status 1 where any block was not dropped.
     """
-    wanted = Selection.of(keys, source)
 
     def dropped(outcome: Outcome) -> Outcome:
-        async def verb(at: Cache, piece: list[bytes]) -> list[BlockResult]:
-            report = await at.drop(piece, dry_run=outcome.dry_run)
-            outcome.besides["dropped"] += report.dropped
-            return list(report.results)
+        async def verb(at: Cache) -> None:
+            for piece in _pieces(dict.fromkeys(keys)):
+                report = await at.drop(piece, dry_run=outcome.dry_run)
+                outcome.add(piece, report.results)
+                outcome.besides["dropped"] += report.dropped
 
-        run(_each(daemon, group, wanted, outcome, verb))
+        daemon.ask(lambda client: _in_group(client, cache, group, verb))
         return outcome
 
     outcome = dropped(Outcome("drop", cache, dry_run=True))
@@ -211,63 +161,29 @@ def drop(
 @click.command()
 @address_option
 @click.argument("cache")
-@tier_argument("tier")
-@block_options
-def pin(
-    daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], source: TextIO | None, group: int, as_json: bool
-) -> None:
-    """Keep blocks of CACHE in TIER, where they must be ready, until they are unpinned or the daemon ends.
+@_TIER
+@_GROUP
+@_JSON
+def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, as_json: bool) -> None:
+    """Undo every pin of blocks of CACHE in TIER, whoever made it. Exit status 1 where any could not be undone."""
+    place, outcome = Tier[tier.upper()], Outcome("unpin", cache)
 
-    A block pinned twice must be unpinned twice. Exit status 1 where any block was not pinned.
-    """
-    wanted, place, outcome = Selection.of(keys, source), Tier[tier.upper()], Outcome("pin", cache)
-    run(_each(daemon, group, wanted, outcome, lambda at, piece: at.pin(piece, place)))
+    async def unpinned(at: Cache) -> None:
+        """Round after round: a listing says that a block is pinned, not how often."""
+        while pinned := [block.key async for block in at.blocks() if block.pinned & place.bit]:
+            for piece in _pieces(pinned):
+                outcome.add(piece, await at.unpin(piece, place))
+
+    daemon.ask(lambda client: _in_group(client, cache, group, unpinned))
     outcome.tell(as_json)
 
 
-@click.command()
-@address_option
-@click.argument("cache")
-@tier_argument("tier")
-@block_options
-@click.option("--all", "everything", is_flag=True, help="Every block that is pinned there, as often as it is.")
-def unpin(
-    daemon: DaemonAt,
-    cache: str,
-    tier: str,
-    keys: Sequence[bytes],
-    source: TextIO | None,
-    everything: bool,
-    group: int,
-    as_json: bool,
-) -> None:
-    """Undo a pin of blocks of CACHE in TIER, whoever made it. Exit status 1 where any block has none."""
-    wanted, place, outcome = Selection.of(keys, source, everything), Tier[tier.upper()], Outcome("unpin", cache)
-    if everything:
-        run(_unpin_all(daemon, group, place, outcome))
-    else:
-        run(_each(daemon, group, wanted, outcome, lambda at, piece: at.unpin(piece, place)))
-    outcome.tell(as_json)
+async def _in_group(client: AsyncClient, cache: str, group: int, verb: Callable[[Cache], Awaitable[None]]) -> None:
+    await verb((await client.open_cache(cache, write=False)).in_group(group))
 
 
-async def _each(
-    daemon: DaemonAt,
-    group: int,
-    wanted: Selection,
-    outcome: Outcome,
-    verb: Callable[[Cache, list[bytes]], Awaitable[list[BlockResult]]],
-) -> None:
-    """The verb, piece by piece."""
-    async with await daemon.connect() as client:
-        cache = (await client.open_cache(outcome.cache, write=False)).in_group(group)
-        async for piece in wanted.pieces(cache):
-            outcome.add(piece, await verb(cache, piece))
-
-
-async def _unpin_all(daemon: DaemonAt, group: int, tier: Tier, outcome: Outcome) -> None:
-    """Round after round: a listing says that a block is pinned, not how often."""
-    async with await daemon.connect() as client:
-        cache = (await client.open_cache(outcome.cache, write=False)).in_group(group)
-        while pinned := [block.key async for block in cache.blocks() if block.pinned & tier.bit]:
-            async for piece in Selection(tuple(pinned)).pieces(cache):
-                outcome.add(piece, await cache.unpin(piece, tier))
+def _pieces(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Of :data:`PIECE` keys at most."""
+    left = iter(keys)
+    while piece := list(islice(left, PIECE)):
+        yield piece
