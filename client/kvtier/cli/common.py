@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -131,14 +130,6 @@ def json_option(what: str) -> Callable[[Command], Command]:
 
 def dry_run_option(command: Command) -> Command:
     return click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")(command)
-
-
-class Seconds(click.FloatRange):
-    """A finite number of seconds; click's own range lets nan through."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = float(super().convert(value, param, ctx))
-        return seconds if math.isfinite(seconds) else self.fail(f"{value} is not a number of seconds.", param, ctx)
 
 
 def yes_option(command: Command) -> Command:

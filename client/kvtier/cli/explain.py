@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -14,7 +14,7 @@ from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, address_option, console, json_option
 from kvtier.cli.watch_lines import text_lines
 from kvtier.client import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
-from kvtier.events import Event, WatchItem
+from kvtier.events import WatchItem
 from kvtier.types import LeaseInfo, clean, duration
 
 GONE: Final = 3
@@ -32,9 +32,8 @@ _STATES: Final[Mapping[CopyState, str]] = {
 @address_option
 @click.argument("key", type=KeyType(SHORTEST_PREFIX))
 @click.option("--cache", metavar="NAME", help="Only in this cache.  [default: all that you may see]")
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Show only the last N events of its past.")
 @json_option("One JSON object.")
-def explain(daemon: DaemonAt, key: bytes, cache: str | None, limit: int | None, as_json: bool) -> None:
+def explain(daemon: DaemonAt, key: bytes, cache: str | None, as_json: bool) -> None:
     """Say where the block KEY is, what holds it, and what became of it.
 
     KEY is in hex; its first 8 digits or more suffice if no other key begins like that. Looking is no use of the block.
@@ -43,18 +42,16 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, limit: int | None, 
     that is longer ago than the log goes back; 1 several keys begin like that, or as for every command.
     """
     told = daemon.ask(lambda client: client.explain(key, cache=cache))
-    shown = told.past if told.past is None or limit is None else told.past[max(0, len(told.past) - limit) :]
     if as_json:
-        past = None if shown is None else [event.to_json() for event in shown]
-        click.echo(json.dumps({**told.to_json(), "past": past}))
+        click.echo(json.dumps(told.to_json()))
     else:
-        for line in page(told, shown):
+        for line in page(told):
             console().print(line, soft_wrap=True)
     raise SystemExit(STATUS[told.state])
 
 
-def page(told: Explanation, past: Sequence[Event] | None) -> Iterator[Text]:
-    """The lines for a person. ``past``: the events of it that are shown."""
+def page(told: Explanation) -> Iterator[Text]:
+    """The lines for a person."""
     if told.state == "ambiguous":
         yield Text(f"several keys begin with {told.asked.hex()}:")
         yield from (Text(f"  {key.hex()}") for key in told.keys)
@@ -65,11 +62,11 @@ def page(told: Explanation, past: Sequence[Event] | None) -> Iterator[Text]:
     for end in told.endings():
         since = datetime.fromtimestamp(end.time_ns / 1e9).isoformat(" ", "milliseconds")
         yield Text(f"{end.cache}, group {end.group}: gone since {since}. {why_gone(end.cause)}", style="red")
-    if past is None:
+    if told.past is None:
         yield Text("its past is for those who may watch")
     elif told.state == "unknown":
         yield Text("nothing is known of it: it was never stored, or that is longer ago than the log goes back")
-    items: list[WatchItem] = [*(past or ()), *told.gaps]
+    items: list[WatchItem] = [*(told.past or ()), *told.gaps]
     for item in items:
         yield from text_lines(item)
 

@@ -22,12 +22,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.common import DaemonAt, Interrupts, Seconds, address_option, console, run
+from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, run
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import CacheStats, DaemonStats, LeaseInfo, Tier, clean, count, size
 
 ROWS_SHOWN: Final = 8
 """Caches, and leases; the screen has no room for all."""
+
+INTERVAL_S: Final = 1.0
+"""Time from one look at the daemon to the next."""
 
 PATIENCE_S: Final = 2.0
 """A daemon that takes longer to answer is away."""
@@ -49,12 +52,11 @@ class Look:
     away: str = ""
 
     def of_cache(self, name: str) -> Look:
-        """With this cache alone."""
+        """With the counters of this cache alone."""
         return replace(
             self,
             stats=_of_cache(self.stats, name),
             before=_of_cache(self.before, name) if self.before is not None else None,
-            leases=tuple(lease for lease in self.leases if lease.cache == name),
         )
 
     def total(self, counter: Callable[[CacheStats], int]) -> int:
@@ -74,27 +76,18 @@ class Look:
 
 @click.command()
 @address_option
-@click.option(
-    "--interval",
-    type=Seconds(0.1, 60.0),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time from one look at the daemon to the next.",
-)
-@click.option("--cache", metavar="NAME", help="Show this cache alone.")
 @click.option("--once", is_flag=True, help="Print one screen and end. Without a terminal it does so anyway.")
-def top(daemon: DaemonAt, interval: float, cache: str | None, once: bool) -> None:
+def top(daemon: DaemonAt, once: bool) -> None:
     """Watch tiers, moves, hits, caches and leases, live on the whole screen; q ends it.
 
     Goes on over restarts of the daemon. You see the caches that you may administer.
     """
     terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout)) and os.environ.get("TERM") != "dumb"
-    raise SystemExit(run((_print_one if once or not terminal else _follow)(daemon, interval, cache)))
+    raise SystemExit(run((_print_one if once or not terminal else _follow)(daemon)))
 
 
-async def looks(daemon: DaemonAt, interval: float) -> AsyncGenerator[Look, None]:
-    """One each interval. The first refusal is raised; a later one is a look that says why nothing newer comes."""
+async def looks(daemon: DaemonAt) -> AsyncGenerator[Look, None]:
+    """One a second. The first refusal is raised; a later one is a look that says why nothing newer comes."""
     last: Look | None = None
     while True:
         try:
@@ -107,32 +100,31 @@ async def looks(daemon: DaemonAt, interval: float) -> AsyncGenerator[Look, None]
                     except PermissionDenied as error:
                         last = replace(look, refused=str(error))
                     yield last
-                    await asyncio.sleep(interval)
+                    await asyncio.sleep(INTERVAL_S)
         except KvtierError as error:
             if last is None:
                 raise
             yield replace(last, away=str(error))
-            await asyncio.sleep(interval)
+            await asyncio.sleep(INTERVAL_S)
 
 
-async def _print_one(daemon: DaemonAt, interval: float, cache: str | None) -> int:
+async def _print_one(daemon: DaemonAt) -> int:
     """The second look, since rates take two."""
-    async with aclosing(looks(daemon, interval)) as following:
-        _require_cache(await anext(following), cache)
-        console().print(screen(await anext(following), daemon.address, cache))
+    async with aclosing(looks(daemon)) as following:
+        await anext(following)
+        console().print(screen(await anext(following), daemon.address))
     return 0
 
 
-async def _follow(daemon: DaemonAt, interval: float, cache: str | None) -> int:
+async def _follow(daemon: DaemonAt) -> int:
     """Paints until q, Ctrl-C or SIGTERM. Returns the exit status."""
     with Interrupts() as interrupts:
         try:
-            async with aclosing(looks(daemon, interval)) as following:
+            async with aclosing(looks(daemon)) as following:
                 look = await anext(following)
-                _require_cache(look, cache)
                 with _keys(interrupts), Live(console=console(), screen=True, auto_refresh=False) as live:
                     while True:
-                        live.update(screen(look, daemon.address, cache), refresh=True)
+                        live.update(screen(look, daemon.address), refresh=True)
                         look = await anext(following)
         except asyncio.CancelledError:
             return 0 if interrupts.caught == signal.SIGINT else interrupts.status
@@ -156,30 +148,24 @@ def _keys(interrupts: Interrupts) -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _require_cache(look: Look, name: str | None) -> None:
-    if name is not None and name not in {cache.name for cache in look.stats.caches}:
-        raise click.ClickException(f"cache = {name}: no such cache is open, or you may not administer it")
-
-
 def _of_cache(stats: DaemonStats, name: str) -> DaemonStats:
     return replace(stats, caches=tuple(cache for cache in stats.caches if cache.name == name))
 
 
-def screen(look: Look, address: str, name: str | None = None) -> RenderableType:
-    """All that is shown of a look, or of one cache of it."""
-    shown = look if name is None else look.of_cache(name)
-    what = f"cache {name}" if name is not None else f"caches {len(look.stats.caches)}"
+def screen(look: Look, address: str) -> RenderableType:
+    """All that is shown of a look."""
     parts = (_tiers, _moves, _hits, _caches, _leases)
-    return Group(_head(shown, address, what), *(Padding(part(shown), (1, 0, 0, 0)) for part in parts))
+    return Group(_head(look, address), *(Padding(part(look), (1, 0, 0, 0)) for part in parts))
 
 
-def _head(look: Look, address: str, what: str) -> RenderableType:
+def _head(look: Look, address: str) -> RenderableType:
     stats = look.stats
     first = f"kvtierd {stats.version}  {address}  pid {stats.pid}  epoch {stats.epoch}  boot {stats.boot}"
     lines = [
         Text(f"{first}  up {timedelta(seconds=stats.uptime_ns // 10**9)}", style="bold", overflow="ellipsis"),
         Text(
-            f"{what}  calls waiting {look.total(lambda cache: cache.waiting)}  last event {stats.last_event_id}  "
+            f"caches {len(stats.caches)}  calls waiting {look.total(lambda cache: cache.waiting)}  "
+            f"last event {stats.last_event_id}  "
             f"watchers {stats.watchers}, behind {max((each.lag for each in stats.watcher_stats), default=0)}"
         ),
     ]
