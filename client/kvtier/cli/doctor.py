@@ -33,9 +33,6 @@ from kvtier.types import size
 USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 """The configuration file of the systemd unit."""
 
-DAEMON_BYTES: Final = 512 << 20
-"""Memory of the daemon besides its tiers: interpreter, index, events."""
-
 FLOOR_BYTES: Final = 1 << 30
 """The daemon leaves this much free on the file system, or a twentieth of it where that is less."""
 
@@ -102,7 +99,6 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     findings.append(running)
     checks: dict[str, Callable[[], Finding]] = {
         "locked memory": lambda: check_locked_memory(Path(f"/proc/{pid or 'self'}/limits").read_text(), needs),
-        "memory": lambda: check_memory(pid, needs),
         "shared memory": check_shared_memory,
     }
     if needs.disk_bytes:
@@ -173,21 +169,6 @@ def check_locked_memory(limits: str, needs: Needs) -> Finding:
     found = f"the limit is {size(int(limit))}, the tiers in memory have {wanted}: they may be swapped out"
     advice = "systemctl edit kvtierd, [Service]: LimitMEMLOCK=infinity; or /etc/security/limits.d, memlock unlimited"
     return Finding("locked memory", Level.WARN, found, advice)
-
-
-def check_memory(pid: int, needs: Needs) -> Finding:
-    """What the tiers of a daemon that runs (pid not 0) have already counts as room."""
-    available = _kilobytes(Path("/proc/meminfo"), "MemAvailable") << 10
-    taken = _kilobytes(Path(f"/proc/{pid}/status"), "RssShmem") << 10 if pid else 0
-    found = f"{size(available)} available; {size(needs.memory_bytes)} configured, {size(taken)} of it taken"
-    if available + taken >= needs.memory_bytes + DAEMON_BYTES:
-        return Finding("memory", Level.OK, found)
-    advice = "make host_bytes (or the stand-in, where there is no GPU) smaller, or end what uses the memory"
-    return Finding("memory", Level.FAIL, found, advice)
-
-
-def _kilobytes(file: Path, field: str) -> int:
-    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(f"{field}:"))
 
 
 def check_shared_memory() -> Finding:

@@ -46,14 +46,6 @@ def test_the_hard_limit_of_locked_memory_holds_the_tiers(hard: str, level: Level
     judged(doctor.check_locked_memory(limits, needs()), level, says)
 
 
-def test_memory_must_be_available() -> None:
-    judged(doctor.check_memory(0, needs(host_bytes=1 << 20)), Level.OK, "1.0 MiB configured, 0 B of it taken")
-    judged(doctor.check_memory(0, needs(host_bytes=1 << 60)), Level.FAIL, "smaller")
-    stand_in = needs(host_bytes=0, devices={"stand-in": 1 << 60})
-    judged(doctor.check_memory(os.getpid(), stand_in), Level.FAIL)
-    judged(doctor.check_memory(0, needs(host_bytes=0, devices={"cuda": 1 << 60})), Level.OK)
-
-
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     judged(doctor.check_shared_memory(), Level.OK)
 
@@ -130,7 +122,6 @@ def test_a_machine_is_examined_without_a_daemon(tmp_path: Path, short_dir: Path)
     assert [name for name, finding in found.items() if finding["level"] == "ok"] == [
         "configuration",
         *(["locked memory"] if found["locked memory"]["level"] == "ok" else []),
-        "memory",
         "shared memory",
         "disk space",
         "O_DIRECT",
