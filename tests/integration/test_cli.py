@@ -135,11 +135,11 @@ def conversations(path, count, turns):
 
 
 async def test_replay_of_more_than_fits(tmp_path):
-    """Tiers far too small, four requests at a time: nothing is wrong, lost or misplaced."""
+    """Tiers far too small: nothing is wrong, lost or misplaced."""
     trace = conversations(tmp_path / "trace.jsonl", count=8, turns=5)
     async with PrivateDaemon(TierSlots(device=14, host=16, disk=200).as_bytes(replay_spec(4096))) as daemon:
         at = ("--address", daemon.address, "--block-bytes", "4096")
-        done = await asyncio.to_thread(kvtier, "replay", str(trace), *at, "--concurrency", "4", "--json")
+        done = await asyncio.to_thread(kvtier, "replay", str(trace), *at, "--json")
     report = json.loads(done.stdout)
     assert (report["requests"], report["block_refs"]) == (40, 8 * (3 + 5 + 7 + 9 + 11))
     assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)

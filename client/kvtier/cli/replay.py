@@ -28,7 +28,6 @@ from kvtier.replay.trace import read, replay_spec
     help="Size of a block, a multiple of 256.",
 )
 @click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
-@click.option("--concurrency", type=click.IntRange(min=1), metavar="C", default=1, show_default=True)
 @click.option("--cache", metavar="NAME", default="replay", show_default=True, help="The cache to use.")
 @json_option("One JSON object on standard output.")
 def replay(
@@ -36,7 +35,6 @@ def replay(
     daemon: DaemonAt,
     block_bytes: int,
     requests: int | None,
-    concurrency: int,
     cache: str,
     as_json: bool,
 ) -> None:
@@ -47,7 +45,7 @@ def replay(
 
     Exit status 1 if a byte was wrong, an event was lost or a residency differed.
     """
-    report = run(_replay(trace, daemon, requests, concurrency, cache, block_bytes))
+    report = run(_replay(trace, daemon, requests, cache, block_bytes))
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
@@ -56,22 +54,14 @@ def replay(
         raise SystemExit(1)
 
 
-async def _replay(
-    trace: Path, daemon: DaemonAt, limit: int | None, concurrency: int, name: str, block_bytes: int
-) -> Report:
+async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, block_bytes: int) -> Report:
     spec = replay_spec(block_bytes)
     requests = await read(trace, limit)
     async with await daemon.connect() as client:
         cache = await client.open_cache(name, spec)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             shown = bar.add_task("replay", total=len(requests))
-            return await run_replay(
-                client,
-                cache,
-                requests,
-                concurrency=concurrency,
-                progress=lambda done: bar.update(shown, completed=done),
-            )
+            return await run_replay(client, cache, requests, progress=lambda done: bar.update(shown, completed=done))
 
 
 def table(report: Report) -> Table:
@@ -85,7 +75,6 @@ def table(report: Report) -> Table:
     places = ", ".join(f"{tier} {count}" for tier, count in report.hits.items())
     rows.add_row("hits", f"{hits} of {report.block_refs} blocks asked for ({report.hit_ratio:.1%}): {places}")
     rows.add_row("misses", f"{report.misses}, of which {report.stored} were stored")
-    rows.add_row("retries", f"{report.retries} while the tier was full")
     checks = {
         "blocks with wrong bytes": report.verify_failures,
         "gaps in the events": report.event_gaps,

@@ -69,7 +69,7 @@ def shown(renderable: object) -> str:
         (["watch", "--key", "abc"], "even"),
         (["watch", "--group", "16"], "0<=x<=15"),
         (["replay", "/nonexistent"], "does not exist"),
-        (["replay", "--concurrency", "0", "README.md"], "x>=1"),
+        (["replay", "--requests", "0", "README.md"], "x>=1"),
     ],
 )
 def test_bad_options_are_refused_with_what_is_allowed(arguments: list[str], says: str) -> None:

@@ -101,7 +101,6 @@ def test_the_report_as_json() -> None:
         "misses": 6,
         "hit_ratio": 0.4,
         "stored": 0,
-        "retries": 0,
         "verify_failures": 0,
         "seconds": 0.5,
         "requests_per_s": 4.0,
