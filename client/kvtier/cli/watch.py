@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Callable, Collection
-from datetime import datetime, timedelta
 from typing import Any, Final
 
 import click
@@ -18,55 +18,36 @@ from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, json_option, run
 from kvtier.cli.watch_lines import json_lines, plain_lines, text_lines, trtllm_lines, write
 from kvtier.client import AsyncClient
-from kvtier.events import Event, Gap, WatchItem
+from kvtier.events import Event, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
 
 NO_DAEMON: Final = 3
-LOST: Final = 4
-"""Exit statuses, besides those of every command."""
+"""Exit status, besides those of every command."""
 
-FORMS: Final = "[EPOCH:]ID, a time (2026-11-22T01:00, with Z or +01:00) or how long ago (5m, 1h30m)"
+FORMS: Final = "[EPOCH:]ID, or how long ago (30s, 5m, 2h, 1.5d)"
 
 _CURSOR: Final = re.compile(r"(?:(\d+):)?(\d+)")
-_SPAN: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhd]))+")
-_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd])")
-_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_EPOCH: Final = datetime.fromisoformat("1970-01-01T00:00Z")
+_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_NANOSECONDS: Final = {"s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 
 Moment = Cursor | int
 """A place in the event stream, or nanoseconds since the Unix epoch."""
 
 
-def moment(text: str, now: datetime) -> Moment:
-    """Reads one of :data:`FORMS`. A time without a zone is of the zone of ``now``. Raises :class:`ValueError`."""
-    if cursor := _CURSOR.fullmatch(text):
-        found = Cursor(int(cursor[1] or 0), int(cursor[2]))
-        if max(found.epoch, found.id).bit_length() > 64:
-            raise ValueError(f"{text!r}: epochs and ids have 64 bits")
-        return found
-    if _SPAN.fullmatch(text):
-        at = now - timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text)))
-    else:
-        try:
-            at = datetime.fromisoformat(text)
-        except ValueError as error:
-            raise ValueError(f"{text!r} is none of {FORMS}") from error
-    time_ns = ((at if at.tzinfo else at.replace(tzinfo=now.tzinfo)) - _EPOCH) // timedelta(microseconds=1) * 1000
-    if time_ns < 0 or time_ns.bit_length() > 64:
-        raise ValueError(f"{text!r} is before 1970 or after 2554")
-    return time_ns
-
-
 class MomentType(click.ParamType[Moment]):
-    """A :data:`Moment`; times without a zone are local."""
+    """A :data:`Moment` in one of :data:`FORMS`."""
 
     name = "moment"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
-        try:
-            return moment(str(value), datetime.now().astimezone())
-        except (ValueError, OverflowError) as error:
-            self.fail(str(error), param, ctx)
+        if cursor := _CURSOR.fullmatch(value):
+            found = Cursor(int(cursor[1] or 0), int(cursor[2]))
+            if max(found.epoch, found.id).bit_length() <= 64:
+                return found
+            self.fail(f"{value!r}: epochs and ids have 64 bits", param, ctx)
+        if ago := _AGO.fullmatch(value):
+            return max(0, time.time_ns() - int(float(ago[1]) * _NANOSECONDS[ago[2]]))
+        self.fail(f"{value!r} is none of {FORMS}", param, ctx)
 
 
 def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[str]:
@@ -103,7 +84,6 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.option("--snapshot", is_flag=True, help="Begin with the blocks that are there now.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N events.")
 @click.option("--no-follow", is_flag=True, help="End when all that existed at the start has been shown.")
-@click.option("--fail-on-gap", is_flag=True, help="End with status 4 at the first gap.")
 def watch(
     daemon: DaemonAt,
     as_json: bool,
@@ -118,7 +98,6 @@ def watch(
     keys: tuple[bytes, ...],
     limit: int | None,
     no_follow: bool,
-    fail_on_gap: bool,
     **options: Any,
 ) -> None:
     """Follow every move, store and eviction as it happens.
@@ -136,7 +115,6 @@ def watch(
       1    refused, or failed
       2    the command line makes no sense
       3    no daemon answers at the start
-      4    a gap, with --fail-on-gap
       130  ended by Ctrl-C (SIGINT); 143 by SIGTERM
     """
     if sys.stdout is None:
@@ -158,7 +136,7 @@ def watch(
     }
     if no_follow:  # it notices within a second that only filtered events are left
         options |= {"heartbeats": True, "heartbeat_s": 1.0}
-    work = _follow(daemon, "json" if as_json else form, limit, not no_follow, fail_on_gap, options)
+    work = _follow(daemon, "json" if as_json else form, limit, not no_follow, options)
     try:
         raise SystemExit(run(work, no_daemon=NO_DAEMON))
     except BrokenPipeError:
@@ -167,9 +145,7 @@ def watch(
         raise click.ClickException(f"cannot write to standard output: {error.strerror}") from error
 
 
-async def _follow(
-    daemon: DaemonAt, form: str, limit: int | None, follow: bool, fail_on_gap: bool, options: dict[str, Any]
-) -> int:
+async def _follow(daemon: DaemonAt, form: str, limit: int | None, follow: bool, options: dict[str, Any]) -> int:
     """Shows events to the end that was asked for. Returns the exit status."""
     with Interrupts() as interrupts:
         try:
@@ -184,8 +160,6 @@ async def _follow(
                                 break
                             limit = limit - 1 if limit is not None else None
                         show(item)
-                        if fail_on_gap and isinstance(item, Gap):
-                            return LOST
                         if limit == 0 or (last is not None and watch.cursor is not None and watch.cursor.id >= last):
                             break
         except asyncio.CancelledError:

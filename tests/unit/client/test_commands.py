@@ -64,7 +64,7 @@ def shown(renderable: object) -> str:
         (["watch", "--cause", "boredom"], "capacity"),
         (["watch", "--tier", "l2"], "device"),
         (["watch", "--since", "1", "--snapshot"], "exclude each other"),
-        (["watch", "--since", "5 minutes"], "1h30m"),
+        (["watch", "--since", "5 minutes"], "how long ago"),
         (["watch", "--key", "xyz"], "hexadecimal"),
         (["watch", "--key", "abc"], "even"),
         (["watch", "--group", "16"], "0<=x<=15"),
