@@ -130,8 +130,8 @@ def test_what_makes_no_sense_is_refused(at, arguments, status, says):
 def test_the_doctor_finds_the_daemon_and_what_it_was_given(daemon):
     flags = ("--runtime-dir", daemon.address, "--disk-dir", str(daemon.disk_dir), "--host-bytes", "1MiB")
     found = {each["check"]: each for each in answer("doctor", *flags, "--disk-bytes", "64MiB")}
-    assert f"pid {daemon.pid}" in found["daemon"]["found"]
-    for check in ("configuration", "daemon", "shared memory", "disk space", "O_DIRECT"):
+    assert f"pid {daemon.pid}" in found["configuration"]["found"]
+    for check in ("configuration", "shared memory", "disk space", "O_DIRECT"):
         assert found[check]["level"] == "ok", found[check]
     assert "locked memory" in kvtier("doctor", *flags).stdout
 

@@ -94,9 +94,9 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     except Refused as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
         return [Finding("configuration", Level.FAIL, str(refused), advice)]
-    findings = [Finding("configuration", Level.OK, f"accepted; the address is {needs.runtime_dir}")]
-    running, pid = check_daemon(needs.runtime_dir)
-    findings.append(running)
+    pid = pid_of(needs.runtime_dir)
+    runs = f"a daemon, pid {pid}," if pid else "no daemon"
+    findings = [Finding("configuration", Level.OK, f"accepted; {runs} serves at {needs.runtime_dir}")]
     checks: dict[str, Callable[[], Finding]] = {
         "locked memory": lambda: check_locked_memory(Path(f"/proc/{pid or 'self'}/limits").read_text(), needs),
         "shared memory": check_shared_memory,
@@ -141,22 +141,17 @@ def _asked(*arguments: str) -> str:
     return answer.stdout
 
 
-def check_daemon(runtime_dir: Path) -> tuple[Finding, int]:
-    """The finding, and the daemon's pid, 0 where no daemon answers."""
+def pid_of(runtime_dir: Path) -> int:
+    """The daemon's pid; 0 where no daemon answers."""
 
-    async def ask() -> tuple[int, tuple[str, ...]]:
+    async def ask() -> int:
         async with await aio.connect(str(runtime_dir)) as client:
-            stats = await client.stats()
-            return stats.pid, stats.problems
+            return (await client.stats()).pid
 
     try:
-        pid, problems = asyncio.run(ask())
-    except KvtierError as error:
-        advice = "systemctl start kvtierd, or run kvtierd by hand and read what it says"
-        return Finding("daemon", Level.WARN, str(error), advice), 0
-    if problems:
-        return Finding("daemon", Level.WARN, "; ".join(problems), "kvtier status, and the daemon's log"), pid
-    return Finding("daemon", Level.OK, f"pid {pid}, healthy"), pid
+        return asyncio.run(ask())
+    except KvtierError:
+        return 0
 
 
 def check_locked_memory(limits: str, needs: Needs) -> Finding:
