@@ -1,4 +1,4 @@
-"""``kvtier bridge zmq``: a router that follows vLLM's events knows, over everything, where a daemon has which block."""
+"""``kvtier bridge``: a router that follows vLLM's events knows, over everything, where a daemon has which block."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class BridgeProcess:
 
 
 def command(daemon, *options):
-    return [sys.executable, "-m", "kvtier.cli", "bridge", "zmq", "--address", daemon.address, "--cache", NAME, *options]
+    return [sys.executable, "-m", "kvtier.cli", "bridge", "--address", daemon.address, "--cache", NAME, *options]
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def test_a_place_that_other_hosts_reach_is_asked_for(daemon):
 
 def test_without_the_extra_it_says_what_to_install():
     code = "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; main()"
-    done = ended([sys.executable, "-c", code, "bridge", "zmq", "--cache", NAME])
+    done = ended([sys.executable, "-c", code, "bridge", "--cache", NAME])
     assert (done.returncode, done.stderr) == (1, "Error: zmq is not installed: pip install 'kvtier[zmq]'\n")
 
 

@@ -16,12 +16,7 @@ from kvtier.errors import InvalidArgument
 from kvtier.events import Gap
 
 
-@click.group()
-def bridge() -> None:
-    """Republish a cache's events in the forms that other projects' routers read."""
-
-
-@bridge.command(name="zmq")
+@click.command()
 @address_option
 @click.option("--cache", required=True, metavar="NAME", help="The cache whose events to publish.")
 @click.option("--group", type=click.IntRange(min=0), metavar="N", help="Only this window group. Default: all.")
@@ -55,7 +50,7 @@ def bridge() -> None:
     "--lora-name", "loras", multiple=True, type=(int, str), metavar="ID NAME", help="An adapter's name. Repeatable."
 )
 @click.option("--data-parallel-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
-def zmq_bridge(daemon: DaemonAt, cache: str, encoding: str, loras: Sequence[tuple[int, str]], **others: Any) -> None:
+def bridge(daemon: DaemonAt, cache: str, encoding: str, loras: Sequence[tuple[int, str]], **others: Any) -> None:
     """Publish a cache's events as vLLM does, over ZeroMQ, for routers such as Dynamo's, llm-d's and AIBrix's.
 
     Begins with the present blocks, goes on over restarts of the daemon, and publishes after a gap what it changed.
