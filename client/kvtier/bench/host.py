@@ -340,13 +340,16 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Pat
     """
     async with AsyncExitStack() as stack:
         places = [await stack.enter_async_context(place(replay_spec(PAGE), TierSlots(0, each, 0))) for each in counts]
+        acquiring, storing = [], []
         for blocks, here in zip(counts, places, strict=True):
-            await _fill(here, range(blocks // 10))
+            fresh = chains(_FILL)
+            await _fill(here, fresh, blocks // 10)
             before = _anonymous_bytes(here)
-            await _fill(here, range(blocks // 10, blocks))
+            last = await _fill(here, fresh, blocks - blocks // 10)
+            acquiring.append(_acquiring(here, last[:BATCH]))
+            storing.append(_storing(here, fresh))
             memory = (_anonymous_bytes(here) - before) / (blocks - blocks // 10)
             yield Result("scale.memory", {"blocks": blocks}, memory, "bytes/block")
-        acquiring, storing = list(map(_acquiring, places, counts)), list(map(_storing, places))
         for name, works in (("acquire", acquiring), ("store", storing)):
             costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *works)]
             for blocks, cost in zip(counts, costs, strict=True):
@@ -355,21 +358,15 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Pat
         yield result
 
 
-def _chain(blocks: range) -> list[bytes]:
-    return [b"%032d" % number for number in blocks]
-
-
-def _last_chain(blocks: int) -> list[bytes]:
-    """What :func:`_fill` stored last."""
-    return _chain(range((blocks - 1) // _FILL * _FILL, blocks))
-
-
-async def _fill(here: Place, blocks: range, *, disk: bool = False) -> None:
-    for start in range(blocks.start, blocks.stop, _FILL):
-        chain = _chain(range(start, min(start + _FILL, blocks.stop)))
+async def _fill(here: Place, fresh: Iterator[list[bytes]], blocks: int, *, disk: bool = False) -> list[bytes]:
+    """Stores so many blocks in chains. Returns the last chain."""
+    chain: list[bytes] = []
+    for left in range(blocks, 0, -_FILL):
+        chain = next(fresh)[:left]
         await _store(here, chain)
         if disk:
             await here.move(chain, Tier.DISK)
+    return chain
 
 
 async def _store(here: Place, chain: list[bytes]) -> None:
@@ -383,15 +380,13 @@ async def _acquire(here: Place, chain: list[bytes]) -> None:
         pass
 
 
-def _acquiring(here: Place, blocks: int) -> Work:
-    chain = _last_chain(blocks)[:BATCH]
+def _acquiring(here: Place, chain: list[bytes]) -> Work:
     return lambda: timed(_acquire(here, chain))
 
 
-def _storing(here: Place) -> Work:
+def _storing(here: Place, fresh: Iterator[list[bytes]]) -> Work:
     """The cache is full: each store evicts as many blocks."""
-    fresh = chains()
-    return lambda: timed(_store(here, next(fresh)))
+    return lambda: timed(_store(here, next(fresh)[:BATCH]))
 
 
 async def _restart(blocks: int, directory: Path | None) -> list[Result]:
@@ -400,9 +395,9 @@ async def _restart(blocks: int, directory: Path | None) -> list[Result]:
         told, slots = Path(kept) / "callbacks", TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
         module = ("kvtier.bench.callbacks", str(told))
         async with place(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:
-            await _fill(here, range(blocks), disk=True)
+            last = await _fill(here, chains(_FILL), blocks, disk=True)
             await here.daemon.stop(_STOP_S)
-            seconds = await timed(_serving(here.daemon, _last_chain(blocks)))
+            seconds = await timed(_serving(here.daemon, last))
             return [
                 Result("scale.callback.p99.9", {"blocks": blocks}, float(told.read_text()), "us"),
                 Result("scale.restart", {"blocks": blocks}, seconds, "s"),
