@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonError, InvalidArgument, require_within
 from kvtier.types import (
     BlockResult,
@@ -280,46 +280,7 @@ def cursor_from_wire(message: blocks_pb2.Cursor) -> Cursor:
 
 
 def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
-    return caches_pb2.CacheSpec(
-        model=spec.model,
-        dtype=spec.dtype,
-        tokens_per_block=spec.tokens_per_block,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        groups=[
-            caches_pb2.WindowGroupSpec(
-                window_tokens=group.window_tokens,
-                pools=[
-                    caches_pb2.PoolSpec(
-                        layers=pool.layers,
-                        kv_heads=pool.kv_heads,
-                        head_size=pool.head_size,
-                        kv_factor=pool.kv_factor,
-                        dtype=pool.dtype,
-                    )
-                    for pool in group.pools
-                ],
-            )
-            for group in spec.groups
-        ],
-    )
-
-
-def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
-    return CacheSpec(
-        model=message.model,
-        dtype=message.dtype,
-        tokens_per_block=message.tokens_per_block,
-        rank=message.rank,
-        world_size=message.world_size,
-        groups=tuple(
-            WindowGroupSpec(
-                window_tokens=group.window_tokens,
-                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype) for p in group.pools),
-            )
-            for group in message.groups
-        ),
-    )
+    return caches_pb2.CacheSpec(**spec.to_dict())
 
 
 def session_number(session_id: int) -> int:
@@ -378,7 +339,7 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
     return CacheInfo(
         cache_id=message.cache_id,
         name=message.name,
-        spec=spec_from_wire(message.spec),
+        spec=CacheSpec.of(message.spec),
         fingerprint=message.fingerprint,
         groups=tuple(
             GroupInfo(

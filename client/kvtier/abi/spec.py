@@ -208,6 +208,19 @@ class CacheSpec:
         return asdict(self)
 
     @classmethod
+    def of(cls, message: Any) -> Self:
+        """The specification in a message of the same fields, not yet validated."""
+        groups = (
+            WindowGroupSpec(
+                group.window_tokens,
+                tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype) for p in group.pools),
+            )
+            for group in message.groups
+        )
+        fields = (message.model, message.dtype, message.tokens_per_block, message.rank, message.world_size)
+        return cls(*fields, tuple(groups))
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The validated specification. Raises :class:`SpecError` for unknown, missing or wrong fields."""
         try:

@@ -7,8 +7,7 @@ from typing import Final
 
 from google.protobuf.message import Message
 
-from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2
+from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, LeaseId, Tier
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
@@ -35,47 +34,3 @@ def granted_leases(reply: Message | None) -> list[LeaseId]:
 
 def parents(values: Iterable[Key | None]) -> bytes:
     return b"".join([ROOT_PARENT if value is None else value for value in values])
-
-
-def spec(value: CacheSpec) -> caches_pb2.CacheSpec:
-    return caches_pb2.CacheSpec(
-        model=value.model,
-        dtype=value.dtype,
-        tokens_per_block=value.tokens_per_block,
-        rank=value.rank,
-        world_size=value.world_size,
-        groups=[
-            caches_pb2.WindowGroupSpec(
-                window_tokens=group.window_tokens,
-                pools=[
-                    caches_pb2.PoolSpec(
-                        layers=pool.layers,
-                        kv_heads=pool.kv_heads,
-                        head_size=pool.head_size,
-                        kv_factor=pool.kv_factor,
-                        dtype=pool.dtype,
-                    )
-                    for pool in group.pools
-                ],
-            )
-            for group in value.groups
-        ],
-    )
-
-
-def spec_from_wire(value: caches_pb2.CacheSpec) -> CacheSpec:
-    """The specification in a message, not yet validated."""
-    return CacheSpec(
-        model=value.model,
-        dtype=value.dtype,
-        tokens_per_block=value.tokens_per_block,
-        rank=value.rank,
-        world_size=value.world_size,
-        groups=tuple(
-            WindowGroupSpec(
-                window_tokens=group.window_tokens,
-                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype) for p in group.pools),
-            )
-            for group in value.groups
-        ),
-    )

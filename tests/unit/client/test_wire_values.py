@@ -15,7 +15,6 @@ from kvtier.wire import (
     budgets_to_wire,
     packed_keys,
     session_number,
-    spec_from_wire,
     spec_to_wire,
     split_keys,
     tier_from_wire,
@@ -51,8 +50,8 @@ def test_numbers_that_no_message_holds_are_refused_by_name(make: Callable[[], ob
 def test_a_specification_survives_the_wire() -> None:
     pools = (PoolSpec(24, 8, 128), PoolSpec(8, 2, 128, kv_factor=1))
     spec = CacheSpec("llama", "bfloat16", 16, rank=1, world_size=2, groups=(WindowGroupSpec(0, pools),))
-    assert spec_from_wire(spec_to_wire(spec)) == spec
-    assert spec_from_wire(spec_to_wire(spec)).fingerprint() == spec.fingerprint()
+    assert CacheSpec.of(spec_to_wire(spec)) == spec
+    assert CacheSpec.of(spec_to_wire(spec)).fingerprint() == spec.fingerprint()
 
 
 def test_enums_are_the_wire_s() -> None:

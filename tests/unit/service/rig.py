@@ -26,6 +26,7 @@ from kvtier.v1 import (
     common_pb2,
     events_pb2_grpc,
 )
+from kvtier.wire import spec_to_wire
 from kvtierd.config import Config
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
@@ -120,7 +121,7 @@ class Client:
         options: caches_pb2.CacheOptions | None = None,
     ) -> int:
         budget_list = [caches_pb2.TierBudget(tier=tier, bytes=size) for tier, size in (budgets or {}).items()]  # type: ignore[arg-type]
-        request = caches_pb2.OpenRequest(name=name, spec=wire.spec(SPEC), budgets=budget_list, options=options)
+        request = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budget_list, options=options)
         response: caches_pb2.OpenResponse = await self.call(self.caches.Open, request)
         return response.cache_id
 

@@ -16,9 +16,9 @@ import pytest
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2, caches_pb2
+from kvtier.wire import spec_to_wire
 from kvtierd.config import Config
 from kvtierd.core.ids import GroupId, Tier
-from kvtierd.service import wire
 from kvtierd.service.budgets import RememberedSlots
 from kvtierd.service.daemon import Daemon
 from kvtierd.state import StateDir
@@ -186,7 +186,7 @@ async def test_others_are_served_while_a_cache_is_read(short_dir: Path, monkeypa
         code, _ = await client.refusal(
             client.caches.Open,
             caches_pb2.OpenRequest(
-                name="greedy", spec=wire.spec(SPEC), budgets=[caches_pb2.TierBudget(tier=HOST, bytes=SLOT_BYTES)]
+                name="greedy", spec=spec_to_wire(SPEC), budgets=[caches_pb2.TierBudget(tier=HOST, bytes=SLOT_BYTES)]
             ),
         )
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, "what is still being read has its budgets"

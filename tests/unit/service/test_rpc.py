@@ -20,7 +20,7 @@ from kvtier.abi import attach
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, events_pb2_grpc
-from kvtierd.service import wire
+from kvtier.wire import spec_to_wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.mapped import Chaos
 from tests.unit.service.relay import relay
@@ -87,7 +87,7 @@ async def test_listings_come_in_pages(client: Client, monkeypatch: pytest.Monkey
 
 
 async def test_an_open_that_its_caller_gave_up_is_finished_all_the_same(client: Client) -> None:
-    request = caches_pb2.OpenRequest(name="cache", spec=wire.spec(SPEC), seq=1)
+    request = caches_pb2.OpenRequest(name="cache", spec=spec_to_wire(SPEC), seq=1)
     call = client.caches.Open(request, metadata=client.metadata)
     await asyncio.sleep(0.002)
     call.cancel()

@@ -13,8 +13,8 @@ import pytest
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.driver import Driver
 from kvtier.v1 import caches_pb2
+from kvtier.wire import spec_to_wire
 from kvtierd.mover.cuda.staging import Staging
-from kvtierd.service import wire
 from kvtierd.tiers import memfd
 from kvtierd.tiers.memfd import Memfd, near, node_of
 from tests.fake_cuda import load_fake
@@ -118,7 +118,7 @@ async def test_the_arena_of_a_cache_is_near_its_gpu(
             seen.clear()
             budgets = [caches_pb2.TierBudget(tier=tier, bytes=4 * SLOT_BYTES) for tier in (DEVICE, HOST)]
             name = device.replace(":", "-")
-            request = caches_pb2.OpenRequest(name=name, spec=wire.spec(SPEC), budgets=budgets, device=device)
+            request = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets, device=device)
             await client.call(client.caches.Open, request)
             assert set(seen) == {where}
 

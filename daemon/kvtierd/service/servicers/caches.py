@@ -36,7 +36,7 @@ class CachesService:
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validation.cache_name(request.name)
-        spec = _valid(wire.spec_from_wire(request.spec)) if request.HasField("spec") else None
+        spec = _valid(CacheSpec.of(request.spec)) if request.HasField("spec") else None
         may_create = self._access.may(session, Right.WRITE, name)
         if spec is not None and not may_create and not self._catalog.exists(name):
             self._access.require_on(session, Right.WRITE, name)
@@ -103,7 +103,7 @@ class CachesService:
         return caches_pb2.CacheInfo(
             cache_id=cache.id,
             name=cache.name,
-            spec=wire.spec(cache.spec),
+            spec=caches_pb2.CacheSpec(**cache.spec.to_dict()),
             fingerprint=cache.fingerprint,
             groups=[_group_info(cache.spec, cache.slots, group) for group in range(len(cache.spec.groups))],
             options=cache.options.to_wire(),
