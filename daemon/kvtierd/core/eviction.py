@@ -259,25 +259,6 @@ class Ranked:
         heap, old = self._heap, self._old
         return old if old and (not heap or old[0][0] < heap[0][0]) else heap
 
-    def in_order(self) -> Iterator[tuple[int, Block] | None]:
-        """The candidates by rank, found as they are asked for; None for each entry that was stale. Nothing changes, and
-        nothing may meanwhile."""
-        heaps = (self._heap, self._old)
-        frontier = [(heap[0][0], which, 0) for which, heap in enumerate(heaps) if heap]
-        heapq.heapify(frontier)
-        previous = None
-        while frontier:
-            rank, which, place = heapq.heappop(frontier)
-            heap = heaps[which]
-            for child in (2 * place + 1, 2 * place + 2):
-                if child < len(heap):
-                    heapq.heappush(frontier, (heap[child][0], which, child))
-            block = heap[place][1]
-            fresh = block is not previous and self._listed(rank, block)
-            if fresh:
-                previous = block
-            yield (rank, block) if fresh else None
-
     def __iter__(self) -> Iterator[Block]:
         """Every candidate once, in any order."""
         entries = chain(self._heap, self._old)
@@ -320,10 +301,6 @@ class Candidates:
         self.leaf = Ranked(tier, LEAF)
         self.dirty = Ranked(tier, DIRTY)
         self.cleans = 0
-
-    def place_of(self, rank: int) -> int:
-        """Where a block of this rank stands on the lists; :meth:`put` does the same."""
-        return rank & self._counts
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""

@@ -31,33 +31,12 @@ from kvtierd.core.transfers import (
     DropReport,
     GroupSpan,
     Listing,
-    ListingRow,
     Location,
     ManagerStats,
     Match,
     ResetReport,
-    TierCount,
 )
 from kvtierd.core.window import WindowManager
-
-__all__ = [
-    "AcrossMatch",
-    "BlockManager",
-    "BlockResult",
-    "ChainRequest",
-    "CommitItem",
-    "DropReport",
-    "GroupSpan",
-    "Listing",
-    "ListingRow",
-    "Location",
-    "ManagerStats",
-    "Match",
-    "Recovered",
-    "ResetReport",
-    "TierCount",
-]
-
 
 _NEWEST: Final = 1 << 62
 
