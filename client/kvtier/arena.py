@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 from grpc.aio import UnaryUnaryMultiCallable
@@ -185,7 +185,16 @@ in a thread, beside whatever the caller does next."""
 
 _log = logging.getLogger(__name__)
 
+
+class OfCache(Protocol):
+    """A message about a cache."""
+
+    cache_id: int
+
+
 Request = TypeVar("Request")
+Asking = TypeVar("Asking", bound=OfCache)
+Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest)
 Response = TypeVar("Response")
 Answer = TypeVar("Answer")
 
@@ -358,37 +367,40 @@ class Binder:
 
     async def call(
         self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-        build: Callable[[Binding], Request],
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]],
+        request: Asking,
         deadline: Deadline,
     ) -> Response:
-        """A call that may run again in another session: a lookup, or one that leaves the same state when repeated."""
+        """A call that may run again in another session: a lookup, or one that leaves the same state when repeated.
+
+        The ``cache_id`` of ``request`` is filled in here: it is another one in each session."""
 
         async def attempt(link: Link) -> Response:
-            binding = await self.bind(link)
-            return await send(link, method, build(binding))
+            request.cache_id = (await self.bind(link)).cache_id
+            return await send(link, method, request)
 
         await self.ahead()
         return await self.session.call(attempt, deadline)
 
     async def take(
         self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-        build: Callable[[Binding], Request],
-        seq: int,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Granting, Response]],
+        request: Granting,
         deadline: Deadline,
     ) -> tuple[Binding, Response]:
-        """A call, numbered ``seq``, that grants leases. Where its answer does not reach the caller, what it granted is
-        released.
+        """A :meth:`call` that grants leases, numbered here. Where its answer does not reach the caller, what it granted
+        is released.
 
         Where it is refused for want of room, it is made again once what this client is giving back has been released.
         """
         sent: list[Binding] = []
+        request.seq = self.session.next_seq()
 
         async def attempt(link: Link) -> tuple[Binding, Response]:
             binding = await self.bind(link)
             sent[:] = [binding]
-            return binding, await send(link, method, build(binding))
+            request.cache_id = binding.cache_id
+            return binding, await send(link, method, request)
 
         await self.ahead()
         try:
@@ -400,10 +412,10 @@ class Binder:
                 return await self.session.call(attempt, deadline)
         except UNHEARD:
             for binding in sent:
-                request = blocks_pb2.ReleaseRequest(
-                    cache_id=binding.cache_id, given_up=[seq], seq=self.session.next_seq()
+                release = blocks_pb2.ReleaseRequest(
+                    cache_id=binding.cache_id, given_up=[request.seq], seq=self.session.next_seq()
                 )
-                self.later(asyncio.ensure_future(self._until_answered(binding, request)))
+                self.later(asyncio.ensure_future(self._until_answered(binding, release)))
             raise
 
     async def release(

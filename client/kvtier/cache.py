@@ -5,7 +5,6 @@ Leases are taken and given back by :mod:`kvtier.lease`.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from kvtier.lease import Holdings, Lease, ReadLease, WriteLease
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
-from kvtier.session import Link, Session, require_timeout
+from kvtier.session import Link, Session, in_turn
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs
@@ -323,9 +322,7 @@ class Cache(GroupVerbs):
 
         Raises :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
         """
-        if timeout is not None:
-            require_timeout(timeout)
-        await asyncio.sleep(0)  # who asks again and again lets others have their turn
+        await in_turn(timeout)
         read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)
         await buffers.run_copy(read.copy, read.nbytes, waits=read.waits)
         return await _delivered(out, await self.end_get(read, targets, tier, verify, timeout))

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Final, Self
 
+from grpc.aio import UnaryUnaryMultiCallable
+
 from kvtier.abi import attach as protocol
-from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.arena import Request, Response, send
 from kvtier.cache import Cache
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
-from kvtier.session import Deadline, Link, Session, require_timeout
+from kvtier.session import Deadline, Link, Session, Stubs, require_timeout
 from kvtier.transport import TlsFiles
 from kvtier.types import (
     CacheInfo,
@@ -40,6 +42,7 @@ from kvtier.wire import (
     cache_info,
     cursor_from_wire,
     daemon_stats,
+    key_prefix,
     lease_info,
     session_number,
     split_keys,
@@ -196,21 +199,11 @@ class AsyncClient:
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""
-
-        async def attempt(link: Link) -> admin_pb2.StatsResponse:
-            request = admin_pb2.StatsRequest()
-            return await link.stubs.admin.Stats(request, metadata=link.metadata)
-
-        return daemon_stats(await self._session.call(attempt, self._deadline(timeout)))
+        return daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches, also those that no session has open."""
-
-        async def attempt(link: Link) -> caches_pb2.ListCachesResponse:
-            request = caches_pb2.ListCachesRequest()
-            return await link.stubs.caches.List(request, metadata=link.metadata)
-
-        reply = await self._session.call(attempt, self._deadline(timeout))
+        reply = await self._ask(lambda stubs: stubs.caches.List, caches_pb2.ListCachesRequest(), timeout)
         return [cache_info(each) for each in reply.caches]
 
     async def leases(
@@ -223,11 +216,7 @@ class AsyncClient:
         _require_name(cache)
         number = 0 if session_id is None else session_number(session_id)
         request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
-
-        async def attempt(link: Link) -> admin_pb2.LeasesResponse:
-            return await link.stubs.admin.Leases(request, metadata=link.metadata)
-
-        reply = await self._session.call(attempt, self._deadline(timeout))
+        reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
         return [lease_info(each) for each in reply.leases]
 
     async def explain(
@@ -244,14 +233,11 @@ class AsyncClient:
             NotFound: there is no such cache.
         """
         _require_name(cache)
-        asked = key_or_prefix(key)
+        asked = key_prefix("key", key, SHORTEST_PREFIX)
         request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
-
-        async def attempt(link: Link) -> admin_pb2.ExplainResponse:
-            return await link.stubs.admin.Explain(request, metadata=link.metadata)
-
         deadline = self._deadline(timeout)
-        now = explanation_from_wire(asked, await self._session.call(attempt, deadline))
+        reply = await self._session.call(lambda link: send(link, lambda stubs: stubs.admin.Explain, request), deadline)
+        now = explanation_from_wire(asked, reply)
         if not past or len(now.keys) > 1:
             return now
         log = Watch(
@@ -268,6 +254,14 @@ class AsyncClient:
             return now
         except TimeoutError as error:
             raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from error
+
+    async def _ask(
+        self,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        request: Request,
+        timeout: float | None,
+    ) -> Response:
+        return await self._session.call(lambda link: send(link, method, request), self._deadline(timeout))
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
@@ -303,11 +297,7 @@ class AsyncClient:
         DAMAGED_CACHE).
         """
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
-
-        async def attempt(link: Link) -> caches_pb2.RemoveCacheResponse:
-            return await link.stubs.caches.Remove(request, metadata=link.metadata)
-
-        reply = await self._session.call(attempt, self._deadline(timeout))
+        reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
         return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})
 
     async def close(self, *, stream: Stream | None = None) -> None:
@@ -460,18 +450,6 @@ class Explanation:
 def why_gone(cause: Cause | int) -> str:
     """A sentence for a block whose last event had this cause."""
     return WHY_GONE.get(cause, f"Cause {cause}: this client has no words for it.")
-
-
-def key_or_prefix(value: bytes | str) -> bytes:
-    """Raises :class:`InvalidArgument` where it is not 4 to 32 bytes, or their hex."""
-    limit = f"{SHORTEST_PREFIX} to {KEY_BYTES} bytes, or {2 * SHORTEST_PREFIX} to {2 * KEY_BYTES} hexadecimal digits"
-    try:
-        key = bytes.fromhex(value) if isinstance(value, str) else bytes(memoryview(value))
-    except (ValueError, TypeError) as error:
-        raise InvalidArgument("key", value, f"{limit}, an even number") from error
-    if not SHORTEST_PREFIX <= len(key) <= KEY_BYTES:
-        raise InvalidArgument("key", value, limit)
-    return key
 
 
 def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> Explanation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -304,18 +304,6 @@ def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
     return blocks
 
 
-def _created(event: Event) -> dict[str, Any]:
-    return {"num_blocks_per_cache_level": list(event.num_blocks_per_cache_level)}
-
-
-def _stored(event: Event) -> dict[str, Any]:
-    return {"blocks": _stored_blocks(event)}
-
-
-def _removed(event: Event) -> dict[str, Any]:
-    return {"block_hashes": [key.hex() for key in event.keys]}
-
-
 def _updated(event: Event) -> dict[str, Any]:
     rows = zip(event.keys, event.residency, event.priorities, strict=True)
     body: dict[str, Any] = {
@@ -342,14 +330,10 @@ def _updated(event: Event) -> dict[str, Any]:
     }
 
 
-def _cleared(event: Event) -> dict[str, Any]:
-    return {}
-
-
-_JSON_BODIES = {
-    EventType.CREATED: _created,
-    EventType.STORED: _stored,
-    EventType.REMOVED: _removed,
+_JSON_BODIES: Final[dict[EventType, Callable[[Event], dict[str, Any]]]] = {
+    EventType.CREATED: lambda event: {"num_blocks_per_cache_level": list(event.num_blocks_per_cache_level)},
+    EventType.STORED: lambda event: {"blocks": _stored_blocks(event)},
+    EventType.REMOVED: lambda event: {"block_hashes": [key.hex() for key in event.keys]},
     EventType.UPDATED: _updated,
-    EventType.CLEARED: _cleared,
+    EventType.CLEARED: lambda event: {},
 }

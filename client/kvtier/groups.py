@@ -6,7 +6,6 @@ blocks from the first on, a sliding one only those that its window covers at the
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,7 +25,7 @@ from kvtier.lease import Holdings, ReadLease
 from kvtier.memory.gpu import PASSED, Stream
 from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority
-from kvtier.session import Deadline, require_timeout
+from kvtier.session import Deadline, in_turn
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import (
@@ -151,18 +150,13 @@ class AcrossGroups:
         tokens those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
         """
         packed = packed_keys(keys)
-        if timeout is not None:
-            require_timeout(timeout)
-        await asyncio.sleep(0)  # who asks again and again lets others have their turn
+        await in_turn(timeout)
         found = self.reader.match_across(packed)
         if found is not None:
             return found
         self.reader.count(calls=1)
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Match,
-            lambda binding: blocks_pb2.MatchRequest(cache_id=binding.cache_id, keys=packed, across_groups=True),
-            self._deadline(timeout),
-        )
+        request = blocks_pb2.MatchRequest(keys=packed, across_groups=True)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
         spans = tuple(GroupSpan(span.group, span.first_block, span.residency) for span in reply.groups)
         return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event))
 
@@ -266,9 +260,7 @@ class AcrossGroups:
         Without a call where all of it is in mapped slots, or in ``tier`` if it is given. Else in one piece, so what is
         longer than the tier has room for comes shorter. Raises :class:`TierFull`, :class:`StaleRead`.
         """
-        if timeout is not None:
-            require_timeout(timeout)
-        await asyncio.sleep(0)  # who asks again and again lets others have their turn
+        await in_turn(timeout)
         found = self.begin_get(packed_keys(keys), tier)
         if found is not None:
             nbytes, waits = sum(read.nbytes for read in found.reads), any(read.waits for read in found.reads)
@@ -307,23 +299,14 @@ class AcrossGroups:
         retention: Retention | None,
         timeout: float | None,
     ) -> list[AcrossLease]:
-        place, seq = self._cache.lease_tier(tier), self._binder.session.next_seq()
-        deadline = self._deadline(timeout)
-        wait_ns = deadline.wait_ns()
-        wanted = [chain_message(keys, min_blocks, retention, self._cache.spec.tokens_per_block) for keys in packed]
-        binding, reply = await self._binder.take(
-            lambda stubs: stubs.blocks.Acquire,
-            lambda binding: blocks_pb2.AcquireRequest(
-                cache_id=binding.cache_id,
-                tier=tier_to_wire(place),
-                chains=wanted,
-                timeout_ns=wait_ns,
-                seq=seq,
-                across_groups=True,
-            ),
-            seq,
-            deadline,
+        place, deadline = self._cache.lease_tier(tier), self._deadline(timeout)
+        request = blocks_pb2.AcquireRequest(
+            tier=tier_to_wire(place),
+            chains=[chain_message(keys, min_blocks, retention, self._cache.spec.tokens_per_block) for keys in packed],
+            timeout_ns=deadline.wait_ns(),
+            across_groups=True,
         )
+        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         leases = [
             self._lease(binding, place, keys, chain, min_blocks)
             for keys, chain in zip(packed, reply.chains, strict=True)

@@ -104,6 +104,7 @@ class Lease:
         """
         self.require_live()
         self._require_index("index", index)
+        self._require_held(index)
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
 
     def _require_index(self, field: str, index: int) -> None:
@@ -140,6 +141,9 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.cache.release(self)
+
+    def _require_held(self, index: int) -> None:
+        """Raises :class:`LeaseError` for a slot that the lease has let go of."""
 
     def _is_blank(self, index: int) -> bool:
         return False
@@ -201,12 +205,9 @@ class WriteLease(Lease):
                 self._given_back.add(index)
         return results
 
-    def view(self, index: int) -> list[View]:
-        self.require_live()
-        self._require_index("index", index)
+    def _require_held(self, index: int) -> None:
         if index in self._given_back:
             raise LeaseError("the slot is not held any more: its key was stored already", reason="GIVEN_BACK")
-        return super().view(index)
 
     def _is_blank(self, index: int) -> bool:
         return self._blank[index]
@@ -282,12 +283,9 @@ class ReadLease(Lease):
         require_within("blocks", blocks, 1, self.blocks - 1, limit)
         await self._holdings.trim(self, blocks, stream, timeout)
 
-    def view(self, index: int) -> list[View]:
-        self.require_live()
-        self._require_index("index", index)
+    def _require_held(self, index: int) -> None:
         if index < self.trimmed:
             raise LeaseError("the slot is not held any more: the lease was trimmed", reason="GIVEN_BACK")
-        return super().view(index)
 
     def unchanged(self) -> bool:
         """Whether every slot held still has the block that was acquired. To be asked before and after a copy."""
@@ -322,23 +320,12 @@ class Holdings:
 
     async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
-        seq = self._session.next_seq()
         deadline = self._deadline(timeout)
         # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
-        wait_ns = deadline.wait_ns()
-        binding, reply = await self._binder.take(
-            lambda stubs: stubs.blocks.Reserve,
-            lambda binding: blocks_pb2.ReserveRequest(
-                cache_id=binding.cache_id,
-                group=cache.group,
-                tier=tier_to_wire(tier),
-                count=count,
-                timeout_ns=wait_ns,
-                seq=seq,
-            ),
-            seq,
-            deadline,
+        request = blocks_pb2.ReserveRequest(
+            group=cache.group, tier=tier_to_wire(tier), count=count, timeout_ns=deadline.wait_ns()
         )
+        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Reserve, request, deadline)
         lease = WriteLease(cache, self, binding, tier, reply.lease_id, reply.slots)
         self.keep([lease])
         return lease
@@ -353,23 +340,14 @@ class Holdings:
         timeout: float | None,
     ) -> list[ReadLease]:
         """See :meth:`kvtier.Cache.acquire_many`."""
-        seq = self._session.next_seq()
         deadline = self._deadline(timeout)
-        wait_ns = deadline.wait_ns()
-        wanted = [chain_message(keys, min_blocks, retention, cache.spec.tokens_per_block) for keys in packed]
-        binding, reply = await self._binder.take(
-            lambda stubs: stubs.blocks.Acquire,
-            lambda binding: blocks_pb2.AcquireRequest(
-                cache_id=binding.cache_id,
-                group=cache.group,
-                tier=tier_to_wire(tier),
-                chains=wanted,
-                timeout_ns=wait_ns,
-                seq=seq,
-            ),
-            seq,
-            deadline,
+        request = blocks_pb2.AcquireRequest(
+            group=cache.group,
+            tier=tier_to_wire(tier),
+            chains=[chain_message(keys, min_blocks, retention, cache.spec.tokens_per_block) for keys in packed],
+            timeout_ns=deadline.wait_ns(),
         )
+        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         leases = [
             ReadLease(
                 cache,

@@ -26,7 +26,7 @@ from kvtier.abi.key_index import Found
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
-from kvtier.arena import Arena, Binder, Binding, send
+from kvtier.arena import Arena, Binder, send
 from kvtier.buffers import Bytes, PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.errors import ClientClosed, DamagedTransfer
@@ -411,12 +411,8 @@ async def _verified(
     binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], some: range, deadline: Deadline
 ) -> int:
     """The first of ``some`` of which the daemon cannot tell, or their end."""
-
-    def ask(binding: Binding) -> blocks_pb2.ChecksumsRequest:
-        keys = packed[some.start * KEY_BYTES : some.stop * KEY_BYTES]
-        return blocks_pb2.ChecksumsRequest(cache_id=binding.cache_id, group=group, keys=keys)
-
-    reply = await binder.call(lambda stubs: stubs.blocks.Checksums, ask, deadline)
+    request = blocks_pb2.ChecksumsRequest(group=group, keys=packed[some.start * KEY_BYTES : some.stop * KEY_BYTES])
+    reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)
     ours: list[bytes] = []
     work = lambda: ours.extend(xxhash.xxh3_128_digest(rows[row].data) for row in some)  # noqa: E731
     await buffers.run_copy(work, sum(len(rows[row]) for row in some))

@@ -91,6 +91,14 @@ def require_timeout(timeout: float) -> None:
         raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
 
+async def in_turn(timeout: float | None) -> None:
+    """Before an answer without a call: who asks again and again lets others have their turn. Raises
+    :class:`InvalidArgument`."""
+    if timeout is not None:
+        require_timeout(timeout)
+    await asyncio.sleep(0)
+
+
 class Deadline:
     """A point in the loop's time."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.arena import Binder, Binding
+from kvtier.arena import Binder
 from kvtier.errors import require_within
 from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
-from kvtier.session import Deadline, require_timeout
+from kvtier.session import Deadline, in_turn
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import (
@@ -63,7 +62,8 @@ class GroupVerbs:
 
     async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
         """How long a prefix of a chain is stored: :meth:`match` without the rest. No side effect."""
-        packed = await self._in_turn(packed_keys(keys), timeout)
+        packed = packed_keys(keys)
+        await in_turn(timeout)
         length = self.reader.prefix_length(packed, self.group)
         return length if length is not None else (await self._ask_match(packed, timeout)).blocks
 
@@ -75,7 +75,8 @@ class GroupVerbs:
         one's block was, or would be, committed under the one before. While the daemon does not answer, only blocks in
         mapped tiers count.
         """
-        packed = await self._in_turn(packed_keys(keys), timeout)
+        packed = packed_keys(keys)
+        await in_turn(timeout)
         found = self.reader.match(packed, self.group)
         if found is not None:
             return found
@@ -84,16 +85,15 @@ class GroupVerbs:
 
     async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         """Tier, slot and generation of each key. No side effect."""
-        packed = await self._in_turn(packed_keys(keys), timeout)
+        packed = packed_keys(keys)
+        await in_turn(timeout)
         found = self.reader.locate(packed, self.group)
         if found is not None:
             return found
 
-        def ask(binding: Binding) -> blocks_pb2.LocateRequest:
-            return blocks_pb2.LocateRequest(cache_id=binding.cache_id, group=self.group, keys=packed)
-
         self.reader.count(calls=1)
-        reply = await self._binder.call(lambda stubs: stubs.blocks.Locate, ask, self._deadline(timeout))
+        request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))
         return Locations(
             np.frombuffer(reply.residency, dtype=np.uint8),
             np.array(reply.device_slots, dtype=np.uint32),
@@ -105,15 +105,9 @@ class GroupVerbs:
     async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
         require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
-        page = 0
+        request = blocks_pb2.ListBlocksRequest(group=self.group, limit=page_blocks)
         while True:
-
-            def ask(binding: Binding, page: int = page) -> blocks_pb2.ListBlocksRequest:
-                return blocks_pb2.ListBlocksRequest(
-                    cache_id=binding.cache_id, group=self.group, page=page, limit=page_blocks
-                )
-
-            reply = await self._binder.call(lambda stubs: stubs.blocks.List, ask, self._deadline(timeout))
+            reply = await self._binder.call(lambda stubs: stubs.blocks.List, request, self._deadline(timeout))
             rows = zip(
                 split_keys(reply.keys),
                 split_keys(reply.parents),
@@ -129,8 +123,8 @@ class GroupVerbs:
                 ),
                 cursor_from_wire(reply.as_of_event),
             )
-            page = reply.next_page
-            if not page:
+            request.page = reply.next_page
+            if not request.page:
                 return
 
     async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
@@ -147,34 +141,23 @@ class GroupVerbs:
         Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun.
         ``dry_run``: only says what could be done at best.
         """
-        packed, seq = packed_keys(keys), self._binder.session.next_seq()
         deadline = self._deadline(timeout)
-        wait_ns = deadline.wait_ns()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Move,
-            lambda binding: blocks_pb2.MoveRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                to=tier_to_wire(to, "to"),
-                keys=packed,
-                timeout_ns=wait_ns,
-                seq=seq,
-                dry_run=dry_run,
-            ),
-            deadline,
+        request = blocks_pb2.MoveRequest(
+            group=self.group,
+            to=tier_to_wire(to, "to"),
+            keys=packed_keys(keys),
+            timeout_ns=deadline.wait_ns(),
+            seq=self._binder.session.next_seq(),
+            dry_run=dry_run,
         )
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Move, request, deadline)
         return [BlockResult(result) for result in reply.results]
 
     async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
         """Forgets blocks and everything below them, in every tier. ``dry_run``: only says what would go."""
         packed, seq = packed_keys(keys), self._binder.session.next_seq()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Drop,
-            lambda binding: blocks_pb2.DropRequest(
-                cache_id=binding.cache_id, group=self.group, keys=packed, seq=seq, dry_run=dry_run
-            ),
-            self._deadline(timeout),
-        )
+        request = blocks_pb2.DropRequest(group=self.group, keys=packed, seq=seq, dry_run=dry_run)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
         return DropReport([BlockResult(result) for result in reply.results], reply.dropped)
 
     async def set_retention(
@@ -191,19 +174,14 @@ class GroupVerbs:
         """
         packed, seq = packed_keys(keys), self._binder.session.next_seq()
         count = len(packed) // KEY_BYTES
-        ranks, durations = each_priority(count, priorities), each_duration_ms(count, durations_s)
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.SetRetention,
-            lambda binding: blocks_pb2.SetRetentionRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                keys=packed,
-                priorities=ranks,
-                durations_ms=durations,
-                seq=seq,
-            ),
-            self._deadline(timeout),
+        request = blocks_pb2.SetRetentionRequest(
+            group=self.group,
+            keys=packed,
+            priorities=each_priority(count, priorities),
+            durations_ms=each_duration_ms(count, durations_s),
+            seq=seq,
         )
+        reply = await self._binder.call(lambda stubs: stubs.blocks.SetRetention, request, self._deadline(timeout))
         return [BlockResult(result) for result in reply.results]
 
     async def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
@@ -223,39 +201,17 @@ class GroupVerbs:
         Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
         ``dry_run``: only counts what a forced one would do.
         """
-        seq = self._binder.session.next_seq()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Reset,
-            lambda binding: blocks_pb2.ResetRequest(cache_id=binding.cache_id, force=force, dry_run=dry_run, seq=seq),
-            self._deadline(timeout),
-        )
+        request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=self._binder.session.next_seq())
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
         return ResetReport(reply.dropped, reply.kept)
 
     async def _pin(self, keys: Keys, tier: Tier, unpin: bool, timeout: float | None) -> list[BlockResult]:
         packed, seq = packed_keys(keys), self._binder.session.next_seq()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Pin,
-            lambda binding: blocks_pb2.PinRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                tier=tier_to_wire(tier),
-                keys=packed,
-                unpin=unpin,
-                seq=seq,
-            ),
-            self._deadline(timeout),
-        )
+        request = blocks_pb2.PinRequest(group=self.group, tier=tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Pin, request, self._deadline(timeout))
         return [BlockResult(result) for result in reply.results]
 
     async def _ask_match(self, packed: bytes, timeout: float | None) -> blocks_pb2.MatchResponse:
-        def ask(binding: Binding) -> blocks_pb2.MatchRequest:
-            return blocks_pb2.MatchRequest(cache_id=binding.cache_id, group=self.group, keys=packed)
-
         self.reader.count(calls=1)
-        return await self._binder.call(lambda stubs: stubs.blocks.Match, ask, self._deadline(timeout))
-
-    async def _in_turn(self, packed: bytes, timeout: float | None) -> bytes:
-        if timeout is not None:
-            require_timeout(timeout)
-        await asyncio.sleep(0)  # who asks again and again lets others have their turn
-        return packed
+        request = blocks_pb2.MatchRequest(group=self.group, keys=packed)
+        return await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))

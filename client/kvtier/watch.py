@@ -16,7 +16,6 @@ from typing import Final, Self
 import grpc
 from grpc.aio import AioRpcError
 
-from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.errors import (
     CursorCompacted,
@@ -41,7 +40,7 @@ from kvtier.events import (
 from kvtier.session import Backoff, Deadline, Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import common_pb2, events_pb2
-from kvtier.wire import tier_to_wire
+from kvtier.wire import key_prefix, tier_to_wire
 
 DEFAULT_HEARTBEAT_S: Final = 5.0
 MAX_KEY_PREFIXES: Final = 64
@@ -90,18 +89,6 @@ class Filter:
 def require_heartbeat(heartbeat_s: float) -> None:
     """Raises :class:`InvalidArgument`."""
     require_within("heartbeat_s", heartbeat_s, 0.01, 3600, "0.01 to 3600 seconds")
-
-
-def key_prefix(field: str, value: bytes | str) -> bytes:
-    """What a block key begins with. Raises :class:`InvalidArgument` where it is not 1 to 32 bytes, or their hex."""
-    limit = f"1 to {KEY_BYTES} bytes, or 2 to {2 * KEY_BYTES} hexadecimal digits, an even number"
-    try:
-        prefix = bytes.fromhex(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise InvalidArgument(field, value, limit) from error
-    if not 1 <= len(prefix) <= KEY_BYTES:
-        raise InvalidArgument(field, value, limit)
-    return prefix
 
 
 @dataclass(slots=True, frozen=True)

@@ -247,6 +247,19 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
     return b"".join(listed)
 
 
+def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
+    """What a block key begins with. Raises :class:`InvalidArgument` where it is not ``shortest`` to 32 bytes, or their
+    hex."""
+    limit = f"{shortest} to {KEY_BYTES} bytes, or {2 * shortest} to {2 * KEY_BYTES} hexadecimal digits, an even number"
+    try:
+        prefix = bytes.fromhex(value) if isinstance(value, str) else bytes(memoryview(value))
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument(field, value, limit) from error
+    if not shortest <= len(prefix) <= KEY_BYTES:
+        raise InvalidArgument(field, value, limit)
+    return prefix
+
+
 MAX_COUNT: Final = (1 << 32) - 1
 """Of blocks in a message."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -31,8 +29,8 @@ class Told:
         self.other = other
         self.asked: list[int] = []
 
-    async def call(self, method: Any, build: Callable[[Any], blocks_pb2.ChecksumsRequest], deadline: Deadline) -> Any:
-        keys = validation.keys("keys", build(SimpleNamespace(cache_id=1)).keys)
+    async def call(self, method: Any, request: blocks_pb2.ChecksumsRequest, deadline: Deadline) -> Any:
+        keys = validation.keys("keys", request.keys)
         self.asked.append(len(keys))
         rows = [int.from_bytes(key, "little") for key in keys]
         sums = [xxhash.xxh3_128_digest(ROWS[row + (row == self.other)].data) for row in rows]
