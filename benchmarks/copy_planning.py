@@ -56,8 +56,8 @@ def copies_of(pools: int, piece_bytes: int, slots: int) -> Iterator[CudaCopies]:
     identity = ArenaIdentity(spec.fingerprint(), epoch=1, boot=1, pid=os.getpid())
     arena = Arena.create("planning", layout, identity, segment)
     copies = CudaCopies("planning", layout, CudaDevice(layout, segment), HostStore(arena), arena.data(Tier.HOST))
-    copies.locks.start()
-    while not copies.locks.complete:
+    copies.locks.start(None)
+    while copies.locks.nbytes < copies.locks.total:
         time.sleep(0.01)
     yield copies
     copies.close()

@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -18,19 +17,20 @@ from numpy.typing import NDArray
 
 from kvtier import buffers
 from kvtier.abi import attach
+from kvtier.abi.cuda import driver as cuda
 from kvtier.abi.cuda.driver import Address, Copy
 from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
-from kvtier.abi.cuda.page_locks import CHUNK_BYTES, PageLocks
-from kvtier.abi.cuda.views import DeviceView
-from kvtier.abi.layout import DEVICE, ArenaLayout
+from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks
+from kvtier.abi.cuda.views import DevicePool, DeviceView
+from kvtier.abi.layout import ArenaLayout
 from kvtier.buffers import Bytes, DeviceBytes, OnGpu, Row, Rows, Slots
 from kvtier.errors import DaemonError
 from kvtier.memory.gpu import PASSED, Fence, Gpu, joined
 from kvtier.types import Tier
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 View: TypeAlias = "Bytes | Any"
@@ -139,7 +139,7 @@ class CpuMemory:
         Returns when the rows may be touched.
         """
         gpu.reached(row.after for _, row in rows)
-        locked, start, pools = self._lock(gpu).locked, self._data.ctypes.data, self._pools[group]
+        locked, start, pools = self._lock(gpu).nbytes, self._data.ctypes.data, self._pools[group]
         slots = buffers.checked(pools, [slot for slot, _ in rows])
         there = np.array([row.address for _, row in rows], np.int64)
         pageable: list[Copy] = []
@@ -158,9 +158,15 @@ class CpuMemory:
         with self._locking:
             if self._locks is None:
                 data = self._data
-                self._locks = PageLocks(gpu.driver, data.base, data.ctypes.data, len(data))
+                end = -(-len(data) // cuda.HOST_PAGE) * cuda.HOST_PAGE
+                chunks = [
+                    Chunk(data.ctypes.data + offset, min(CHUNK_BYTES, end - offset))
+                    for offset in range(0, end, CHUNK_BYTES)
+                ]
+                self._locks = PageLocks("arena", gpu.driver, chunks)
+                self._locks.start(data.base)
                 # The array ends before its mapping does. At the end of the process both stay: copies may be under way.
-                weakref.finalize(data, self._locks.close).atexit = False
+                weakref.finalize(data, self._locks.stop).atexit = False
             return self._locks
 
 
@@ -240,13 +246,7 @@ class CudaMemory:
             message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
             raise DaemonError(message, reason="BAD_ARENA")
         self.gpu: Final = gpu
-        self._pools = [
-            tuple(
-                DevicePool(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
-                for pool in group.pools
-            )
-            for group in layout.groups
-        ]
+        self._pools = DevicePool.all_of(memory, layout)
 
     def reach(self, block: OnGpu) -> Gpu | None:
         return self.gpu if Gpu.holding(block) is self.gpu else None
@@ -302,42 +302,3 @@ def _array_of(row: tuple[int, Row]) -> int:
     while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
         block = block.base
     return id(block)
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class DevicePool:
-    """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
-    the next. Any bytes of it may be somebody else's."""
-
-    memory: DeviceMemory
-    offset: int
-    shape: tuple[int, int]
-    stride: int
-
-    def address(self, slot: int) -> Address:
-        """Raises :class:`IndexError` for a slot that there is not."""
-        if not 0 <= slot < self.shape[0]:
-            raise IndexError(f"slot {slot} of {self.shape[0]}")
-        return Address(self.memory.address + self.offset + slot * self.stride)
-
-    def slot(self, slot: int, *, readonly: bool) -> DeviceView:
-        """Raises :class:`IndexError`, likewise."""
-        return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, as of :class:`kvtier.abi.cuda.views.DeviceView`, in two dimensions."""
-        return {
-            "shape": self.shape,
-            "strides": (self.stride, 1),
-            "typestr": "|u1",
-            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
-            "stream": None,
-            "version": 3,
-        }
-
-    def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of the same shape, not copied."""
-        import torch
-
-        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

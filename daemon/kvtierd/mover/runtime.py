@@ -14,7 +14,7 @@ from kvtierd.core.events import RECOVERED, REMOVED, STORED
 from kvtierd.core.ids import DEVICE, HOST, CacheId, GroupId, Key, SlotId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, Move, MoveItem, Outcome, SlotChanges, SlotRef
-from kvtierd.mover.cuda.page_locks import PageLocks
+from kvtierd.mover.cuda.page_locks import SegmentLocks
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.cuda.store import CudaDevice
@@ -82,7 +82,7 @@ class GpuCopies(Protocol):
         ...
 
     @property
-    def locks(self) -> PageLocks: ...
+    def locks(self) -> SegmentLocks: ...
 
     def copy(self, batch: Batch) -> Faults | Finish: ...
 

@@ -376,7 +376,7 @@ class Catalog:
             raise
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:
-            parts.cuda.locks.start()
+            parts.cuda.locks.start(None)  # whoever closes it keeps the memory
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
         says = "cache opened name=%s cache=%d slots=%s device=%s recovered=%d"
         _log.info(says, plan.name, cache.id, given, plan.device.id, parts.blocks)

@@ -1,18 +1,21 @@
-"""Page-locking a mapping: chunk after chunk in the background, so that whoever copies need not wait for it."""
+"""Page-locking host memory: chunk after chunk in the background, so that whoever copies need not wait for it."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvtier.abi.cuda import driver as cuda
+from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 
 CHUNK_BYTES: Final = 64 << 20
 """Other calls of the driver may have to wait while it locks a chunk's pages, a copy's among them. A multiple of every
 page size that hosts have."""
+STOP_S: Final = 5.0
+"""How long a close waits for one chunk."""
 
 _kept: Final[list[object]] = []
 """Mappings that could not be unlocked: the driver would go on copying to and from their pages, whatever is mapped at
@@ -21,54 +24,81 @@ their addresses later."""
 _log = logging.getLogger(__name__)
 
 
+class Chunk(NamedTuple):
+    """Whole pages of the host."""
+
+    address: int
+    nbytes: int
+
+
 class PageLocks:
-    """Locks a mapping from its first byte on. What is not locked, yet or ever, is copied all the same, slower.
+    """Locks ``chunks``, which do not overlap, in the order given. What is not locked, yet or ever, is copied all the
+    same, slower.
 
     No copy may cross the border of two chunks: to the driver they are strangers.
     """
 
-    def __init__(self, driver: cuda.Driver, mapping: object, address: int, nbytes: int) -> None:
-        """``mapping``: kept until nothing of it is locked any more; ``nbytes`` from ``address``, which begins a page,
-        are mapped by it, to the end of the last page."""
+    def __init__(self, name: str, driver: Driver, chunks: Sequence[Chunk]) -> None:
         self.locked = 0
-        """Bytes, from ``address`` on."""
+        """So many of ``chunks``, the first ones."""
+        self.nbytes = 0
+        """Bytes that are locked."""
+        self.total: Final = sum(chunk.nbytes for chunk in chunks)
+        self.problem: str | None = None
+        """Why the rest is not locked, and will not be."""
+        self._name: Final = name
         self._driver: Final = driver
-        self._address: Final = address
-        self._nbytes: Final = -(-nbytes // cuda.HOST_PAGE) * cuda.HOST_PAGE
+        self._chunks: Final = chunks
         self._over: Final = threading.Event()
-        threading.Thread(target=self._run, args=[mapping], name="kvtier-page-locks", daemon=True).start()
+        self._thread: threading.Thread | None = None
+        self._stays = False
 
-    def close(self) -> None:
+    def start(self, mapping: object) -> None:
+        """``mapping``: that the chunks are part of, kept until none of them is locked any more."""
+        self._thread = threading.Thread(target=self._run, args=[mapping], name="kvtier-page-locks", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
         """Has everything unlocked, soon. No copy may be under way."""
         self._over.set()
 
-    def _run(self, mapping: object) -> None:
-        starts: list[cuda.Address] = []
-        try:
-            self._lock(starts)
-            self._over.wait()
-            with suppress(CudaLost):  # nothing is copied any more
-                while starts:
-                    self._driver.unregister(starts[-1])
-                    starts.pop()
-        except CudaError as error:
-            _kept.append(mapping)
-            _log.warning("%d chunks of host memory stay page-locked: %s", len(starts), error)
+    def close(self) -> bool:
+        """As :meth:`stop`, and waits for it. False: some of it is locked still, and must stay mapped."""
+        self.stop()
+        while (thread := self._thread) is not None and thread.is_alive():
+            before = self.locked
+            thread.join(STOP_S)
+            if thread.is_alive() and self.locked == before:
+                _log.error("page-locking hangs in the driver name=%s", self._name)
+                return False
+        return not self._stays
 
-    def _lock(self, starts: list[cuda.Address]) -> None:
+    def _run(self, mapping: object) -> None:
+        self._lock()
+        self._over.wait()
+        try:
+            with suppress(CudaLost):  # nothing can be undone, and nothing is copied any more
+                while self.locked:
+                    chunk = self._chunks[self.locked - 1]
+                    self._driver.unregister(Address(chunk.address))
+                    self.locked -= 1
+                    self.nbytes -= chunk.nbytes
+        except CudaError as error:
+            self._stays = True
+            _kept.append(mapping)
+            _log.warning("host memory stays page-locked name=%s bytes=%d why=%r", self._name, self.nbytes, error)
+
+    def _lock(self) -> None:
         try:
             self._driver.bind()
-            for offset in range(0, self._nbytes, CHUNK_BYTES):
+            for chunk in self._chunks:
                 if self._over.is_set():
                     return
-                start, nbytes = cuda.Address(self._address + offset), min(CHUNK_BYTES, self._nbytes - offset)
-                self._driver.register(start, nbytes)
-                starts.append(start)
-                self.locked = offset + nbytes
+                self._driver.register(Address(chunk.address), chunk.nbytes)
+                self.locked += 1
+                self.nbytes += chunk.nbytes
         except CudaError as error:
-            _log.warning(
-                "%d of %d bytes of host memory are page-locked, copies of the rest are slower: %s",
-                self.locked,
-                self._nbytes,
-                error,
-            )
+            self.problem = f"{self.nbytes} of {self.total} bytes of host memory are page-locked: {error}"
+            _log.warning("%s name=%s", self.problem, self._name)
+        else:
+            _log.info("host memory is page-locked name=%s bytes=%d", self._name, self.nbytes)

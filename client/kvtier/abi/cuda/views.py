@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.abi.cuda.driver import Address
 from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.layout import DEVICE, ArenaLayout
 
 if TYPE_CHECKING:
     import torch
@@ -65,3 +67,53 @@ class _Writable:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         view = self._view
         return view._interface(view.address if view.nbytes else view._memory.address, readonly=False)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DevicePool:
+    """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
+    the next. Any bytes of it may be somebody else's."""
+
+    memory: DeviceMemory
+    offset: int
+    shape: tuple[int, int]
+    stride: int
+
+    @classmethod
+    def all_of(cls, memory: DeviceMemory, layout: ArenaLayout) -> list[tuple[DevicePool, ...]]:
+        """Of all groups."""
+        return [
+            tuple(
+                cls(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
+                for pool in group.pools
+            )
+            for group in layout.groups
+        ]
+
+    def address(self, slot: int) -> Address:
+        """Raises :class:`IndexError` for a slot that there is not."""
+        if not 0 <= slot < self.shape[0]:
+            raise IndexError(f"slot {slot} of {self.shape[0]}")
+        return Address(self.memory.address + self.offset + slot * self.stride)
+
+    def slot(self, slot: int, *, readonly: bool) -> DeviceView:
+        """Raises :class:`IndexError`, likewise."""
+        return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, as of :class:`DeviceView`, in two dimensions."""
+        return {
+            "shape": self.shape,
+            "strides": (self.stride, 1),
+            "typestr": "|u1",
+            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
+            "stream": None,
+            "version": 3,
+        }
+
+    def tensor(self) -> torch.Tensor:
+        """A uint8 tensor of the same shape, not copied."""
+        import torch
+
+        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

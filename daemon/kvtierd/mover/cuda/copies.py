@@ -16,7 +16,7 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId, SlotId, Tier
 from kvtierd.mover import disk_io
-from kvtierd.mover.cuda.page_locks import PageLocks
+from kvtierd.mover.cuda.page_locks import SegmentLocks
 from kvtierd.mover.cuda.plan import Copies, Direction, Load, Pairs, Sites, plan
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
@@ -52,7 +52,7 @@ class CudaCopies:
         self._host = host
         self._segment = segment  # stays mapped for as long as a copy may touch it
         self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
-        self.locks: Final = PageLocks(name, device.driver, self._sites.host_chunks())
+        self.locks: Final = SegmentLocks(name, device.driver, self._sites.host_chunks())
         sizes = [group.record_bytes for group in layout.groups]
         self._staging = Staging(device.driver, max(BATCH_BYTES, *sizes), device.node)
         self._traffic = Traffic(device.driver, device, self.locks)

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.cuda.driver import Address
+from kvtier.abi.cuda.page_locks import Chunk
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, HOST, GroupId, SlotId
-from kvtierd.mover.cuda.page_locks import Chunk, chunks_of, in_turn
+from kvtierd.mover.cuda.page_locks import chunks_of, in_turn
 from kvtierd.mover.cuda.staging import Buffer
 from kvtierd.mover.runtime import Stretch
 from kvtierd.tiers.base import Bytes

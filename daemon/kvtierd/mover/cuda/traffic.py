@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from kvtier.abi.cuda.driver import Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.page_locks import PageLocks
+from kvtierd.mover.cuda.page_locks import SegmentLocks
 from kvtierd.mover.cuda.plan import Copies, Direction, joined
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
@@ -152,7 +152,7 @@ class _Way:
 class Traffic:
     """Any thread may issue; whoever has issued settles. Once the device is lost nothing is issued any more."""
 
-    def __init__(self, driver: Driver, device: Losable, locks: PageLocks) -> None:
+    def __init__(self, driver: Driver, device: Losable, locks: SegmentLocks) -> None:
         self._driver: Final = driver
         self._device: Final = device
         self._locks: Final = locks

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.views import DevicePool
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.cuda.pool import CudaSegment
-
-
-@dataclass(slots=True, frozen=True)
-class _Pool:
-    """``nbytes`` of each slot, ``stride`` apart, from ``start`` on."""
-
-    start: Address
-    stride: int
-    slots: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, layout: ArenaLayout, group: int, pool: int, base: Address) -> _Pool:
-        place = layout.groups[group].pools[pool]
-        slots = layout.groups[group].slots[Tier.DEVICE]
-        return cls(Address(base + place.device_offset), place.padded_bytes, slots, place.block_bytes)
-
-    def address(self, slot: SlotId) -> Address:
-        if not 0 <= slot < self.slots:
-            raise IndexError(f"slot {slot}")
-        return Address(self.start + slot * self.stride)
 
 
 class CudaDevice:
@@ -43,11 +22,7 @@ class CudaDevice:
         self.memory: Final[DeviceMemory] = segment.memory
         self.driver: Final[Driver] = segment.gpu.driver
         self.node: Final = segment.gpu.node
-        base = segment.memory.address
-        self._pools: Final = [
-            [_Pool.of(layout, index, pool, base) for pool in range(len(group.pools))]
-            for index, group in enumerate(layout.groups)
-        ]
+        self._pools: Final = DevicePool.all_of(segment.memory, layout)
 
     @property
     def tier(self) -> Tier:
@@ -60,10 +35,6 @@ class CudaDevice:
     def stride(self, group: GroupId, pool: int) -> int:
         """Bytes from one slot to the next in a pool: what a slot has there, padded to 4096."""
         return self._pools[group][pool].stride
-
-    def nbytes(self, group: GroupId, pool: int) -> int:
-        """Exact bytes of a slot in a pool."""
-        return self._pools[group][pool].nbytes
 
     @property
     def lost(self) -> str | None:

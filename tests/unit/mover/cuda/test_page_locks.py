@@ -13,7 +13,8 @@ import pytest
 
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtierd.mover.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn
+from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk
+from kvtierd.mover.cuda.page_locks import SegmentLocks, chunks_of, in_turn
 from tests.fake_cuda import load_fake
 
 PAGE = 4096
@@ -60,15 +61,15 @@ def driver() -> Iterator[Slow]:
 
 
 def test_what_is_ready_is_known_chunk_by_chunk_and_all_is_undone(driver: Slow, chunks: list[Chunk]) -> None:
-    locks = PageLocks("cache", driver, chunks)
-    locks.start()
+    locks = SegmentLocks("cache", driver, chunks)
+    locks.start(None)
     assert locks.locked == 0
     driver.may.release(3)
     until(lambda: locks.nbytes == 3 * 2 * PAGE)
     assert locks.locked == 3
 
     driver.may.release(2)
-    until(lambda: locks.complete)
+    until(lambda: locks.nbytes == locks.total)
     assert locks.locked == 5
     assert locks.nbytes == locks.total == 10 * PAGE
     assert locks.problem is None
@@ -77,19 +78,19 @@ def test_what_is_ready_is_known_chunk_by_chunk_and_all_is_undone(driver: Slow, c
 
 
 def test_an_address_is_told_by_its_chunk_and_a_strangers_is_nobodys(chunks: list[Chunk]) -> None:
-    locks = PageLocks("cache", Driver(load_fake(), "cuda"), chunks)
+    locks = SegmentLocks("cache", Driver(load_fake(), "cuda"), chunks)
     firsts = np.array([chunk.address for chunk in chunks])
     assert locks.chunks_at(firsts).tolist() == [0, 1, 2, 3, 4]
     assert locks.chunks_at(firsts + 2 * PAGE - 1).tolist() == [0, 1, 2, 3, 4]
     assert (
         locks.chunks_at(np.array([1, firsts[0] - 1, firsts[4] + 2 * PAGE, firsts[3] + 2 * PAGE])).tolist() == [-1] * 4
     )
-    assert PageLocks("none", Driver(load_fake(), "cuda"), []).chunks_at(firsts).tolist() == [-1] * 5
+    assert SegmentLocks("none", Driver(load_fake(), "cuda"), []).chunks_at(firsts).tolist() == [-1] * 5
 
 
 def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, chunks: list[Chunk]) -> None:
-    locks = PageLocks("cache", driver, chunks)
-    locks.start()
+    locks = SegmentLocks("cache", driver, chunks)
+    locks.start(None)
     driver.may.release(1)
     until(lambda: locks.nbytes > 0)
     closing = threading.Thread(target=locks.close)
@@ -113,12 +114,11 @@ def test_chunks_are_whole_pages_of_a_host_whose_pages_are_larger_than_a_slot(mon
 def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) -> None:
     failure = {"call": "cuMemHostUnregister", "code": "CUDA_ERROR_INVALID_VALUE", "after": 1}
     driver = Driver(load_fake(fail=[failure]), "cuda")
-    locks = PageLocks("cache", driver, chunks)
-    locks.start()
-    until(lambda: locks.complete)
+    locks = SegmentLocks("cache", driver, chunks)
+    locks.start(None)
+    until(lambda: locks.nbytes == locks.total)
     assert not locks.close()
     assert locks.nbytes == 4 * 2 * PAGE
-    assert locks.close()
 
 
 def test_chunks_are_whole_slots_and_come_group_by_group_in_turn() -> None:

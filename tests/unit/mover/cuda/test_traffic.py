@@ -13,8 +13,9 @@ import pytest
 from kvtier.abi.cuda.driver import BATCH, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.page_locks import Chunk
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.page_locks import Chunk, PageLocks
+from kvtierd.mover.cuda.page_locks import SegmentLocks
 from kvtierd.mover.cuda.plan import Direction
 from kvtierd.mover.cuda.traffic import (
     Hazards,
@@ -50,7 +51,7 @@ class Rig:
         self.driver = Driver(self.fake, "cuda")
         self.memory = DeviceMemory.create(self.driver, SLOT * SLOTS)
         self.host: Bytes = np.frombuffer(mmap.mmap(-1, SLOT * SLOTS), dtype=np.uint8)
-        self.locks = PageLocks("rig", self.driver, [Chunk(self.host.ctypes.data, SLOT * SLOTS)])
+        self.locks = SegmentLocks("rig", self.driver, [Chunk(self.host.ctypes.data, SLOT * SLOTS)])
         self.pool = Pool()
         self.traffic = Traffic(self.driver, self.pool, self.locks)
 
@@ -100,7 +101,7 @@ def at(tier: Tier, first: int, slots: int) -> Touched:
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Drivers with and without a call for whole batches."""
     rig = Rig(max_delay_ms=3, seed=7, driver_version=request.param)
-    rig.locks.start()
+    rig.locks.start(None)
     yield rig
     rig.close()
 
@@ -168,7 +169,7 @@ def test_a_failing_copy_fails_its_batch_once_nothing_of_it_runs_and_no_other(rig
 
 def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
     rig = Rig(fail=[{"call": "cuMemcpyBatchAsync", "code": "CUDA_ERROR_INVALID_VALUE", "after": 1}])
-    rig.locks.start()
+    rig.locks.start(None)
     until_locked(rig.locks)
     part = 64
     slots = BATCH * part // SLOT
@@ -207,7 +208,7 @@ def test_whichever_call_fails_and_whenever_no_batch_is_told_as_done_with_other_b
     for place in range(5):
         failure = {"call": call, "code": code, "after": place, "times": 1 + place % 2}
         rig = Rig(seed=place, driver_version=(13000, 12060)[place % 2], fail=[failure])
-        rig.locks.start()
+        rig.locks.start(None)
         held: dict[int, int | None] = {}
         for turn in range(1, 9):
             rig.fill(0, turn)
@@ -370,8 +371,8 @@ def test_events_are_used_again(rig: Rig) -> None:
     assert rig.fake.fake_left()["events"] == 1
 
 
-def until_locked(locks: PageLocks) -> None:
-    while not locks.complete:
+def until_locked(locks: SegmentLocks) -> None:
+    while locks.nbytes < locks.total:
         assert locks.problem is None
 
 
