@@ -9,6 +9,10 @@ from typing import Final
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
+from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  others take it from here
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """On the wire: the parent of a chain's first block."""
@@ -16,88 +20,8 @@ ROOT_PARENT: Final = bytes(KEY_BYTES)
 DEFAULT_PRIORITY: Final = 35
 
 
-class Tier(IntEnum):
-    """Where bytes live, the fastest first. The value is the cache level (one less than the wire's)."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-
-    @property
-    def bit(self) -> int:
-        """This tier's bit in a residency set (1 device, 2 host, 4 disk)."""
-        return 1 << self.value
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-
 MAPPED_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 """Tiers whose slots a client can map, the fastest first: leases exist there and only there."""
-
-
-class Cause(IntEnum):
-    """Why a residency, a priority or an existence changed."""
-
-    COMMIT = 1
-    WRITE_THROUGH = 2
-    CAPACITY = 3
-    WATERMARK = 4
-    QUOTA = 5
-    EXPIRED = 6
-    DEMAND = 7
-    PREFETCH = 8
-    EXPLICIT = 9
-    RESET = 10
-    CORRUPT = 11
-    IO_ERROR = 12
-    ANCESTOR = 13
-    LOST = 14
-    SHUTDOWN = 15
-    RECOVERED = 16
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-
-class EventType(IntEnum):
-    """What happened to blocks. ``str()`` gives TensorRT-LLM's name for it."""
-
-    CREATED = 1
-    STORED = 2
-    REMOVED = 3
-    UPDATED = 4
-    CLEARED = 5
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-
-class BlockResult(IntEnum):
-    """One block's answer inside a call that was accepted as a whole."""
-
-    OK = 0
-    EXISTS = 1
-    """commit: an equal key is indexed; the old block was kept, the new slot freed."""
-    PARENT_MISSING = 2
-    """commit: the parent is not indexed; the slot stays blank and leased."""
-    NOT_FOUND = 3
-    """move, drop: the key is not indexed."""
-    HELD = 4
-    """drop: it, or a block below it, is leased or pinned."""
-    NO_ROOM = 5
-    """move: the tier could not make room, or not before the deadline; a copy that has begun goes on."""
-    FAILED = 6
-    """move: the copy failed; the source is as it was."""
-    PARENT_CONFLICT = 7
-    """commit: an equal key is indexed under another parent; the slot stays blank and leased."""
-    NOT_READY = 8
-    """pin: it has no READY copy in the tier; unpin: it is not pinned there."""
-    OVER_CAP = 9
-    """pin: too many slots of the tier are pinned."""
-
-    def __str__(self) -> str:
-        return self.name.lower()
 
 
 @dataclass(slots=True, frozen=True, order=True)

@@ -9,46 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
+from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  others take it from here
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
-
-
-class EventType(IntEnum):
-    """Values are the wire's (``kvtier.v1.EventType``)."""
-
-    CREATED = 1
-    STORED = 2
-    REMOVED = 3
-    UPDATED = 4
-    CLEARED = 5
-
 
 STORED: Final = EventType.STORED
 REMOVED: Final = EventType.REMOVED
 UPDATED: Final = EventType.UPDATED
-
-
-class Cause(IntEnum):
-    """Why. Values are the wire's (``kvtier.v1.Cause``), which says what each means."""
-
-    COMMIT = 1
-    WRITE_THROUGH = 2
-    CAPACITY = 3
-    WATERMARK = 4
-    QUOTA = 5
-    EXPIRED = 6
-    DEMAND = 7
-    PREFETCH = 8
-    EXPLICIT = 9
-    RESET = 10
-    CORRUPT = 11
-    IO_ERROR = 12
-    ANCESTOR = 13
-    LOST = 14
-    SHUTDOWN = 15
-    RECOVERED = 16
 
 
 COMMIT: Final = Cause.COMMIT

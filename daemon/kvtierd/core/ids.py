@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Any, Final, NamedTuple, NewType, TypeVar, cast
+
+from kvtier.abi.words import BITS as BITS  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  others take it from here
 
 CacheId = NewType("CacheId", int)
 GroupId = NewType("GroupId", int)
@@ -26,34 +28,11 @@ Key = NewType("Key", bytes)
 KEY_BYTES: Final = 32
 
 
-class Tier(IntEnum):
-    """Where bytes live, the fastest first. The value is TensorRT-LLM's cache level."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-
-    @property
-    def bit(self) -> int:
-        """This tier's bit in a residency set (1 device, 2 host, 4 disk)."""
-        return BITS[self]
-
-    def __str__(self) -> str:
-        return _NAMES[self]
-
-    __hash__ = int.__hash__
-    """An enum's own is a Python call, and tiers are in the keys of tables that every block's every step looks into."""
-
-
 DEVICE: Final = Tier.DEVICE
 HOST: Final = Tier.HOST
 DISK: Final = Tier.DISK
 """The same. To look a member up in its class takes ten times as long as a global (Python 3.11), and the core does so
 dozens of times a block: hence such names beside its enumerations."""
-
-BITS: Final[tuple[int, ...]] = (1, 2, 4)
-_NAMES: Final[tuple[str, ...]] = ("device", "host", "disk")
-
 
 EVENT_HASH_BYTES: Final = (0, 8, 32)
 """Lengths that an event hash may have: none, 64 bits, a digest."""

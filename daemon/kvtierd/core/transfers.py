@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final, NamedTuple
 
+from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
 from kvtierd.core import recovery
 from kvtierd.core.block import DOWNWARDS, LEAVING, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation
@@ -215,21 +215,6 @@ class Flights:
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copies[tier]
         return copy is not None and copy.still and block.claims == 0
-
-
-class BlockResult(IntEnum):
-    """One block's answer. Values are the wire's (``kvtier.v1.BlockResult``)."""
-
-    OK = 0
-    EXISTS = 1
-    PARENT_MISSING = 2
-    NOT_FOUND = 3
-    HELD = 4
-    NO_ROOM = 5
-    FAILED = 6
-    PARENT_CONFLICT = 7
-    NOT_READY = 8
-    OVER_CAP = 9
 
 
 OK: Final = BlockResult.OK
