@@ -102,7 +102,8 @@ class World:
             site.mirror.short = {one.key for one in found} - whole
             self.seen["recovered"] += len(found)
         bad = {site.group: site.disk.bad if site.disk else set() for site in sites}
-        self._carry_out(self.core.open(adopted.recovered, bad, unclean=unclean, restarted=restarted, now=self.now))
+        self.core.fill(adopted.recovered, bad, unclean=unclean, restarted=restarted)
+        self._carry_out(self.core.announce(self.now))
         for site in sites:
             keys = {record.key for record in adopted.recovered[site.group]}
             require(site.mirror.blocks.keys() == keys, "recovery lost or made up a block")

@@ -78,19 +78,6 @@ class BlockManager:
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
-    def open(
-        self,
-        recovered: Mapping[GroupId, Sequence[Recovered]],
-        quarantined: Mapping[GroupId, Collection[SlotId]],
-        *,
-        unclean: bool,
-        now: int,
-        restarted: bool = True,
-    ) -> Outcome:
-        """Announces the cache and indexes what its tiers still hold: :meth:`fill` and :meth:`announce`."""
-        self.fill(recovered, quarantined, unclean=unclean, restarted=restarted)
-        return self.announce(now)
-
     def fill(
         self,
         recovered: Mapping[GroupId, Sequence[Recovered]],
@@ -99,8 +86,8 @@ class BlockManager:
         unclean: bool,
         restarted: bool = True,
     ) -> None:
-        """What takes long of :meth:`open`. It touches nothing but this manager, so while nobody else knows that, it may
-        be any thread's.
+        """Indexes what the tiers of a cache still hold; :meth:`announce` follows. It touches nothing but this manager,
+        so while nobody else knows that, it may be any thread's.
 
         ``recovered``: parents before children, least recently used first among the rest. A cache of an earlier life
         (``restarted``) is announced as cleared first, so that events alone stay the truth over a restart.
@@ -114,8 +101,8 @@ class BlockManager:
         return self._take(now)
 
     def restore_lease(self, left: LeftLease, now: int) -> Outcome:
-        """A lease from before a restart, right after :meth:`open`. Like that of a session whose connection broke, it
-        ends with its session."""
+        """A lease from before a restart, right after :meth:`announce`. Like that of a session whose connection broke,
+        it ends with its session."""
         window = self._window(left.group)
         window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)

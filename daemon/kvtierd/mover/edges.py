@@ -36,25 +36,15 @@ def _read(batch: Batch) -> Faults | Finish:
     return disk_io.read(batch) if cuda is None else cuda.read(batch)
 
 
+def _memory_lane(src: Tier, dst: Tier) -> Lane:
+    return Lane(
+        f"{src}-to-{dst}", ((src, dst),), threads=1, batch_blocks=256, carry_out=_copy, halves=True, in_turn=True
+    )
+
+
 LANES: Final = (
-    Lane(
-        "device-to-host",
-        ((Tier.DEVICE, Tier.HOST),),
-        threads=1,
-        batch_blocks=256,
-        carry_out=_copy,
-        halves=True,
-        in_turn=True,
-    ),
-    Lane(
-        "host-to-device",
-        ((Tier.HOST, Tier.DEVICE),),
-        threads=1,
-        batch_blocks=256,
-        carry_out=_copy,
-        halves=True,
-        in_turn=True,
-    ),
+    _memory_lane(Tier.DEVICE, Tier.HOST),
+    _memory_lane(Tier.HOST, Tier.DEVICE),
     Lane(
         "disk-writer",
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),

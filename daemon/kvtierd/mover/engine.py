@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager, DiskLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
@@ -131,35 +131,32 @@ class Engine:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
-        await self._answers(cache, [waiting], outcome, timeout_s)
+        self._begin(cache, [waiting], outcome, timeout_s)
+        await self._answers(cache, [waiting])
         return _granted(waiting)
 
     async def acquire(
         self,
         cache_id: CacheId,
         session: SessionId,
-        group: GroupId,
+        group: GroupId | None,
         tier: Tier,
         chains: Sequence[ChainRequest],
         timeout_s: float | None,
     ) -> list[Grant | Refusal]:
-        """One answer a chain, in order: the longest prefix READY in ``tier`` and held."""
+        """One answer a chain, in order: the longest prefix READY in ``tier`` and held. ``group``: None = over all
+        window groups, the longest prefix that every one can serve."""
         cache = self._accepting(cache_id)
-        tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
-        return await self._acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
-
-    async def acquire_across(
-        self,
-        cache_id: CacheId,
-        session: SessionId,
-        tier: Tier,
-        chains: Sequence[ChainRequest],
-        timeout_s: float | None,
-    ) -> list[Grant | Refusal]:
-        """The same over all window groups: the longest prefix that every one can serve."""
-        cache = self._accepting(cache_id)
-        tickets, outcome = cache.manager.acquire_across(session, tier, chains, self._clock())
-        return await self._acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
+        if group is None:
+            tickets, outcome = cache.manager.acquire_across(session, tier, chains, self._clock())
+        else:
+            tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
+        waiting = [
+            cache.tickets.open(ticket, session, tier, len(wanted.keys))
+            for ticket, wanted in zip(tickets, chains, strict=True)
+        ]
+        self._begin(cache, waiting, outcome, timeout_s)
+        return await self._answers(cache, waiting)
 
     async def move(
         self,
@@ -446,15 +443,8 @@ class Engine:
             for waiting in cache.tickets.unanswered(session):
                 cache.tickets.answer(cancelled(waiting))
 
-    async def _answers(
-        self,
-        cache: OpenCache,
-        waiting: Sequence[Waiting],
-        outcome: Outcome,
-        timeout_s: float | None,
-    ) -> list[Answer]:
-        """The answers of all tickets, in order; ``outcome`` may hold some of them."""
-        self._begin(cache, waiting, outcome, timeout_s)
+    async def _answers(self, cache: OpenCache, waiting: Sequence[Waiting]) -> list[Answer]:
+        """The answers of all tickets, in order."""
         try:
             for one in waiting:
                 await one.wake
@@ -462,23 +452,6 @@ class Engine:
             self._withdraw(cache, waiting)
             raise
         return [one.answer for one in waiting if one.answer is not None]
-
-    async def _acquired(
-        self,
-        cache: OpenCache,
-        session: SessionId,
-        tier: Tier,
-        chains: Sequence[ChainRequest],
-        tickets: Sequence[TicketId],
-        outcome: Outcome,
-        timeout_s: float | None,
-    ) -> list[Answer]:
-        """The answers of an acquire: one for each chain."""
-        waiting = [
-            cache.tickets.open(ticket, session, tier, len(wanted.keys))
-            for ticket, wanted in zip(tickets, chains, strict=True)
-        ]
-        return await self._answers(cache, waiting, outcome, timeout_s)
 
     def _begin(self, cache: OpenCache, waiting: Sequence[Waiting], outcome: Outcome, timeout_s: float | None) -> None:
         """Applies the outcome that came with the tickets. They are answered within ``timeout_s``."""

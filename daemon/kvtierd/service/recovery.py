@@ -397,7 +397,7 @@ class KeptMemory(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Adopted:
-    """``recovered``: as ``BlockManager.open`` wants it."""
+    """``recovered``: as ``BlockManager.fill`` wants it."""
 
     recovered: dict[GroupId, list[Recovered]] = field(default_factory=dict)
     left: list[LeftLease] = field(default_factory=list)

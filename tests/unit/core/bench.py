@@ -82,7 +82,8 @@ class Bench:
             ]
         }
         bad = {GROUP: [SlotId(slot) for slot in quarantined]}
-        self.apply(self.core.open(found, bad, unclean=unclean, restarted=restarted, now=self.now))
+        self.core.fill(found, bad, unclean=unclean, restarted=restarted)
+        self.apply(self.core.announce(self.now))
 
     def apply(self, outcome: Outcome) -> Outcome:
         self.events += outcome.events

@@ -34,7 +34,8 @@ class GroupsBench(Bench):
             shapes.append(GroupShape(GroupId(group), slots, dict.fromkeys(slots, 4096), window, tokens_per_block))
         self.core = BlockManager(CacheId(1), shapes, EventSequencer())
         self.events.clear()
-        self.apply(self.core.open({}, {}, unclean=False, restarted=False, now=self.now))
+        self.core.fill({}, {}, unclean=False, restarted=False)
+        self.apply(self.core.announce(self.now))
 
     def write(self, group: GroupId, names: str, chain: str, tier: Tier = HOST) -> LeaseId:
         """Commits these blocks of a chain, in this order, and keeps the lease."""

@@ -34,7 +34,8 @@ class Replay:
         self.hits = 0
         self._moves: list[Move] = []
         self._grants: list[Grant] = []
-        self._take(self.core.open({}, {}, unclean=False, restarted=False, now=0))
+        self.core.fill({}, {}, unclean=False, restarted=False)
+        self._take(self.core.announce(0))
 
     def request(self, blocks: Sequence[int]) -> None:
         chain = [Key(key_of(block)) for block in blocks]

@@ -201,9 +201,8 @@ class BlocksService:
         with self._caps.leasing(session, len(chains)):
             if request.across_groups:
                 _require_no_group(group)
-                answers = await self._engine.acquire_across(cache.id, session.id, tier, chains, wait_s)
-            else:
-                answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
+            of = None if request.across_groups else group
+            answers = await self._engine.acquire(cache.id, session.id, of, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
             chains=[self._acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
