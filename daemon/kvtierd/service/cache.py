@@ -25,7 +25,12 @@ from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
 EVICTION_POLICIES: Final = frozenset(EVICTORS)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
 """Hashes that events can have beside the keys."""
-CHECKSUMS: Final = frozenset({"disk", "commit"})
+_NAMES: Final[Mapping[str, frozenset[str]]] = {
+    "eviction": EVICTION_POLICIES,
+    "event_hash": EVENT_HASHES,
+    "checksum": frozenset({"disk", "commit"}),
+}
+"""By option: the names that it knows."""
 
 _BYTES_A_TOKEN: Final = 4 + 8
 _OTHER_BYTES: Final = 128
@@ -102,11 +107,7 @@ class CacheOptions:
         write_policy = WritePolicy(values.get("write_policy", WritePolicy.BACK))
         thresholds = tuple((int(src), int(dst), int(least)) for src, dst, least in values.get("thresholds", ()))
         options = cls(**{**values, "write_policy": write_policy, "thresholds": thresholds})
-        if (
-            options.eviction not in EVICTION_POLICIES
-            or options.event_hash not in {"", *EVENT_HASHES}
-            or options.checksum not in CHECKSUMS
-        ):
+        if any(getattr(options, field) not in {getattr(cls(), field), *known} for field, known in _NAMES.items()):
             raise ValueError(f"options that this daemon cannot do: {values}")
         return options
 
@@ -120,14 +121,13 @@ def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
     named: dict[str, Any] = {}
     if message.write_policy:
         named["write_policy"] = _one_of("write_policy", message.write_policy, _WRITE_POLICIES)
-    if message.eviction:
-        named["eviction"] = _name("eviction", message.eviction, EVICTION_POLICIES)
-    if message.event_hash:
-        named["event_hash"] = _name("event_hash", message.event_hash, EVENT_HASHES)
+    for field, known in _NAMES.items():
+        if name := getattr(message, field):
+            if name not in known:
+                raise bad_argument(f"options.{field}", name, " or ".join(sorted(known)))
+            named[field] = name
     if message.keep_tokens:
         named["keep_tokens"] = True
-    if message.checksum:
-        named["checksum"] = _name("checksum", message.checksum, CHECKSUMS)
     if message.thresholds:
         named["thresholds"] = _thresholds(message.thresholds)
     return named
@@ -161,12 +161,6 @@ def _one_of(field: str, value: int, known: Mapping[int, WritePolicy]) -> WritePo
     if value not in known:
         raise bad_argument(f"options.{field}", value, " or ".join(known.values()))
     return known[value]
-
-
-def _name(field: str, value: str, known: frozenset[str]) -> str:
-    if value not in known:
-        raise bad_argument(f"options.{field}", value, " or ".join(sorted(known)))
-    return value
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -26,7 +26,7 @@ from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache
-from kvtierd.service.errors import CallRefused, cache_not_opened, no_such_cache, refused, unknown_cache
+from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.sessions import Session
@@ -82,7 +82,7 @@ class Catalog:
         """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
         cache = self._by_id.get(CacheId(cache_id))
         if cache is None:
-            raise unknown_cache(cache_id)
+            raise unknown("cache_id", cache_id)
         if cache.id not in session.caches:
             raise cache_not_opened(cache_id)
         return cache
@@ -154,7 +154,7 @@ class Catalog:
                 if cache is None:
                     self._require_whole(name)
                     if spec is None or not create:
-                        raise no_such_cache(name)
+                        raise unknown("name", name)
                     home = self._stores.devices.for_new(device, asked)
                     slots = home.budgets.slots_for(spec, asked)
                     plan = Plan(name, spec, slots, self._new_options(name, spec, named), home)
@@ -196,7 +196,7 @@ class Catalog:
                 check(cache)
                 removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots, cache.device)
             elif name not in self._left_out:
-                raise no_such_cache(name)
+                raise unknown("name", name)
             elif not force:
                 message = f"cache {name} is left out: {self._left_out[name]}; only force removes it"
                 raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)

@@ -65,14 +65,10 @@ def bad_argument(field: str, value: object, limit: str, reason: str = "BAD_ARGUM
     return CallRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field} = {value}: must be {limit}", detail)
 
 
-def unknown_cache(cache_id: int) -> CallRefused:
-    detail = common_pb2.ErrorDetail(reason="UNKNOWN_CACHE", field="cache_id", value=str(cache_id))
-    return CallRefused(grpc.StatusCode.NOT_FOUND, f"cache_id = {cache_id}: there is no such cache", detail)
-
-
-def no_such_cache(name: str) -> CallRefused:
-    detail = common_pb2.ErrorDetail(reason="UNKNOWN_CACHE", field="name", value=name)
-    return CallRefused(grpc.StatusCode.NOT_FOUND, f"name = {name}: there is no such cache", detail)
+def unknown(field: str, value: object, what: str = "cache", reason: str = "UNKNOWN_CACHE") -> CallRefused:
+    """NOT_FOUND."""
+    detail = common_pb2.ErrorDetail(reason=reason, field=field, value=str(value))
+    return CallRefused(grpc.StatusCode.NOT_FOUND, f"{field} = {value}: there is no such {what}", detail)
 
 
 def cache_not_opened(cache_id: int) -> CallRefused:
@@ -107,7 +103,7 @@ class Translator:
             TierOffline: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
             StillHeld: self._still_held,
             TierError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
-            UnknownCache: lambda error: unknown_cache(error.cache),
+            UnknownCache: lambda error: unknown("cache_id", error.cache),
             ShuttingDown: lambda error: shutting_down(),
             Refused: lambda error: self._refusal(error.refusal),
         }

@@ -9,9 +9,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from typing import Final
 
-import grpc
-
-from kvtier.v1 import admin_pb2, blocks_pb2, common_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2
 from kvtierd.core.block import Phase
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SessionId, Tier
@@ -27,7 +25,7 @@ from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, bad_argument, no_such_cache
+from kvtierd.service.errors import bad_argument, unknown
 from kvtierd.service.hub import EventHub
 from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
@@ -121,7 +119,7 @@ class AdminService:
         """The numbers are those of this moment: nothing is granted or given back between the count and the end."""
         kicked = self._sessions.get(SessionId(request.session_id))
         if kicked is None:
-            raise _not_found("NO_SUCH_SESSION", "session_id", str(request.session_id), "there is no such session")
+            raise unknown("session_id", request.session_id, "session", "NO_SUCH_SESSION")
         held = admin_pb2.KickResponse(
             leases=self._engine.session_leases(kicked.id), slots=self._engine.held_by(kicked.id)
         )
@@ -152,7 +150,7 @@ class AdminService:
             return self._catalog
         cache = self._catalog.named(validation.cache_name(name, "cache"))
         if cache is None:
-            raise _not_found("UNKNOWN_CACHE", "cache", name, "there is no such cache")
+            raise unknown("cache", name)
         return [cache]
 
     def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
@@ -217,7 +215,7 @@ class AdminService:
             raise denied(Right.READ, name, session.peer.identity)
         cache = self._catalog.named(name)
         if cache is None:
-            raise no_such_cache(name)
+            raise unknown("name", name)
         return [cache]
 
     def _may_see(self, session: Session, cache: str) -> bool:
@@ -329,11 +327,6 @@ def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:
         held=count.held,
         clean=count.clean,
     )
-
-
-def _not_found(reason: str, field: str, value: str, says: str) -> CallRefused:
-    detail = common_pb2.ErrorDetail(reason=reason, field=field, value=value)
-    return CallRefused(grpc.StatusCode.NOT_FOUND, f"{field} = {value}: {says}", detail)
 
 
 def _event_log(status: LogStatus) -> admin_pb2.EventLogStats:

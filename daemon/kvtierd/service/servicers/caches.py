@@ -15,7 +15,7 @@ from kvtierd.service.budgets import Slots, TierBudget
 from kvtierd.service.cache import Cache, wanted
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, bad_argument, no_such_cache
+from kvtierd.service.errors import CallRefused, bad_argument, unknown
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 
@@ -45,7 +45,7 @@ class CachesService:
         cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
         require_attached(session)
         if self._catalog.get(cache.id) is not cache:
-            raise no_such_cache(name)  # removed meanwhile
+            raise unknown("name", name)  # removed meanwhile
         session.caches[cache.id] += 1
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
 
