@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
@@ -323,23 +323,15 @@ async def run_copy(copy: Callable[[], None], nbytes: int, *, waits: bool = False
 
 
 async def _to_the_end(copying: asyncio.Future[None]) -> None:
-    loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None
     while not copying.done():
-        ended = loop.create_future()  # asyncio.wait does the same at three times the cost
-        copying.add_done_callback(partial(_wake, ended))
         try:
-            await ended
+            await asyncio.wait([copying])
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
         raise cancelled
     copying.result()
-
-
-def _wake(waiter: asyncio.Future[None], _: object) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:

@@ -196,9 +196,8 @@ class WriteLease(Lease):
         """
         self.require_live()
         indices = self.blank if at is None else self._places(at)
-        results = await self._holdings.commit(
-            self, keys, indices, parent, parents, priorities, retention, prompt, release, stream, timeout
-        )
+        request = _commit_request(self, keys, indices, parent, parents, priorities, retention, prompt, release)
+        results = await self._holdings.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in _STAYS_BLANK
             if result is BlockResult.EXISTS:
@@ -378,23 +377,11 @@ class Holdings:
             self._session.lend(lease.binding.session)
 
     async def commit(
-        self,
-        lease: WriteLease,
-        keys: Keys,
-        indices: Sequence[int],
-        parent: bytes | None,
-        parents: Sequence[bytes | None] | None,
-        priorities: int | Sequence[int] | None,
-        retention: Retention | BlockRetention | None,
-        prompt: Prompt | None,
-        release: bool,
-        stream: Stream | None,
-        timeout: float | None,
+        self, lease: WriteLease, request: blocks_pb2.CommitRequest, stream: Stream | None, timeout: float | None
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
-        fence, deadline = fence_of([lease], stream), self._deadline(timeout)
-        request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
-        await passing(fence, deadline)
+        deadline = self._deadline(timeout)
+        await passing(fence_of([lease], stream), deadline)
         lease.require_live()
         return await self._commit(lease, request, deadline)
 
@@ -403,40 +390,8 @@ class Holdings:
         lease.require_live()
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
-        request = self._request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
+        request = _commit_request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
         return await self._commit(lease, request, self._deadline(timeout))
-
-    def _request(
-        self,
-        lease: WriteLease,
-        keys: Keys,
-        indices: Sequence[int],
-        parent: bytes | None,
-        parents: Sequence[bytes | None] | None,
-        priorities: int | Sequence[int] | None,
-        retention: Retention | BlockRetention | None,
-        prompt: Prompt | None,
-        release: bool,
-    ) -> blocks_pb2.CommitRequest:
-        """A commit but for its number. Raises :class:`InvalidArgument`."""
-        packed = packed_keys(keys)
-        count = len(packed) // KEY_BYTES
-        if count > len(indices):
-            raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
-        kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
-        parents_of_all = _packed_parents(packed, parent, parents)
-        told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
-        return blocks_pb2.CommitRequest(
-            cache_id=lease.binding.cache_id,
-            lease_id=lease.id,
-            slots=[lease.slots[index] for index in indices[:count]],
-            keys=packed,
-            parents=parents_of_all,
-            priorities=kept.priorities,
-            durations_ms=kept.durations_ms,
-            release=release,
-            **told,
-        )
 
     async def _commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline
@@ -563,6 +518,38 @@ class Holdings:
                 if not _touched[lease.memory]:
                     del _touched[lease.memory]
                 self._session.give_back(lease.binding.session)
+
+
+def _commit_request(
+    lease: WriteLease,
+    keys: Keys,
+    indices: Sequence[int],
+    parent: bytes | None,
+    parents: Sequence[bytes | None] | None,
+    priorities: int | Sequence[int] | None,
+    retention: Retention | BlockRetention | None,
+    prompt: Prompt | None,
+    release: bool,
+) -> blocks_pb2.CommitRequest:
+    """A commit but for its number. Raises :class:`InvalidArgument`."""
+    packed = packed_keys(keys)
+    count = len(packed) // KEY_BYTES
+    if count > len(indices):
+        raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+    kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
+    parents_of_all = _packed_parents(packed, parent, parents)
+    told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
+    return blocks_pb2.CommitRequest(
+        cache_id=lease.binding.cache_id,
+        lease_id=lease.id,
+        slots=[lease.slots[index] for index in indices[:count]],
+        keys=packed,
+        parents=parents_of_all,
+        priorities=kept.priorities,
+        durations_ms=kept.durations_ms,
+        release=release,
+        **told,
+    )
 
 
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:

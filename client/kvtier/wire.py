@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar, cast, overload
@@ -123,16 +123,6 @@ class Locations(Sequence[Location]):
             int(self.host_generations[index]) if on_host else None,
         )
 
-    def __iter__(self) -> Iterator[Location]:
-        return map(
-            Location,
-            self.residency.tolist(),
-            _where(self.residency, Tier.DEVICE, self.device_slots),
-            _where(self.residency, Tier.DEVICE, self.device_generations),
-            _where(self.residency, Tier.HOST, self.host_slots),
-            _where(self.residency, Tier.HOST, self.host_generations),
-        )
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
             return NotImplemented
@@ -142,11 +132,6 @@ class Locations(Sequence[Location]):
 
     def __repr__(self) -> str:
         return f"Locations({list(self)!r})"
-
-
-def _where(residency: NDArray[np.uint8], tier: Tier, values: NDArray[Any]) -> list[int | None]:
-    there = (residency & tier.bit) != 0
-    return [value if known else None for value, known in zip(values.tolist(), there.tolist(), strict=True)]
 
 
 @dataclass(slots=True, frozen=True)

@@ -251,10 +251,6 @@ def _is_u64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_U64
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -269,10 +265,6 @@ def _are_segments(value: object) -> bool:
     return not (DEVICE in value and CUDA in value)
 
 
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
 def _are_reasons(value: object) -> bool:
     return isinstance(value, dict) and all(tier in DATA_TIERS and _is_text(why) for tier, why in value.items())
 
@@ -285,11 +277,11 @@ class _Kind:
 
 _U64: Final = _Kind(_is_u64, f"an integer from 0 to {_MAX_U64}")
 _SIZE: Final = _Kind(lambda value: _is_u64(value) and value != 0, f"an integer from 1 to {_MAX_U64}")
-_BOOL: Final = _Kind(_is_bool, "true or false")
+_BOOL: Final = _Kind(lambda value: isinstance(value, bool), "true or false")
 _TEXT: Final = _Kind(_is_text, "text")
 _HEX_KIND: Final = _Kind(_is_hex, "32 lower-case hex digits")
 _FDS: Final = _Kind(_are_segments, "control, then host and either device or cuda where the cache has them")
-_OBJECT: Final = _Kind(_is_object, "an object")
+_OBJECT: Final = _Kind(lambda value: isinstance(value, dict), "an object")
 _REASONS: Final = _Kind(_are_reasons, f"an object with a text for {' or '.join(DATA_TIERS)}")
 
 _HELLO_FIELDS: Final[Mapping[str, _Kind]] = {"version": _U64, "token": _HEX_KIND}
