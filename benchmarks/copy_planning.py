@@ -32,8 +32,7 @@ from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import BATCH_BYTES, CudaCopies
 from kvtierd.mover.runtime import Batch, Piece
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.cuda.pool import Gpu
-from kvtierd.tiers.cuda.store import CudaDevice
+from kvtierd.tiers.cuda.pool import CudaDevice, Gpu
 from kvtierd.tiers.mapped import HostStore
 from tests.fake_cuda import stub_environment
 from tests.unit.mover.rig import make_runtime, move

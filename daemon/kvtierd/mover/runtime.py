@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+from kvtier.abi.cuda.page_locks import PageLocks
 from kvtier.abi.key_index import ABSENT, Entry
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.block import Block, Copy
@@ -14,10 +15,9 @@ from kvtierd.core.events import RECOVERED, REMOVED, STORED
 from kvtierd.core.ids import DEVICE, HOST, CacheId, GroupId, Key, SlotId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, Move, MoveItem, Outcome, SlotChanges, SlotRef
-from kvtierd.mover.cuda.page_locks import SegmentLocks
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
-from kvtierd.tiers.cuda.store import CudaDevice
+from kvtierd.tiers.cuda.pool import CudaDevice
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.key_index import NOWHERE, At, Blocks
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
@@ -82,7 +82,7 @@ class GpuCopies(Protocol):
         ...
 
     @property
-    def locks(self) -> SegmentLocks: ...
+    def locks(self) -> PageLocks: ...
 
     def copy(self, batch: Batch) -> Faults | Finish: ...
 

@@ -41,8 +41,7 @@ from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DeviceIOError, NotAdoptable, TierConfigError, TierIOError
-from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
-from kvtierd.tiers.cuda.store import CudaDevice
+from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, Gpu
 from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore

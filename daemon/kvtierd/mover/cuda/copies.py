@@ -16,14 +16,13 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId, SlotId, Tier
 from kvtierd.mover import disk_io
-from kvtierd.mover.cuda.page_locks import SegmentLocks
-from kvtierd.mover.cuda.plan import Copies, Direction, Load, Pairs, Sites, plan
+from kvtierd.mover.cuda.plan import Copies, Direction, Load, Pairs, SegmentLocks, Sites, plan
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
 from kvtierd.mover.work import destination, items_of
 from kvtierd.tiers.base import Bytes, TierError, TierIOError
-from kvtierd.tiers.cuda.store import CudaDevice
+from kvtierd.tiers.cuda.pool import CudaDevice
 from kvtierd.tiers.mapped import HostStore
 
 BATCH_BYTES: Final = 16 << 20

@@ -14,8 +14,7 @@ from typing import Final, Protocol
 from kvtier.abi.cuda.driver import Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.page_locks import SegmentLocks
-from kvtierd.mover.cuda.plan import Copies, Direction, joined
+from kvtierd.mover.cuda.plan import Copies, Direction, SegmentLocks, joined
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 

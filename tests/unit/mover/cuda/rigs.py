@@ -12,8 +12,7 @@ from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.cuda.pool import Gpu
-from kvtierd.tiers.cuda.store import CudaDevice
+from kvtierd.tiers.cuda.pool import CudaDevice, Gpu
 from kvtierd.tiers.mapped import HostStore
 from tests.fake_cuda import load_fake
 from tests.unit.mover.rig import SPEC

@@ -14,7 +14,7 @@ import pytest
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk
-from kvtierd.mover.cuda.page_locks import SegmentLocks, chunks_of, in_turn
+from kvtierd.mover.cuda.plan import SegmentLocks, chunks_of, in_turn
 from tests.fake_cuda import load_fake
 
 PAGE = 4096

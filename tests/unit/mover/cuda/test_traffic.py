@@ -15,8 +15,7 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.page_locks import Chunk
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.page_locks import SegmentLocks
-from kvtierd.mover.cuda.plan import Direction
+from kvtierd.mover.cuda.plan import Direction, SegmentLocks
 from kvtierd.mover.cuda.traffic import (
     Hazards,
     Passage,
