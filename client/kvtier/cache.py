@@ -5,6 +5,7 @@ Leases are taken and given back by :mod:`kvtier.lease`.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
