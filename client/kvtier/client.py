@@ -44,6 +44,7 @@ from kvtier.wire import (
     daemon_stats,
     key_prefix,
     lease_info,
+    same_fields,
     session_number,
     split_keys,
     tier_from_wire,
@@ -497,25 +498,9 @@ async def with_past(now: Explanation, watch: Watch) -> Explanation:
 
 
 def _block(message: admin_pb2.ExplainedBlock) -> BlockExplained:
-    return BlockExplained(
-        cache=message.cache,
-        group=message.group,
-        parent=message.parent or None,
-        depth=message.depth,
-        children=message.children,
-        priority=message.priority,
-        own_priority=message.own_priority,
-        duration_ms=message.duration_ms,
-        deadline_ns=message.deadline_ns,
-        copies=tuple(
-            CopyExplained(
-                tier_from_wire(copy.tier),
-                copy.slot,
-                CopyState(copy.state),
-                copy.pins,
-                copy.readers,
-            )
-            for copy in message.copies
-        ),
-        leases=tuple(map(lease_info, message.leases)),
+    copies = tuple(
+        same_fields(CopyExplained, copy, tier=tier_from_wire(copy.tier), state=CopyState(copy.state))
+        for copy in message.copies
     )
+    leases = tuple(map(lease_info, message.leases))
+    return same_fields(BlockExplained, message, parent=message.parent or None, copies=copies, leases=leases)

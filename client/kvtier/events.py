@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
-from kvtier.wire import split_keys, tier_from_wire, tier_to_wire
+from kvtier.wire import same_fields, split_keys, tier_from_wire, tier_to_wire
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,13 +158,7 @@ class Gap:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "type": "gap",
-            "epoch": self.epoch,
-            "first_id": self.first_id,
-            "last_id": self.last_id,
-            "reason": self.reason,
-        }
+        return {"type": "gap"} | asdict(self)
 
 
 @dataclass(slots=True, frozen=True)
@@ -238,19 +232,14 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
 
 
 def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
-    return SnapshotSlice(
-        cache=message.cache,
-        group=message.group,
+    return same_fields(
+        SnapshotSlice,
+        message,
         packed_keys=message.keys,
         packed_parents=message.parents,
-        residency=message.residency,
-        priorities=message.priorities,
-        event_hash=message.event_hash,
         packed_hashes=message.event_hashes,
         packed_parent_hashes=message.parent_hashes,
         tokens=_tokens(message.tokens),
-        window_tokens=message.window_tokens,
-        tokens_per_block=message.tokens_per_block,
         all_window_tokens=tuple(message.all_window_tokens),
     )
 

@@ -357,33 +357,33 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
 
 
 def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
-    return _same(
+    return same_fields(
         DaemonStats,
         message,
         caches=tuple(_cache_stats(cache) for cache in message.caches),
-        sessions=tuple(_same(SessionStats, session) for session in message.sessions),
+        sessions=tuple(same_fields(SessionStats, session) for session in message.sessions),
         problems=tuple(message.problems),
-        watcher_stats=tuple(_same(WatcherStats, watcher) for watcher in message.watcher_stats),
-        event_log=_same(EventLogStats, message.event_log),
-        devices=tuple(_same(DeviceStats, device) for device in message.devices),
+        watcher_stats=tuple(same_fields(WatcherStats, watcher) for watcher in message.watcher_stats),
+        event_log=same_fields(EventLogStats, message.event_log),
+        devices=tuple(same_fields(DeviceStats, device) for device in message.devices),
     )
 
 
 def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:
-    groups = tuple(_same(GroupStats, group, tiers=_tier_stats(group.tiers)) for group in message.groups)
-    edges = tuple(_same(EdgeStats, edge) for edge in message.edges)
-    return _same(CacheStats, message, tiers=_tier_stats(message.tiers), edges=edges, groups=groups)
+    groups = tuple(same_fields(GroupStats, group, tiers=_tier_stats(group.tiers)) for group in message.groups)
+    edges = tuple(same_fields(EdgeStats, edge) for edge in message.edges)
+    return same_fields(CacheStats, message, tiers=_tier_stats(message.tiers), edges=edges, groups=groups)
 
 
 def _tier_stats(messages: Iterable[admin_pb2.TierStats]) -> tuple[TierStats, ...]:
-    return tuple(_same(TierStats, message, tier=tier_from_wire(message.tier)) for message in messages)
+    return tuple(same_fields(TierStats, message, tier=tier_from_wire(message.tier)) for message in messages)
 
 
 def lease_info(message: admin_pb2.LeaseInfo) -> LeaseInfo:
-    return _same(LeaseInfo, message, tier=tier_from_wire(message.tier))
+    return same_fields(LeaseInfo, message, tier=tier_from_wire(message.tier))
 
 
-def _same(answer: Callable[..., T], message: Message, **converted: object) -> T:
+def same_fields(answer: Callable[..., T], message: Message, **converted: object) -> T:
     """A dataclass with the message's fields of the same names; ``converted``: those of another type."""
     names = [field.name for field in fields(cast("Any", answer)) if field.name not in converted]
     return answer(**converted, **{name: getattr(message, name) for name in names})

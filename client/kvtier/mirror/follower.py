@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -15,9 +16,9 @@ from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, Kvtie
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.session import Backoff
-from kvtier.types import Cursor, Tier
+from kvtier.types import Cursor, Tier, fastest
 from kvtier.watch import Watch
-from kvtier.wire import AcrossMatch, Keys, packed_keys
+from kvtier.wire import AcrossMatch, GroupSpan, Keys, packed_keys
 
 DEFAULT_MIRROR_HEARTBEAT_S: Final = 1.0
 DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
@@ -264,3 +265,48 @@ class Mirror(MirrorView):
                 if content.watch is not None:
                     content.cursor = watch.cursor  # after the index, which other threads look into
                     self._news.set()
+
+
+@dataclass(slots=True, frozen=True)
+class Standing:
+    """What one daemon has of a chain. ``blocks``: of its longest prefix.
+
+    ``by_tier``: how many of the blocks of that prefix, over all window groups, have each tier as their fastest.
+    ``state`` and ``lag``: see :class:`kvtier.MirrorState` and :attr:`kvtier.Mirror.lag`.
+    """
+
+    name: str
+    blocks: int
+    by_tier: Mapping[Tier, int]
+    state: MirrorState
+    lag: int
+
+
+def rank_mirrors(
+    mirrors: Mapping[str, MirrorView], keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()
+) -> list[Standing]:
+    """What each daemon has of the chain, without a call.
+
+    The longest prefix comes first; of equals an exact mirror, then the one with more in faster tiers, then by name. A
+    stale mirror keeps its place: its daemon had these blocks when it was last heard.
+
+    Args:
+        mirrors: by name. Other arguments as of :meth:`kvtier.Mirror.match`.
+    """
+    packed = packed_keys(keys)
+    standings = []
+    for name, mirror in mirrors.items():
+        state, lag = mirror.state, mirror.lag  # before the look, so that an exact answer was exact when it was given
+        found = mirror.match(packed, cache, tiers=tiers)
+        standings.append(Standing(name, found.blocks, _by_tier(found.groups), state, lag))
+    return sorted(standings, key=_rank)
+
+
+def _by_tier(groups: tuple[GroupSpan, ...]) -> dict[Tier, int]:
+    counts = Counter(fastest(residency) for span in groups for residency in span.residency)
+    return {tier: counts[tier] for tier in Tier}
+
+
+def _rank(standing: Standing) -> tuple[object, ...]:
+    faster_first = [-standing.by_tier[tier] for tier in Tier]
+    return (-standing.blocks, standing.state is not MirrorState.EXACT, faster_first, standing.name)
