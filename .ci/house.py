@@ -67,11 +67,19 @@ def circles(found: dict[str, Path], *, typing: bool) -> list[str]:
     return [f"{len(circle)} ({', '.join(sorted(circle))})" for circle in together if len(circle) > 3]
 
 
+def long_docstrings(path: Path) -> list[str]:
+    """Public definitions whose docstring has more than ten lines."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds) and node.name[0] != "_"]
+    return [node.name for node in nodes if len((ast.get_docstring(node) or "").splitlines()) > 10]
+
+
 def show_structure() -> None:
     found = modules()
     length = {name: lines(path) for name, path in found.items()}
     short = [name for name, count in length.items() if count < 60 and found[name].name != "__init__.py"]
     long = [name for name, count in length.items() if count > 600]
+    wordy = [f"{name}.{each}" for name, path in found.items() for each in long_docstrings(path)]
     docs = [path for pattern in DOCS for path in ROOT.glob(pattern)]
     running, typing = circles(found, typing=False), circles(found, typing=True)
     for name, count, members in (
@@ -79,6 +87,7 @@ def show_structure() -> None:
         ("modules", len(found), []),
         ("  under 60 lines, without __init__", len(short), short),
         ("  over 600 lines", len(long), long),
+        ("public docstrings over ten lines", len(wordy), wordy),
         ("modules at the top of client/kvtier", len(list(ROOT.glob("client/kvtier/*.py"))), []),
         ("import circles of > 3, at run time", len(running), running),
         ("import circles of > 3, with typing", len(typing), typing),

@@ -260,16 +260,14 @@ class Cache(GroupVerbs):
     ) -> list[BlockResult]:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
-        A chain of more than half a tier, or of more than 1,024 blocks, is stored piece by piece; ``timeout`` is for
-        each. Where the parent of a piece, or of the chain, is evicted meanwhile, that piece and the rest are
-        PARENT_MISSING and not stored: an :meth:`acquire` of the parent holds it.
+        More than half a tier, or than 1,024 blocks, goes in pieces, each with its ``timeout``. If the parent of a piece
+        is evicted meanwhile, the rest is PARENT_MISSING: an :meth:`acquire` of the parent holds it.
 
-        ``blocks``: one array or torch tensor a key, of any dtype, shape and device, with exactly :attr:`block_bytes`,
-        or one whose first axis is the block. ``parent``: key of the block before the first one (None: it is a root).
-        ``retention``: instead of ``priorities``. ``prompt``: what the keys are of, for a cache that tells more than
-        keys in its events (see :meth:`prompt`).
-
-        Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
+        Args:
+            blocks: an array or tensor a key, of :attr:`block_bytes`, or one whose first axis is the block.
+            parent: key of the block before the first one; None: it is a root.
+            prompt: what the keys are of, for events that tell more. ``retention``: instead of ``priorities``.
+        Raises: :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
         packed = packed_keys(keys)
         place = self.lease_tier(tier)
@@ -305,23 +303,16 @@ class Cache(GroupVerbs):
         verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
-        """The longest stored prefix of a chain, copied out: one array a block of the prefix, None for a block before a
-        sliding window, which that prefix does not need.
+        """The longest stored prefix of a chain, copied out: an array a block, None for one before a sliding window.
 
-        ``out``: arrays or tensors of exactly :attr:`block_bytes` to copy into, one a key, arrays C-contiguous; the
-        first ones, from the window on, are filled and returned; those before it are left as they are, and what is in
-        the others is undefined: of a block that leaves its slot while it is copied, bytes stay there. Without it: fresh
-        uint8 arrays.
+        Mapped slots are copied without a call; if the daemon is silent, nothing else comes. It makes the rest ready in
+        ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole, of at most
+        16,384 keys. Bytes that are not mapped, or left during ``verify``, come through a stream.
 
-        What is in mapped slots is copied without a call, and stays where it is; with ``tier`` only what is in that one.
-        The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
-        most half of it, but a sliding window whole, of at most 16,384 keys; ``timeout`` is for each. If the daemon does
-        not answer, only what is in mapped slots comes. Where the cache is not mapped, the bytes come through a stream.
-
-        ``verify``: what was copied is compared with what the daemon finds in its memory, by checksum, in one more call;
-        blocks that have left it meanwhile come again, through a stream.
-
-        Raises :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
+        Args:
+            out: an array or tensor of :attr:`block_bytes` a key. Those beyond the prefix may hold any bytes afterwards.
+            verify: compares by checksum with what the daemon has in memory.
+        Raises: :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
         """
         await in_turn(timeout)
         read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)

@@ -63,17 +63,16 @@ async def connect(
     timeout: float = DEFAULT_TIMEOUT_S,
     wait: float = 0.0,
 ) -> AsyncClient:
-    """A client of the daemon whose runtime directory is ``address`` (``$KVTIER_ADDRESS``, else ``/run/kvtier``)::
+    """A client of the daemon whose runtime directory is ``address``: ``async with await kvtier.connect() as client``.
 
-        async with await kvtier.connect() as client:
-            cache = await client.open_cache("llama", spec)
+    Args:
+        address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` is a daemon on
+            TCP: with ``tls``, or on this host, if it allows that, with ``insecure``. Over TCP no memory is mapped.
+        timeout: seconds that a call may take where it does not say itself.
+        wait: seconds to keep trying while no daemon answers.
 
-    ``host:port`` or ``tcp://host:port`` is a daemon that listens on TCP: with ``tls``, or on this host, if the daemon
-    allows it, with ``insecure`` True. Over TCP no memory is mapped.
-
-    ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to keep trying while no
-    daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
-    :class:`InvalidArgument`, and :class:`CallerError` (FORKED) in a child that was forked while there was a client.
+    Raises: :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`, and
+        :class:`CallerError` (FORKED) in a child that was forked while there was a client.
     """
     require_timeout(timeout)
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
@@ -125,18 +124,14 @@ class AsyncClient:
     ) -> Cache:
         """Opens a cache, creating it where it does not exist, and maps its memory.
 
-        ``spec``: what its bytes mean; none: as it is (``cache.spec`` then says it), and it must exist, now and after a
-        restart of the daemon.
+        Args:
+            spec: what its bytes mean. None: as they are; the cache must exist, now and after a restart of the daemon.
+            budgets: of a new cache, bytes by tier, or one number a window group by tier; none: all that is left.
+            device: name in the daemon's configuration, or ``GPU-<uuid>``; none: its own, or the one with most left.
+            write: False maps the memory read-only. ``mapped`` False maps none: bytes go through streams.
 
-        ``budgets``: bytes by tier, or one number a window group by tier, only heeded at creation (none: all that is
-        left). ``options``: how it behaves (none: as it does, or the daemon's defaults). ``device``: where it lives, by
-        the name that the daemon's configuration has or by ``GPU-<uuid>`` (none: where it is, or for a new one the
-        device with the most bytes left). ``write`` False maps the memory read-only: such a cache object cannot fill
-        slots. ``mapped`` False does without the memory, as a client must that cannot map it (over TCP, in a container):
-        put and get go through streams, and leases have no views.
-
-        Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound` without a ``spec``,
-        :class:`PermissionDenied`, :class:`TierFull` for budgets that are not to be had.
+        Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
+            :class:`PermissionDenied`, :class:`TierFull`.
         """
         try:
             if spec is not None:
@@ -174,20 +169,15 @@ class AsyncClient:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Watch:
-        """Follows events: ``async for item in client.watch()``.
+        """Follows events, over restarts of the daemon: ``async for item in client.watch()``.
 
-        Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state, or
-        with the first event at or after ``since_time_ns`` (nanoseconds since the Unix epoch) whatever the daemon's
-        clock did since.
-        Now is when it is entered (``async with client.watch() as watch``), else when it is first asked for an item.
-        Empty filters let everything through; ``groups`` are numbers, ``keys`` what block keys begin with, as bytes or
-        in hex: events are cut down to these blocks (:class:`kvtier.watch.Filter`). Items are
-        :class:`kvtier.events.Event`, :class:`Gap` where events were lost, :class:`SnapshotStart`,
-        :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, :class:`Heartbeat` with ``heartbeats``, and
-        :class:`Disconnected` and :class:`Reconnected` with ``breaks``. Outlives restarts of the daemon.
+        Begins when it is entered (``async with``) or first asked for an item; or after ``since``, at the ``oldest``
+        event held, with a ``snapshot`` of the present state, or at ``since_time_ns`` (since the Unix epoch). Empty
+        filters let everything through; ``keys`` are what block keys begin with: see :class:`kvtier.watch.Filter`. Items
+        are of :data:`kvtier.events.WatchItem`; ``heartbeats`` and ``breaks`` ask for those that tell of the stream.
 
-        Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
-        where ``since`` lies before what is held.
+        Raises: :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
+            where ``since`` lies before what is held.
         """
         return Watch(
             self._session,

@@ -34,16 +34,12 @@ class Event:
     """What happened to some blocks of one window group.
 
     ``packed_keys``, ``packed_parents`` (stored only): 32 bytes a block. ``residency`` (stored, updated) and
-    ``priorities``: one byte a block, as they are AFTER the change, so that applying an event twice changes nothing.
-    ``moved_from`` to ``copy_ns`` are set where a move caused it: bytes copied, nanoseconds waited and spent.
-    ``time_ns``: nanoseconds since the Unix epoch. ``num_blocks_per_cache_level``: created only, the fastest tier
-    first.
-
-    Of a cache with the option ``event_hash``: its value; ``packed_hashes`` of the blocks, all of 8 or all of 32 bytes,
-    zeros for a block without; ``packed_parent_hashes`` (stored only). ``tokens`` (stored only): one a block, where the
-    cache keeps them and the watcher may see them. ``window_tokens``: of the group, 0 = full attention.
-
-    Created only, of the cache: ``tokens_per_block``, and ``all_window_tokens``, one a window group.
+    ``priorities``: one byte a block, AFTER the change, so that applying an event twice changes nothing. ``moved_from``
+    to ``copy_ns``: of the move that caused it, in bytes and nanoseconds. ``time_ns``: since the Unix epoch.
+    ``event_hash``: the cache's option; ``packed_hashes``: all of 8 or all of 32 bytes, zeros for a block without.
+    ``tokens`` (stored only): one a block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is
+    full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, and
+    ``all_window_tokens``, one a window group.
     """
 
     epoch: int

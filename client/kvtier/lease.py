@@ -180,19 +180,14 @@ class WriteLease(Lease):
     ) -> list[BlockResult]:
         """Makes slots blocks: immutable, reusable, still held by this lease. One result a key.
 
-        By default the keys are a chain: each one's parent is the key before it, the first one's is ``parent`` (None:
-        the first is a root). ``parents`` names one a key instead. ``priorities``: 0 to 100, one for all or one a key
-        (default 35). ``retention``: instead of that, in tokens and with durations. ``prompt``: what the keys are of,
-        for a cache that tells more than keys in its events. ``at``: indices of the slots, by default the first blank
-        ones in order. ``release``: the lease ends with this call, whatever the results; else a slot whose result is
-        PARENT_MISSING or PARENT_CONFLICT stays blank. One whose result is EXISTS has gone back to the daemon.
-
-        Where the slots are memory of a GPU, the call is sent once ``stream`` has done what it was given before it: see
-        :meth:`kvtier.Cache.fence` for which streams that can be. Who is cancelled, or runs out of time (``timeout``
-        counts both), before that has happened has sent nothing: the slots are blank and held, and the commit may be
-        made again. Who does so later does not know whether they are blocks: they are held and blank no more.
-
-        Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
+        Args:
+            parent: of the first key; each other key stands under the one before. ``parents``: one a key instead.
+            priorities: 0 to 100, one for all or one a key. ``retention``: instead. ``prompt``: what the keys are of.
+            at: indices of the slots; default: the first blank ones. A slot whose result is EXISTS has gone back.
+            release: the lease ends with the call; else PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
+            stream: on a GPU, the call is sent once this has passed (:meth:`kvtier.Cache.fence`). Who gives up before
+                has sent nothing; who does so later holds slots that are blank no more: they may be blocks.
+        Raises: :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
         indices = self.blank if at is None else self._places(at)

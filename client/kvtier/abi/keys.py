@@ -109,9 +109,7 @@ def chain_keys(
         token_ids: integers from 0 to 2^32-1.
         extra_ids: one a token, 0 to 2^64-1, for tokens whose id alone does not say what they stand for (virtual tokens
             of prompt tuning); 0 = none.
-
-    Raises:
-        KeyChainError: naming the argument at fault.
+    Raises: :class:`KeyChainError`, which names the argument at fault.
     """
     require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
     tokens = np.ascontiguousarray(_as_unsigned("token_ids", token_ids, MAX_TOKEN_ID), "<u4")

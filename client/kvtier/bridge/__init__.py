@@ -25,12 +25,10 @@ class Options:
     Args:
         replay_endpoint: where readers ask for batches that they missed; None = nowhere.
         insecure_any: allows endpoints that other hosts can reach.
-        topic: the first frame of each batch.
-        replay_topic: whether answers to readers have the topic, as vLLM's since 0.26.
+        topic: the first frame of each batch. ``replay_topic``: of answers to readers, too, as vLLM's since 0.26.
         group: publishes this window group only; None = all.
-        tokens: publishes token ids.
+        tokens: publishes token ids. ``data_parallel_rank``: stands in each batch.
         lora_names: an adapter's name by its LoRA id; other adapters are named by their id.
-        data_parallel_rank: stands in each batch.
     """
 
     endpoint: str

@@ -102,20 +102,13 @@ def watch(
 ) -> None:
     """Follow every move, store and eviction as it happens.
 
-    A line shows time, type, number of blocks, from where to where, cause, bytes, time taken (waiting and copying), the
-    cache, epoch and id, and the first key. Goes on over restarts of the daemon, and says so; what was lost is shown as
-    a gap.
+    A line shows time, type, number of blocks, tiers, cause, bytes, time taken (waiting and copying), the cache, epoch
+    and id, and the first key. Goes on over restarts of the daemon, and says so; what was lost is shown as a gap.
 
-    With --format trtllm routers that follow TensorRT-LLM can follow kvtier. Hashes are those that the cache was opened
-    with (its option event_hash); token ids are there if it keeps them and you may see them. Begin with --snapshot.
+    With --format trtllm routers that follow TensorRT-LLM can follow kvtier: with the hashes that the cache was opened
+    with, and its token ids if you may see them. Begin with --snapshot.
 
-    \b
-    Exit status:
-      0    the end that was asked for is reached, or nobody reads any more
-      1    refused, or failed
-      2    the command line makes no sense
-      3    no daemon answers at the start
-      130  ended by Ctrl-C (SIGINT); 143 by SIGTERM
+    Exit status 3: no daemon answers at the start; 130 and 143: ended by Ctrl-C (SIGINT) and by SIGTERM.
     """
     if sys.stdout is None:
         raise click.ClickException("standard output is closed: there is nowhere to show anything")

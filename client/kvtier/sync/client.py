@@ -88,17 +88,16 @@ class Watch(Twin[watch.Watch]):
 
 
 class Client(Twin[client.AsyncClient]):
-    """A synchronous client of the daemon whose runtime directory is ``address``::
+    """A synchronous client of the daemon whose runtime directory is ``address``: ``with kvtier.Client() as client``.
 
-        with kvtier.Client() as client:
-            cache = client.open_cache("llama", spec)
+    Args:
+        address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``; ``host:port`` for TCP, with ``tls`` or ``insecure``.
+        timeout: seconds that a call may take where it does not say itself.
+        wait: seconds to keep trying while no daemon answers.
 
-    ``address``: by default ``$KVTIER_ADDRESS``, else ``/run/kvtier``; ``host:port`` for TCP, with ``tls`` or, on this
-    host, ``insecure``. ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to
-    keep trying while no daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
-    :class:`InvalidArgument`, and :class:`CallerError` (FORKED) in a child that was forked while there was a client.
-
-    A closed client, and one used in a forked child, raises :class:`kvtier.errors.ClientClosed`.
+    Raises: :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`, and
+        :class:`CallerError` (FORKED) in a child that was forked while there was a client. Once closed, or in a forked
+        child, :class:`kvtier.errors.ClientClosed`.
     """
 
     address = Fact[str]()

@@ -96,16 +96,12 @@ class Block:
     """One block of a window group. There are millions, so it has no container that most do without.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
-    ``rank``: eviction order, lowest first: priority, then whether it is hot, then last use; unique, and comparable only
-    inside a group.
-    ``copies``: by tier.
-    ``residency``: the tiers whose copy is valid, as a bit set.
-    ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
-    ``disk_children``: indexed children with a copy on disk, or on the way there.
-    ``traits``: as they are now, ``own_priority`` among them.
-    ``parent``: what it stands on; ``parent_key``: what its committer said. A root stands on nothing, and no block of a
-    sliding group does.
-    ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
+    ``rank``: eviction order inside a group, lowest first: priority, then whether it is hot, then last use; unique.
+    ``copies``: by tier. ``residency``: the tiers whose copy is valid, as a bit set. ``claims``: fetches that matched it
+    and wait for room; nothing of it is given up meanwhile. ``disk_children``: indexed children with a copy on disk, or
+    on the way there. ``traits``: as they are now, ``own_priority`` among them. ``parent``: what it stands on;
+    ``parent_key``: what its committer said. A root, and a block of a sliding group, stands on nothing. ``indexed``:
+    reachable by its key. A block that is not lives only until its last hold and copy end.
     """
 
     __slots__ = (

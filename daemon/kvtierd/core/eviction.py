@@ -67,14 +67,11 @@ class TwoQueues(Lru):
     """Blocks that come back after they have left go after all others, each kind least recently used first: 2Q (Johnson
     and Shasha, VLDB 1994) for chains.
 
-    Where they differ: all that a hot block stands on is hot, too, since it could not be reached without; and what is
-    new is kept by its last use, not by its arrival. A bounded ring of keys remembers who has left. Beyond their share,
-    the hot blocks used least recently are hot no more: their children were used before them, and so are not hot either.
-
-    A tier that holds nearly all that comes back loses by it: hot blocks that nobody wants any more stand where others
-    would. So they cool once they have waited for :data:`STAY`, except where protecting is seen to be worth it. A use of
-    a hot block older than the last cold one to leave is a miss saved: by last use alone it would have left before. The
-    return of a key after fewer departures than there are hot blocks is a miss caused: without them it would be here.
+    All that a hot block stands on is hot, too; a new block is kept by its last use. A bounded ring of keys remembers
+    who has left. Beyond their share, the hot blocks used least recently are hot no more. Hot blocks that nobody wants
+    any more would take others' places: they cool once they have waited for :data:`STAY`, except where protecting is
+    seen to be worth it. A use of a hot block older than the last cold one to leave is a miss saved. The return of a key
+    after fewer departures than there are hot blocks is a miss caused.
     """
 
     __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_rebuild_at", "_saved", "_slots")
@@ -274,21 +271,14 @@ _GOES_FREELY: Final = REDUNDANT | CLEAN
 
 
 class Candidates:
-    """Who may leave one tier. A block stands only where all of what the list's name promises is true of it.
+    """Who may leave one tier: blocks that are indexed, READY, unheld, unread and unclaimed there, in lists.
 
-    All candidates are indexed, READY, unheld, unread and unclaimed there (a demotable one may be read by one copy
-    downwards), and:
-
-    - ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
-    - ``demotable``: not redundant, and its priority or a copy below lets it go down.
-    - ``clean``: valid in a tier below: may go without a copy.
-    - ``leaf``: resident nowhere else and without indexed children: may be dropped.
-    - ``dirty``: demotable, unread, and neither in a tier below nor on the way there. Only of a cache with watermarks.
-
-    ``cleans``: how many are clean or redundant: those that can go without a copy.
-
-    Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for good. Kept above as well, they
-    would take places twice: what was promoted from disk stays there.
+    ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
+    ``demotable``: not redundant, and its priority or a copy below lets it go down; one copy downwards may read it.
+    ``clean``: valid in a tier below: may go without a copy. ``leaf``: resident nowhere else and without indexed
+    children: may be dropped. ``dirty``: demotable, unread, and neither in a tier below nor on the way there; only of a
+    cache with watermarks. ``cleans``: how many are clean or redundant. Hot blocks are protected in the lowest tier
+    (``lowest``), which blocks leave for good; kept above as well, they would take places twice.
     """
 
     __slots__ = ("_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")

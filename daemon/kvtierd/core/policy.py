@@ -67,44 +67,30 @@ class WritePolicy(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Policy:
-    """``thresholds``: a block goes down an edge if and only if its effective priority is at least the edge's (>=, as in
-    TensorRT-LLM's code, not its help); 0 = always, 101 = never, and 30 where none is given. Only a ``move`` by call
-    goes down whatever the priority.
-
-    ``eviction``: who goes first inside a priority, by its name in ``core/eviction.py``.
-
-    ``clean_low``, ``clean_high``: where fewer than the low share of a tier's slots are clean (free, or READY below,
-    too), the background copies down, in the order of eviction, until the high share is; 0: never.
-
-    ``max_pinned``: at most this share of a tier's slots in a group is pinned.
-
-    ``reserve_shift`` and ``reserve_max``: once blocks go to disk, ``min(slots >> shift, max)`` slots are kept free
-    there ahead of need, since a slot there is free only after its old record's deletion has committed.
-
-    ``waiting_victims``: at most so many blocks are chosen to leave a tier while they wait for slots below.
-
-    ``blocks_a_call``: the blocks that one call of the core looks at where a caller can name any number of them at
-    once: a reset, the loss of a tier, retentions that end.
-
-    ``blocks_a_move``, ``blocks_an_event``: what would be longer becomes several.
-
-    ``degrade_after`` failures in a row take an edge out of planning for ``degraded_ns``.
-    """
+    """How a cache moves, keeps and evicts its blocks. Shares are of a tier's slots in a group."""
 
     thresholds: Mapping[Edge, int] = field(default_factory=dict)
+    """Least effective priority (>=, as in TensorRT-LLM's code, not its help) with which a block goes down an edge,
+    except by a ``move`` call: 0 = always, 101 = never, 30 where none is given."""
     write_policy: WritePolicy = WritePolicy.BACK
     eviction: str = "lru"
+    """Who goes first inside a priority, by its name in ``core/eviction.py``."""
     clean_low: float = 0.0
     clean_high: float = 0.0
+    """Where fewer than the low share is clean, the background copies down until the high share is; 0: never."""
     max_pinned: float = 0.5
     reserve_shift: int = 5
     reserve_max: int = 512
+    """``min(slots >> shift, max)`` disk slots are kept free: one is free only once its old record is durably gone."""
     waiting_victims: int = 32
+    """At most so many blocks are chosen to leave a tier while they wait for slots below."""
     blocks_a_call: int = 1_024
+    """Looked at by one call where a caller can name any number: a reset, the loss of a tier, retentions that end."""
     blocks_a_move: int = 32
     blocks_an_event: int = 256
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
+    """So many failures in a row take an edge out of planning for so long."""
 
     def threshold(self, src: Tier, dst: Tier) -> int:
         return self.thresholds.get((src, dst), DEFAULT_THRESHOLD)

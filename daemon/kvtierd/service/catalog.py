@@ -132,9 +132,7 @@ class Catalog:
             device: Name or id of its device; "" = as :meth:`Devices.for_new` chooses.
             create: Whether the cache may be made.
 
-        Raises:
-            CallRefused: INVALID_ARGUMENT (the cache differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (it is
-                left out).
+        Raises: CallRefused: INVALID_ARGUMENT (differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (left out).
         """
         return await self._to_the_end(self._open(name, spec, asked, named, device, create), f"open-{name}")
 

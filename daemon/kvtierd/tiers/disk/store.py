@@ -180,22 +180,16 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """Stores what has begun, with one sync and one transaction, which no end of this process undoes when this
-        returns. Should the system go down, the last transaction may be undone, whole, unless :meth:`sync` came after.
+        """Stores what has begun, with one sync and one transaction, which no end of this process undoes.
+        A crash of the machine may undo the last transaction, whole, unless :meth:`sync` came after.
 
         Args:
             batches: in the order in which they began. A write of a block that has another slot moves it.
-            retire: blocks to forget. A block that is not (any more) in the slot given is left alone.
-            touches: packed keys, in the order of their use and later than the writes. Those not on disk are ignored.
-            restate: the retention of blocks on disk from now on, those written included. Others are ignored.
-
-        Returns:
-            Indices, through all writes, of those that failed: their slots hold nothing. A block whose parent is not on
-            disk fails too. If the transaction fails, all writes do.
-
-        Raises:
-            TierIOError: the transaction failed, and there was something to retire, or nothing to write. The blocks to
-                be retired are still there.
+            retire: blocks to forget, if they are in the slot given. ``touches``: packed keys, in order of use.
+            restate: the retention of blocks on disk from now on.
+        Returns: Indices, through all writes, of those that failed, as a block does whose parent is not on disk: their
+            slots hold nothing.
+        Raises: TierIOError: the transaction failed with something to retire, which is still there, or nothing to write.
         """
         writes = [write for begun in batches for write in begun.writes]
         checksums = [each for begun in batches for each in begun.checksums]
