@@ -27,12 +27,6 @@ def daemon(start_for):
 
 
 @pytest.fixture
-async def client(daemon):
-    async with await connect(daemon.address) as client:
-        yield client
-
-
-@pytest.fixture
 async def mapped(client):
     """The first blocks of a long sequence are gone."""
     cache = await client.open_cache("sliding", SLIDING)
