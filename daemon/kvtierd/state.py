@@ -185,10 +185,11 @@ def _next_life(before: State) -> Identity:
 
 
 def _read(path: Path) -> State | None:
+    # Listed before the superblock is read: another daemon may be making the directory its own meanwhile.
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in _NOT_FOREIGN)
     content = read_superblock(path, _KIND)
     if content is None:
         # Starting afresh beside files of an earlier life would give its ids out again.
-        others = sorted(entry.name for entry in path.iterdir() if entry.name not in _NOT_FOREIGN)
         if others:
             raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
         return None

@@ -167,7 +167,7 @@ class RuntimeDir:
             raise TierConfigError("runtime_dir", path, str(error)) from error
         with io_errors(f"cannot use the runtime directory {path}"):
             if not path.is_dir():
-                path.mkdir(parents=True)
+                path.mkdir(parents=True, exist_ok=True)
                 path.chmod(_DIRECTORY_MODE)
             lock = DirectoryLock.take(path / LOCK)
         runtime_dir = cls(path, lock, rpc_path, attach_path)

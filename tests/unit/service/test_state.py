@@ -12,7 +12,7 @@ import pytest
 
 from kvtierd import state
 from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
-from kvtierd.tiers.base import TierIOError
+from kvtierd.tiers.base import LockedDirectory, TierIOError
 from kvtierd.tiers.disk.superblock import SUPERBLOCK
 
 
@@ -36,6 +36,22 @@ def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tm
     third = life(tmp_path)
     assert (third.identity.epoch, third.identity.boot) == (3, 3)
     third.close(None)
+
+
+def test_a_directory_that_another_daemon_makes_its_own_meanwhile_is_locked(tmp_path, monkeypatch) -> None:
+    others: list[StateDir] = []
+    reading = state.read_superblock
+
+    def overtaken(directory: Path, kind: str) -> object:
+        content = reading(directory, kind)
+        monkeypatch.undo()
+        others.append(StateDir.open(directory))
+        return content
+
+    monkeypatch.setattr(state, "read_superblock", overtaken)
+    with pytest.raises(LockedDirectory):
+        StateDir.open(tmp_path)
+    others[0].close(None)
 
 
 @pytest.mark.parametrize("clean", [True, False])

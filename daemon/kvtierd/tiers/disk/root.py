@@ -236,9 +236,10 @@ def _is_new(path: Path) -> bool:
         return True
     if not path.is_dir():
         raise ForeignDirectory(path, "is not a directory")
+    # Listed before the superblock is read: another daemon may be making the directory its own meanwhile.
+    foreign = sorted(set(os.listdir(path)) - _OURS_WHILE_NEW)
     if read_superblock(path, "disk") is not None:
         return False
-    foreign = sorted(set(os.listdir(path)) - _OURS_WHILE_NEW)
     if foreign:
         raise ForeignDirectory(path, f"is not empty (it has {foreign[0]!r}) and has no kvtier {SUPERBLOCK}")
     return True

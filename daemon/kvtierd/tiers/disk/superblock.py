@@ -97,7 +97,12 @@ def make_private_directory(path: Path) -> None:
     if path.is_dir():
         return
     make_private_directory(path.parent)
-    path.mkdir(PRIVATE_DIR)
+    try:
+        path.mkdir(PRIVATE_DIR)
+    except FileExistsError:
+        if path.is_dir():  # another daemon was quicker; the lock decides between the two
+            return
+        raise
     path.chmod(PRIVATE_DIR)
     sync_directory(path.parent)
 
