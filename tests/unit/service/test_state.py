@@ -13,7 +13,7 @@ import pytest
 from kvtierd import state
 from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
 from kvtierd.tiers.base import LockedDirectory, TierIOError
-from kvtierd.tiers.disk.superblock import SUPERBLOCK
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock
 
 
 def life(path: Path) -> StateDir:
@@ -40,10 +40,9 @@ def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tm
 
 def test_a_directory_that_another_daemon_makes_its_own_meanwhile_is_locked(tmp_path, monkeypatch) -> None:
     others: list[StateDir] = []
-    reading = state.read_superblock
 
     def overtaken(directory: Path, kind: str) -> object:
-        content = reading(directory, kind)
+        content = read_superblock(directory, kind)
         monkeypatch.undo()
         others.append(StateDir.open(directory))
         return content
