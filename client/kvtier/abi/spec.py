@@ -3,13 +3,15 @@
 Fingerprint: SHA-256 over, without padding, integers little-endian::
 
     16 bytes  b"kvtier.cachespec"
-    u32       version: 1 if every pool has the cache's dtype, else 2
+    u32       version: 1 if every pool has the cache's dtype, else 2; 3 where the specification has what only 3 encodes
     u32 + n   length of the model name in UTF-8, the name
     u32 + n   length of the dtype name, the name
     u32 x 4   tokens_per_block, rank, world_size, number of groups
     a group:  u32 window_tokens, u32 number of pools
+              in version 3 also u32 flat (0 or 1), u32 sink_tokens
     a pool:   u32 layers, u32 kv_heads, u32 head_size, u32 kv_factor
-              in version 2 also u32 + n, length of the pool's dtype name, the name
+              in versions 2 and 3 also u32 + n, length of the pool's dtype name, the name; in 3 also u64 block_bytes
+    version 3 ends with the identity: u32 number of pairs; by name, u32 + n and the name, u32 + n and the value
 
 Two caches may exchange bytes only if their fingerprints are equal. A specification has one fingerprint for ever.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
 PAGE: Final = 4096
@@ -44,6 +46,8 @@ MAX_POOLS: Final = 64
 
 _ONE_DTYPE: Final = 1
 _DTYPE_A_POOL: Final = 2
+_IDENTITY: Final = 3
+_MAX_IDENTITY: Final = 64
 _MAX_MODEL_BYTES: Final = 256
 _MAX_WINDOW_TOKENS: Final = 2**31 - 1
 _POOL_LIMITS: Final[Mapping[str, tuple[int, int]]] = {
@@ -51,6 +55,10 @@ _POOL_LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "kv_heads": (1, 4096),
     "head_size": (1, 65536),
     "kv_factor": (1, 2),
+}
+_OPAQUE_LIMITS: Final[Mapping[str, tuple[int, int]]] = {
+    **dict.fromkeys(_POOL_LIMITS, (0, 0)),
+    "block_bytes": (1, MAX_BLOCK_BYTES),
 }
 _MAX_TOKENS_PER_BLOCK: Final = 65536
 _MAX_WORLD_SIZE: Final = 65536
@@ -95,6 +103,7 @@ class PoolSpec:
 
     ``kv_factor`` 2 = keys and values, 1 = keys only (MLA). ``dtype`` "" = the cache's. Of 4-bit KV the data are a pool
     of uint8 with half the head size, and their scales a pool of float8_e4m3 with a sixteenth.
+    ``block_bytes``: of an opaque pool, whose other fields are zero.
     """
 
     layers: int
@@ -102,19 +111,34 @@ class PoolSpec:
     head_size: int
     kv_factor: int = 2
     dtype: str = ""
+    block_bytes: int = 0
+
+    @classmethod
+    def opaque(cls, block_bytes: int) -> Self:
+        """``block_bytes`` of every block, whose meaning is the engine's: :attr:`CacheSpec.identity` names it."""
+        return cls(0, 0, 0, 0, block_bytes=block_bytes)
 
 
 @dataclass(slots=True, frozen=True)
 class WindowGroupSpec:
-    """All pools of one attention window size. ``window_tokens`` 0 = full attention, else a sliding window."""
+    """Pools whose blocks come and go together. ``window_tokens`` 0 = full attention, else a sliding window.
+
+    ``flat``: its keys form no chains; each block is stored, found and evicted by itself. ``sink_tokens``: so many first
+    tokens of a sequence stay in a sliding window.
+    """
 
     window_tokens: int = 0
     pools: tuple[PoolSpec, ...] = ()
+    flat: bool = False
+    sink_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class CacheSpec:
-    """What a cache's bytes mean. Sizes and fingerprint are defined for specifications that pass :meth:`validate`."""
+    """What a cache's bytes mean. Sizes and fingerprint are defined for specifications that pass :meth:`validate`.
+
+    ``identity``: whatever else two caches must agree on to exchange bytes, by name: layout, attention backend, engine.
+    """
 
     model: str
     dtype: str
@@ -122,6 +146,7 @@ class CacheSpec:
     rank: int = 0
     world_size: int = 1
     groups: tuple[WindowGroupSpec, ...] = ()
+    identity: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def single(
@@ -150,21 +175,28 @@ class CacheSpec:
         require_int("rank", self.rank, 0, self.world_size - 1, SpecError)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise SpecError("groups", len(self.groups), f"1 to {MAX_GROUPS} groups")
-        windows: dict[int, int] = {}
         for index, group in enumerate(self.groups):
             self._validate_group(index, group)
-            first = windows.setdefault(group.window_tokens, index)
-            if first != index:
-                limit = f"another window than groups[{first}]: what has the same window is one group"
-                raise SpecError(f"groups[{index}].window_tokens", group.window_tokens, limit)
+        if len(self.identity) > _MAX_IDENTITY:
+            raise SpecError("identity", f"{len(self.identity)} names", f"at most {_MAX_IDENTITY} names")
+        for name, value in self.identity.items():
+            for text in (name, value):
+                if not text.isprintable() or not 1 <= len(text.encode()) <= _MAX_MODEL_BYTES:
+                    raise SpecError(f"identity[{name}]", text, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
 
     def _validate_group(self, index: int, group: WindowGroupSpec) -> None:
         where = f"groups[{index}]"
         require_int(f"{where}.window_tokens", group.window_tokens, 0, _MAX_WINDOW_TOKENS, SpecError)
+        require_int(f"{where}.sink_tokens", group.sink_tokens, 0, _MAX_WINDOW_TOKENS, SpecError)
+        if group.flat and group.window_tokens:
+            raise SpecError(f"{where}.flat", True, "False for a sliding window, which is one over a chain")
+        if group.sink_tokens and not group.window_tokens:
+            raise SpecError(f"{where}.sink_tokens", group.sink_tokens, "0 without a sliding window")
         if not 1 <= len(group.pools) <= MAX_POOLS:
             raise SpecError(f"{where}.pools", len(group.pools), f"1 to {MAX_POOLS} pools")
         for number, pool in enumerate(group.pools):
-            for name, (low, high) in _POOL_LIMITS.items():
+            limits = _OPAQUE_LIMITS if pool.block_bytes else _POOL_LIMITS
+            for name, (low, high) in limits.items():
                 require_int(f"{where}.pools[{number}].{name}", getattr(pool, name), low, high, SpecError)
             if pool.dtype != "":
                 _check_dtype(f"{where}.pools[{number}].dtype", pool.dtype)
@@ -174,6 +206,8 @@ class CacheSpec:
     def pool_bytes(self, group: int, pool: int) -> int:
         """Bytes of a block in a pool: layers x kv_factor x kv_heads x head_size x tokens_per_block x dtype bytes."""
         shape = self.groups[group].pools[pool]
+        if shape.block_bytes:
+            return shape.block_bytes
         values = shape.layers * shape.kv_factor * shape.kv_heads * shape.head_size * self.tokens_per_block
         return values * DTYPE_BYTES[shape.dtype or self.dtype]
 
@@ -191,17 +225,33 @@ class CacheSpec:
         return hashlib.sha256(b"".join(self._canonical())).digest()
 
     def _canonical(self) -> Iterator[bytes]:
-        one_dtype = all(pool.dtype in ("", self.dtype) for group in self.groups for pool in group.pools)
+        version = self._version()
         yield b"kvtier.cachespec"
-        yield struct.pack("<I", _ONE_DTYPE if one_dtype else _DTYPE_A_POOL)
+        yield struct.pack("<I", version)
         yield from (_counted(self.model), _counted(self.dtype))
         yield struct.pack("<4I", self.tokens_per_block, self.rank, self.world_size, len(self.groups))
         for group in self.groups:
             yield struct.pack("<2I", group.window_tokens, len(group.pools))
+            if version == _IDENTITY:
+                yield struct.pack("<2I", group.flat, group.sink_tokens)
             for pool in group.pools:
                 yield struct.pack("<4I", pool.layers, pool.kv_heads, pool.head_size, pool.kv_factor)
-                if not one_dtype:
+                if version != _ONE_DTYPE:
                     yield _counted(pool.dtype or self.dtype)
+                if version == _IDENTITY:
+                    yield struct.pack("<Q", pool.block_bytes)
+        if version == _IDENTITY:
+            yield struct.pack("<I", len(self.identity))
+            for name, value in sorted(self.identity.items()):
+                yield from (_counted(name), _counted(value))
+
+    def _version(self) -> int:
+        pools = [pool for group in self.groups for pool in group.pools]
+        if self.identity or any(group.flat or group.sink_tokens for group in self.groups):
+            return _IDENTITY
+        if any(pool.block_bytes for pool in pools):
+            return _IDENTITY
+        return _ONE_DTYPE if all(pool.dtype in ("", self.dtype) for pool in pools) else _DTYPE_A_POOL
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; :meth:`from_dict` reads them back to an equal specification."""
@@ -213,12 +263,17 @@ class CacheSpec:
         groups = (
             WindowGroupSpec(
                 group.window_tokens,
-                tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype) for p in group.pools),
+                tuple(
+                    PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype, p.block_bytes)
+                    for p in group.pools
+                ),
+                group.flat,
+                group.sink_tokens,
             )
             for group in message.groups
         )
         fields = (message.model, message.dtype, message.tokens_per_block, message.rank, message.world_size)
-        return cls(*fields, tuple(groups))
+        return cls(*fields, tuple(groups), dict(message.identity))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

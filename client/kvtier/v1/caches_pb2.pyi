@@ -60,6 +60,7 @@ class PoolSpec(google.protobuf.message.Message):
     HEAD_SIZE_FIELD_NUMBER: builtins.int
     KV_FACTOR_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: builtins.int
     layers: builtins.int
     kv_heads: builtins.int
     head_size: builtins.int
@@ -67,6 +68,8 @@ class PoolSpec(google.protobuf.message.Message):
     """2 = keys and values, 1 = keys only (MLA)"""
     dtype: builtins.str
     """"": the cache's. An extra pool, of scales for example, has one of its own"""
+    block_bytes: builtins.int
+    """of an opaque pool, whose other fields are zero"""
     def __init__(
         self,
         *,
@@ -75,21 +78,28 @@ class PoolSpec(google.protobuf.message.Message):
         head_size: builtins.int = ...,
         kv_factor: builtins.int = ...,
         dtype: builtins.str = ...,
+        block_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "head_size", b"head_size", "kv_factor", b"kv_factor", "kv_heads", b"kv_heads", "layers", b"layers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "dtype", b"dtype", "head_size", b"head_size", "kv_factor", b"kv_factor", "kv_heads", b"kv_heads", "layers", b"layers"]) -> None: ...
 
 global___PoolSpec = PoolSpec
 
 @typing.final
 class WindowGroupSpec(google.protobuf.message.Message):
-    """All pools of one attention window size, which no other group of the cache has."""
+    """Pools whose blocks come and go together."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     POOLS_FIELD_NUMBER: builtins.int
+    FLAT_FIELD_NUMBER: builtins.int
+    SINK_TOKENS_FIELD_NUMBER: builtins.int
     window_tokens: builtins.int
     """0 = full attention"""
+    flat: builtins.bool
+    """its keys form no chains: no parents, and blocks are evicted one by one"""
+    sink_tokens: builtins.int
+    """of a sliding window: so many first tokens of a sequence stay in it"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolSpec]: ...
     def __init__(
@@ -97,8 +107,10 @@ class WindowGroupSpec(google.protobuf.message.Message):
         *,
         window_tokens: builtins.int = ...,
         pools: collections.abc.Iterable[global___PoolSpec] | None = ...,
+        flat: builtins.bool = ...,
+        sink_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pools", b"pools", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["flat", b"flat", "pools", b"pools", "sink_tokens", b"sink_tokens", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___WindowGroupSpec = WindowGroupSpec
 
@@ -108,12 +120,29 @@ class CacheSpec(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class IdentityEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     MODEL_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     dtype: builtins.str
     """float16 bfloat16 float32 float8_e4m3 float8_e5m2 int8 uint8"""
@@ -122,6 +151,10 @@ class CacheSpec(google.protobuf.message.Message):
     world_size: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WindowGroupSpec]: ...
+    @property
+    def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """what else must be the same for bytes to be exchanged; part of the fingerprint"""
+
     def __init__(
         self,
         *,
@@ -131,8 +164,9 @@ class CacheSpec(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         groups: collections.abc.Iterable[global___WindowGroupSpec] | None = ...,
+        identity: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "groups", b"groups", "model", b"model", "rank", b"rank", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "groups", b"groups", "identity", b"identity", "model", b"model", "rank", b"rank", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
 
 global___CacheSpec = CacheSpec
 

@@ -13,7 +13,7 @@ from kvtier.abi.spec import DTYPE_BYTES, PAGE, CacheSpec, PoolSpec, SpecError, W
 
 LLAMA = CacheSpec.single("llama-3-8b", "bfloat16", 16, layers=32, kv_heads=8, head_size=128)
 
-pools = st.builds(
+pools = st.builds(PoolSpec.opaque, st.integers(1, 1 << 20)) | st.builds(
     PoolSpec,
     layers=st.integers(1, 64),
     kv_heads=st.integers(1, 16),
@@ -25,23 +25,38 @@ groups = st.lists(
     st.builds(WindowGroupSpec, st.integers(0, 2**31 - 1), st.lists(pools, min_size=1, max_size=4).map(tuple)),
     min_size=1,
     max_size=4,
-    unique_by=lambda group: group.window_tokens,
 )
 specs = st.builds(
-    lambda model, dtype, tokens, rank, groups: CacheSpec(
-        model, dtype, tokens, rank, world_size=8, groups=tuple(groups)
+    lambda model, dtype, tokens, rank, groups, identity: CacheSpec(
+        model, dtype, tokens, rank, world_size=8, groups=tuple(groups), identity=identity
     ),
     model=st.text(st.characters(min_codepoint=33, max_codepoint=0x24F, categories=("L", "N", "P")), min_size=1),
     dtype=st.sampled_from(sorted(DTYPE_BYTES)),
     tokens=st.integers(1, 64),
     rank=st.integers(0, 7),
     groups=groups,
+    identity=st.dictionaries(st.sampled_from("abc"), st.sampled_from(["NHD", "flash"])),
 ).filter(lambda spec: len(spec.model.encode()) <= 256)
 
 
 def with_pool(**changes):
     pool = dataclasses.replace(LLAMA.groups[0].pools[0], **changes)
     return dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=(pool,)),))
+
+
+def with_group(**changes):
+    return dataclasses.replace(LLAMA, groups=(dataclasses.replace(LLAMA.groups[0], **changes),))
+
+
+def test_an_opaque_block_has_the_bytes_that_it_names():
+    spec = with_group(pools=(PoolSpec.opaque(5000), PoolSpec.opaque(4096)))
+    assert (spec.block_bytes(0), spec.record_bytes(0)) == (9096, 3 * PAGE)
+
+
+def test_the_order_of_an_identity_does_not_matter():
+    names = {"layout": "NHD", "backend": "flash"}
+    one, other = (dataclasses.replace(LLAMA, identity=dict(pairs)) for pairs in (names.items(), [*names.items()][::-1]))
+    assert one.fingerprint() == other.fingerprint() != LLAMA.fingerprint()
 
 
 def test_sizes_of_a_known_model():
@@ -143,6 +158,10 @@ def test_a_pool_that_names_the_cache_s_dtype_says_nothing_new():
         dataclasses.replace(LLAMA, groups=(WindowGroupSpec(4096, LLAMA.groups[0].pools),)),
         dataclasses.replace(LLAMA, groups=(*LLAMA.groups, WindowGroupSpec(4096, LLAMA.groups[0].pools))),
         dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=LLAMA.groups[0].pools * 2),)),
+        dataclasses.replace(LLAMA, groups=LLAMA.groups * 2),
+        dataclasses.replace(LLAMA, identity={"layout": "NHD"}),
+        with_group(flat=True),
+        with_group(pools=(PoolSpec.opaque(2 << 20),)),
     ],
 )
 def test_every_field_changes_the_fingerprint(other):
@@ -169,7 +188,12 @@ def test_json_round_trip_keeps_spec_and_fingerprint(spec):
         (dataclasses.replace(LLAMA, world_size=0), "world_size"),
         (dataclasses.replace(LLAMA, rank=1), "rank"),
         (dataclasses.replace(LLAMA, groups=()), "groups"),
-        (dataclasses.replace(LLAMA, groups=LLAMA.groups * 2), "groups[1].window_tokens"),
+        (dataclasses.replace(LLAMA, identity={"layout": ""}), "identity[layout]"),
+        (dataclasses.replace(LLAMA, identity={str(name): "x" for name in range(65)}), "identity"),
+        (with_group(flat=True, window_tokens=64), "groups[0].flat"),
+        (with_group(sink_tokens=4), "groups[0].sink_tokens"),
+        (with_pool(block_bytes=4096), "groups[0].pools[0].layers"),
+        (with_group(pools=(PoolSpec.opaque((1 << 30) + 1),)), "groups[0].pools[0].block_bytes"),
         (dataclasses.replace(LLAMA, groups=LLAMA.groups * 17), "groups"),
         (dataclasses.replace(LLAMA, groups=(WindowGroupSpec(-1, LLAMA.groups[0].pools),)), "groups[0].window_tokens"),
         (dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=()),)), "groups[0].pools"),
