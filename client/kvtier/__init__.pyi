@@ -59,8 +59,11 @@ from kvtier.types import (
     Cause as Cause,
     Cursor as Cursor,
     EventType as EventType,
+    LeaseTicket as LeaseTicket,
+    ReadTicket as ReadTicket,
     Tier as Tier,
     WritePolicy as WritePolicy,
+    WriteTicket as WriteTicket,
 )
 from kvtier.watch import Watch as Watch
 from kvtier.wire import (

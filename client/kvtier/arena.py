@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import mmap
 import os
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from grpc.aio import UnaryUnaryMultiCallable
@@ -45,6 +47,15 @@ _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: a
 _STATE_WORD: Final = STATE_OFFSET // 4
 _SERVING: Final = int(ArenaState.SERVING)
 """A global by itself: every read asks twice, and a member of an enumeration takes ten times as long."""
+
+
+_unforked: Final[WeakSet[mmap.mmap]] = WeakSet()
+"""Writable mappings, which a forked child does not have."""
+_PROT_NONE: Final = 0
+_MAP_FIXED_NOREPLACE: Final = 0x100000
+_mmap: Final = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mmap.restype = ctypes.c_void_p
 
 
 class Arena:
@@ -141,10 +152,6 @@ class Arena:
 
         return within if memories else None
 
-    def pools(self, tier: Tier, group: int) -> tuple[View, ...]:
-        """All slots, one view a pool: [slots, bytes of a block in that pool]; see :meth:`kvtier.lease.Lease.view`."""
-        return self.memory(tier).pools(group)
-
     def view(self, tier: Tier, group: int, slot: int, *, write: bool) -> list[View]:
         """A slot's bytes, one view a pool, not copied."""
         return [*self.memory(tier).view(group, slot, write=write)]
@@ -168,7 +175,22 @@ def _mapped(fd: int, *, write: bool, at_least: int = HEADER_BYTES) -> Bytes:
     if size < at_least:
         raise DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-    return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection), dtype=np.uint8)
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
+    array = np.frombuffer(mapping, dtype=np.uint8)
+    if write:
+        mapping.madvise(mmap.MADV_DONTFORK)  # the slots are this process's: a child writes into others' once it is gone
+        _unforked.add(mapping)
+    return array
+
+
+def _bar_the_gaps() -> None:
+    """In a forked child: nothing else is mapped where views of its parent's slots point, and unmapped with them."""
+    for mapping in list(_unforked):
+        start = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        _mmap(start, len(mapping), _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)
+
+
+os.register_at_fork(after_in_child=_bar_the_gaps)
 
 
 _GIVE_BACK_S: Final = 1.0
@@ -194,7 +216,7 @@ class OfCache(Protocol):
 
 Request = TypeVar("Request")
 Asking = TypeVar("Asking", bound=OfCache)
-Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest)
+Granting = TypeVar("Granting", blocks_pb2.ReserveRequest, blocks_pb2.AcquireRequest, blocks_pb2.JoinRequest)
 Response = TypeVar("Response")
 Answer = TypeVar("Answer")
 
@@ -419,17 +441,17 @@ class Binder:
             raise
 
     async def release(
-        self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline, first_blocks: Sequence[int] = ()
+        self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline, slots: Sequence[int] = ()
     ) -> None:
         """Ends leases of a binding, in this order. In another session they have ended already.
 
-        ``first_blocks``: one a lease; only so many of its first blocks are given back. Where the daemon does not
-        answer by the deadline, or did not answer the call before, this goes on with nobody waiting for it.
+        ``slots``: only these of a single lease are given back. Where the daemon does not answer by the deadline, or did
+        not answer the call before, this goes on with nobody waiting for it.
         """
         if not lease_ids:
             return
         request = blocks_pb2.ReleaseRequest(
-            cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), first_blocks=first_blocks
+            cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), slots=slots
         )
         if self.session.reachable:
             with suppress(DeadlineExceeded, DaemonUnavailable):

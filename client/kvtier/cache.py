@@ -9,7 +9,7 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
@@ -25,7 +25,16 @@ from kvtier.memory.gpu import Fence, Stream
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Link, Session, in_turn
-from kvtier.types import MAPPED_TIERS, BlockResult, CacheInfo, CacheOptions, Tier
+from kvtier.types import (
+    MAPPED_TIERS,
+    BlockResult,
+    CacheInfo,
+    CacheOptions,
+    LeaseTicket,
+    ReadTicket,
+    Tier,
+    WriteTicket,
+)
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs
 from kvtier.wire import (
@@ -219,6 +228,30 @@ class Cache(GroupVerbs):
             return await self._holdings.acquire(self, packed, self.lease_tier(tier), min_blocks, retention, timeout)
 
         return Held(take, release)
+
+    @overload
+    def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> Held[WriteLease]: ...
+
+    @overload
+    def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> Held[ReadLease]: ...
+
+    def join(self, ticket: LeaseTicket, *, timeout: float | None = None) -> Held[Any]:
+        """Holds what a lease of another process holds: ``async with cache.join(ticket) as lease``.
+
+        A slot goes back when each of its holders has released it, or its process is gone. A commit by one makes the
+        slot a block that all hold; nobody tells the others. A ticket is good while its own lease is held. Raises
+        :class:`LeaseError` where that has ended, :class:`PermissionDenied`, :class:`InvalidArgument`.
+        """
+
+        async def take() -> Lease:
+            if ticket.cache != self.name:
+                raise InvalidArgument("ticket.cache", ticket.cache, f"{self.name}, the cache that joins")
+            if isinstance(ticket, WriteTicket):
+                self._require_writable()
+                self._require_mapped(ticket.tier)
+            return await self._holdings.join(self.in_group(ticket.group), ticket, timeout)
+
+        return Held(take, self.release)
 
     async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.

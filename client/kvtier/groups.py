@@ -83,7 +83,7 @@ class AcrossLease:
     """A prefix held in every window group.
 
     :attr:`groups` has one lease a group, in order, which may be empty. They are ordinary ones: views, generations,
-    and :meth:`ReadLease.trim` for what a sequence has left behind its window.
+    and :meth:`ReadLease.give_back` for what a sequence has left behind its window.
     """
 
     def __init__(self, cache: Cache, keys: Sequence[bytes], groups: Sequence[ReadLease], matched: int) -> None:

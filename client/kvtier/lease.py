@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 import numpy as np
 
 from kvtier import buffers
+from kvtier.abi.attach import lease_secret
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Arena, Binder, Binding, send
@@ -19,7 +20,6 @@ from kvtier.chains import Prompt
 from kvtier.errors import (
     DaemonError,
     DeviceError,
-    InvalidArgument,
     KvtierError,
     LeaseError,
     LeaseLost,
@@ -29,11 +29,11 @@ from kvtier.errors import (
 )
 from kvtier.memory.gpu import Fence, Stream, fence_over
 from kvtier.memory.tiers import CpuMemory, Memory, View
-from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
+from kvtier.retention import BlockRetention, Retention, chain_message
 from kvtier.session import Deadline, Link, passing
-from kvtier.types import ROOT_PARENT, BlockResult, Tier
+from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, packed_keys, split_keys, tier_to_wire
+from kvtier.wire import Keys, commit_request, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,7 @@ class Lease:
         self.binding = binding
         self.released = lease_id == 0
         self._holdings = holdings
+        self._given_back: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -142,8 +143,45 @@ class Lease:
     ) -> None:
         await self.cache.release(self)
 
+    async def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Lets go of some slots: blank ones become free, blocks lose this hold. The lease goes on, and indices stay
+        what they were.
+
+        Args:
+            at: indices of the slots. ``stream``: see :meth:`kvtier.Cache.release`.
+        Raises: :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
+        """
+        self.require_live()
+        places = self._places(at)
+        for index in places:
+            self._require_held(index)
+        if places:
+            await self._holdings.give_back(self, places, stream, timeout)
+
+    def _places(self, at: Sequence[int]) -> list[int]:
+        for number, index in enumerate(at):
+            self._require_index(f"at[{number}]", index)
+        return list(at)
+
     def _require_held(self, index: int) -> None:
         """Raises :class:`LeaseError` for a slot that the lease has let go of."""
+        if index in self._given_back:
+            raise LeaseError(f"slot {index} of the lease is not held any more", reason="GIVEN_BACK")
+
+    def _set_given_back(self, indices: Iterable[int], given_back: bool) -> None:
+        change = self._given_back.update if given_back else self._given_back.difference_update
+        change(indices)
+
+    def _shown(self) -> tuple[str, int, Tier, int, bytes, tuple[int, ...]]:
+        """What every ticket says."""
+        self.require_live()
+        secret = self._holdings.secret_of(self)
+        return self.binding.info.name, self.cache.group, self.tier, self.id, secret, self.slots
+
+    def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
+        """These slots are left of the lease that this one joined."""
+        left = {*blank, *held}
+        self._set_given_back([index for index, slot in enumerate(self.slots) if slot not in left], True)
 
     def _is_blank(self, index: int) -> bool:
         return False
@@ -157,12 +195,11 @@ class WriteLease(Lease):
     ) -> None:
         super().__init__(cache, holdings, binding, tier, lease_id, slots)
         self._blank = [True] * len(slots)
-        self._given_back: set[int] = set()
 
     @property
     def blank(self) -> list[int]:
         """Indices of the slots that are not committed yet."""
-        return [index for index, blank in enumerate(self._blank) if blank]
+        return [index for index, blank in enumerate(self._blank) if blank and index not in self._given_back]
 
     async def commit(
         self,
@@ -174,34 +211,41 @@ class WriteLease(Lease):
         retention: Retention | BlockRetention | None = None,
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
+        hold: bool = True,
         release: bool = False,
         stream: Stream | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
-        """Makes slots blocks: immutable, reusable, still held by this lease. One result a key.
+        """Makes slots blocks: immutable, reusable, still held by this lease. One result a key. Where several hold the
+        slots, one of them commits when all have written.
 
         Args:
             parent: of the first key; each other key stands under the one before. ``parents``: one a key instead.
             priorities: 0 to 100, one for all or one a key. ``retention``: instead. ``prompt``: what the keys are of.
             at: indices of the slots; default: the first blank ones. A slot whose result is EXISTS has gone back.
-            release: the lease ends with the call; else PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
-            stream: on a GPU, the call is sent once this has passed (:meth:`kvtier.Cache.fence`). Who gives up before
-                has sent nothing; who does so later holds slots that are blank no more: they may be blocks.
+            hold: False lets go of the new blocks at once. ``release``: the whole lease ends with the call; else
+                PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
+            stream: on a GPU, the call is sent once this has passed. Who gives up later may have made blocks.
         Raises: :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
         indices = self.blank if at is None else self._places(at)
-        request = _commit_request(self, keys, indices, parent, parents, priorities, retention, prompt, release)
+        request = commit_request(self, keys, indices, parent, parents, priorities, retention, prompt, release)
+        request.let_go = not hold
         results = await self._holdings.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in _STAYS_BLANK
-            if result is BlockResult.EXISTS:
-                self._given_back.add(index)
+            self._set_given_back([index], not self._blank[index] and (result is BlockResult.EXISTS or not hold))
         return results
 
-    def _require_held(self, index: int) -> None:
-        if index in self._given_back:
-            raise LeaseError("the slot is not held any more: its key was stored already", reason="GIVEN_BACK")
+    def ticket(self) -> WriteTicket:
+        """What another process of this daemon joins the lease with, while it is held: see :meth:`kvtier.Cache.join`.
+        Raises :class:`LeaseError`, :class:`LeaseLost`."""
+        return WriteTicket(*self._shown())
+
+    def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
+        super()._narrow(blank, held)
+        self._blank = [slot in blank for slot in self.slots]
 
     def _is_blank(self, index: int) -> bool:
         return self._blank[index]
@@ -209,11 +253,6 @@ class WriteLease(Lease):
     def _set_blank(self, indices: Iterable[int], blank: bool) -> None:
         for index in indices:
             self._blank[index] = blank
-
-    def _places(self, at: Sequence[int]) -> list[int]:
-        for number, index in enumerate(at):
-            self._require_index(f"at[{number}]", index)
-        return list(at)
 
 
 class ReadLease(Lease):
@@ -240,8 +279,6 @@ class ReadLease(Lease):
         """Of the blocks that are held."""
         self.first_block = first_block
         """Where in the chain they begin: above 0 only in a sliding window group."""
-        self.trimmed = 0
-        """How many of the first ones have been given back by :meth:`trim`."""
         self.generations = np.array(generations, dtype=np.uint64)
         self.found_in = found_in
         """Residency set at the moment of the match, one byte a key."""
@@ -258,7 +295,7 @@ class ReadLease(Lease):
     @property
     def blocks(self) -> int:
         """How many blocks are held."""
-        return len(self.slots) - self.trimmed
+        return len(self.slots) - len(self._given_back)
 
     @property
     def prefix_length(self) -> int:
@@ -266,26 +303,16 @@ class ReadLease(Lease):
         needs."""
         return self.first_block + len(self.slots)
 
-    async def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Gives back the first ``blocks`` of those held, which a sequence has left behind its window.
-
-        Indices stay what they were. At least one block stays held: :meth:`release` gives back all. ``stream`` as there.
-        Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
-        """
-        self.require_live()
-        limit = f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay"
-        require_within("blocks", blocks, 1, self.blocks - 1, limit)
-        await self._holdings.trim(self, blocks, stream, timeout)
-
-    def _require_held(self, index: int) -> None:
-        if index < self.trimmed:
-            raise LeaseError("the slot is not held any more: the lease was trimmed", reason="GIVEN_BACK")
+    def ticket(self) -> ReadTicket:
+        """See :meth:`WriteLease.ticket`."""
+        told = tuple(self.generations.tolist()), self.found_in, self.matched, self.first_block
+        return ReadTicket(*self._shown(), self.keys, *told)
 
     def unchanged(self) -> bool:
         """Whether every slot held still has the block that was acquired. To be asked before and after a copy."""
-        slots = np.array(self.slots[self.trimmed :], dtype=np.intp)
-        now = self.arena.generations(self.tier, self.cache.group, slots)
-        return bool(np.array_equal(now, self.generations[self.trimmed :]))
+        held = np.delete(np.arange(len(self.slots)), [*self._given_back])
+        now = self.arena.generations(self.tier, self.cache.group, np.array(self.slots, dtype=np.intp)[held])
+        return bool(np.array_equal(now, self.generations[held]))
 
 
 _log = logging.getLogger(__name__)
@@ -363,6 +390,30 @@ class Holdings:
         self.keep(lease for lease in leases if lease.id)
         return leases
 
+    async def join(self, cache: Owner, ticket: LeaseTicket, timeout: float | None) -> Lease:
+        """See :meth:`kvtier.Cache.join`."""
+        request = blocks_pb2.JoinRequest(lease_id=ticket.lease_id, secret=ticket.secret)
+        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Join, request, self._deadline(timeout))
+        hold = cache, self, binding, ticket.tier, reply.lease_id, ticket.slots
+        lease: Lease = WriteLease(*hold)
+        if isinstance(ticket, ReadTicket):
+            lease = ReadLease(
+                *hold,
+                keys=ticket.keys,
+                generations=ticket.generations,
+                found_in=ticket.found_in,
+                matched=ticket.matched,
+                error=None,
+                first_block=ticket.first_block,
+            )
+        lease._narrow(frozenset(reply.blank), frozenset(reply.held))
+        self.keep([lease])
+        return lease
+
+    def secret_of(self, lease: Lease) -> bytes:
+        """Proves that this session, whose lease it is, made a ticket of it."""
+        return lease_secret(self._session.welcome.token, lease.binding.cache_id, lease.id)
+
     def keep(self, leases: Iterable[Lease]) -> None:
         """Leases that were just granted: they are out until they are released."""
         for lease in leases:
@@ -385,7 +436,7 @@ class Holdings:
         lease.require_live()
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
-        request = _commit_request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
+        request = commit_request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(
@@ -400,6 +451,7 @@ class Holdings:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
             lease._set_blank(blank, False)  # from now on they may be blocks, whether or not anybody hears of it
+            lease._set_given_back(blank, request.let_go)
             return await send(link, lambda stubs: stubs.blocks.Commit, request)
 
         if request.release:
@@ -412,6 +464,7 @@ class Holdings:
         except KvtierError as error:
             if not isinstance(error, (*UNHEARD, DaemonError)):  # it is the daemon's refusal, which changes nothing
                 lease._set_blank(blank, True)
+                lease._set_given_back(blank, False)
             raise
         if request.release:
             self._forget([lease])
@@ -446,11 +499,13 @@ class Holdings:
         """See :meth:`kvtier.Cache.release_all`."""
         await self.release(self.out, stream, timeout)
 
-    async def trim(self, lease: ReadLease, blocks: int, stream: Stream | None, timeout: float | None) -> None:
-        """See :meth:`ReadLease.trim`, the way to call it."""
+    async def give_back(
+        self, lease: Lease, places: Sequence[int], stream: Stream | None, timeout: float | None
+    ) -> None:
+        """See :meth:`Lease.give_back`, the way to call it."""
         fence, deadline = fence_of([lease], stream), self._deadline(timeout)
-        lease.trimmed += blocks
-        await self._to_the_end(self._trim(lease, blocks, fence, deadline))
+        lease._set_given_back(places, True)
+        await self._to_the_end(self._give_back(lease, places, fence, deadline))
 
     async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
         """A cancelled caller's work goes on by itself."""
@@ -475,12 +530,12 @@ class Holdings:
             self._leases.update(leases)
             raise
 
-    async def _trim(self, lease: ReadLease, blocks: int, fence: Fence, deadline: Deadline) -> None:
+    async def _give_back(self, lease: Lease, places: Sequence[int], fence: Fence, deadline: Deadline) -> None:
         try:
             await passing(fence, deadline)
-            await self._binder.release(lease.binding, [lease.id], deadline, first_blocks=[blocks])
+            await self._binder.release(lease.binding, [lease.id], deadline, [lease.slots[index] for index in places])
         except (RetryableError, DeviceError):
-            lease.trimmed -= blocks
+            lease._set_given_back(places, False)
             raise
 
     async def _tell(self, leases: Sequence[Lease], ending: Collection[Lease], deadline: Deadline) -> None:
@@ -513,45 +568,6 @@ class Holdings:
                 if not _touched[lease.memory]:
                     del _touched[lease.memory]
                 self._session.give_back(lease.binding.session)
-
-
-def _commit_request(
-    lease: WriteLease,
-    keys: Keys,
-    indices: Sequence[int],
-    parent: bytes | None,
-    parents: Sequence[bytes | None] | None,
-    priorities: int | Sequence[int] | None,
-    retention: Retention | BlockRetention | None,
-    prompt: Prompt | None,
-    release: bool,
-) -> blocks_pb2.CommitRequest:
-    """A commit but for its number. Raises :class:`InvalidArgument`."""
-    packed = packed_keys(keys)
-    count = len(packed) // KEY_BYTES
-    if count > len(indices):
-        raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
-    kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
-    parents_of_all = _packed_parents(packed, parent, parents)
-    told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
-    return blocks_pb2.CommitRequest(
-        cache_id=lease.binding.cache_id,
-        lease_id=lease.id,
-        slots=[lease.slots[index] for index in indices[:count]],
-        keys=packed,
-        parents=parents_of_all,
-        priorities=kept.priorities,
-        durations_ms=kept.durations_ms,
-        release=release,
-        **told,
-    )
-
-
-def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
-    """One parent a key: the chain's, or those given."""
-    if parents is not None:
-        return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
-    return (packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]
 
 
 def fence_of(leases: Iterable[Lease], stream: Stream | None) -> Fence:

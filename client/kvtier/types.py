@@ -35,6 +35,35 @@ class Cursor:
         return f"{self.epoch}:{self.id}"
 
 
+@dataclass(slots=True, frozen=True)
+class LeaseTicket:
+    """A lease of one process, which others join with it: see :meth:`kvtier.Cache.join`. It can be pickled. It is worth
+    nothing without the right to read or write the cache."""
+
+    cache: str
+    group: int
+    tier: Tier
+    lease_id: int
+    secret: bytes = field(repr=False)
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class WriteTicket(LeaseTicket):
+    """Of a :class:`kvtier.WriteLease`."""
+
+
+@dataclass(slots=True, frozen=True)
+class ReadTicket(LeaseTicket):
+    """Of a :class:`kvtier.ReadLease`, whose attributes these are."""
+
+    keys: tuple[bytes, ...]
+    generations: tuple[int, ...]
+    found_in: bytes
+    matched: int
+    first_block: int
+
+
 def tiers_of(residency: int) -> Iterator[Tier]:
     """The tiers of a residency set, the fastest first."""
     return (tier for tier in Tier if residency & tier.bit)

@@ -1,11 +1,11 @@
-"""What a cache's verbs answer."""
+"""What a cache's verbs ask and answer."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Final, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast, overload
 
 import numpy as np
 from google.protobuf.message import Message
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonError, InvalidArgument, require_within
+from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.types import (
+    ROOT_PARENT,
     BlockResult,
     CacheInfo,
     CacheOptions,
@@ -35,6 +37,10 @@ from kvtier.types import (
     WritePolicy,
 )
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from kvtier.chains import Prompt
+    from kvtier.lease import WriteLease
 
 T = TypeVar("T")
 
@@ -387,3 +393,42 @@ def same_fields(answer: Callable[..., T], message: Message, **converted: object)
     """A dataclass with the message's fields of the same names; ``converted``: those of another type."""
     names = [field.name for field in fields(cast("Any", answer)) if field.name not in converted]
     return answer(**converted, **{name: getattr(message, name) for name in names})
+
+
+def commit_request(
+    lease: WriteLease,
+    keys: Keys,
+    indices: Sequence[int],
+    parent: bytes | None,
+    parents: Sequence[bytes | None] | None,
+    priorities: int | Sequence[int] | None,
+    retention: Retention | BlockRetention | None,
+    prompt: Prompt | None,
+    release: bool,
+) -> blocks_pb2.CommitRequest:
+    """A commit but for its number. Raises :class:`InvalidArgument`."""
+    packed = packed_keys(keys)
+    count = len(packed) // KEY_BYTES
+    if count > len(indices):
+        raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+    kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
+    parents_of_all = _packed_parents(packed, parent, parents)
+    told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
+    return blocks_pb2.CommitRequest(
+        cache_id=lease.binding.cache_id,
+        lease_id=lease.id,
+        slots=[lease.slots[index] for index in indices[:count]],
+        keys=packed,
+        parents=parents_of_all,
+        priorities=kept.priorities,
+        durations_ms=kept.durations_ms,
+        release=release,
+        **told,
+    )
+
+
+def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
+    """One parent a key: the chain's, or those given."""
+    if parents is not None:
+        return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
+    return (packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]

@@ -103,14 +103,17 @@ async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client, ca
     await put(cache, KEYS)
     async with cache.across.acquire(KEYS, Tier.DEVICE) as lease:
         window = lease.groups[2]
-        await window.trim(3)
+        await window.give_back([0, 1, 2])
         assert (window.blocks, (await tier_stats(client, cache.name, Tier.DEVICE)).held) == (4, 32)
-        with pytest.raises(LeaseError, match="trimmed"):
+        with pytest.raises(LeaseError, match="not held any more"):
             window.view(2)
         assert_content(VSWA, 2, window.keys[3:4], [bytes_in(window.view(3))])
-        await window.trim(1)
-        with pytest.raises(InvalidArgument, match="1 to 2"):
-            await window.trim(3)
+        await window.give_back([3])
+        with pytest.raises(LeaseError, match="not held any more"):
+            await window.give_back([4, 3])
+        with pytest.raises(InvalidArgument, match=r"at\[1\] = 7: must be 0 to 6"):
+            await window.give_back([4, 7])
+        assert window.blocks == 3
         # What is not held can be evicted; what is, cannot.
         crowd = chain("crowd", 96)
         await cache.in_group(2).put(crowd, content(VSWA, 2, crowd), tier=Tier.DEVICE)

@@ -128,7 +128,8 @@ async def test_blocks_go_in_and_come_out(client, daemon, cache):
     async with await connect(daemon.address) as other:
         assert_bytes(KEYS, await (await other.open_cache(cache.name, SPEC)).get(KEYS))
     async with cache.acquire(KEYS) as lease:
-        pool: Any = cache.arena.pools(Tier.DEVICE, 0)[0]
+        memory: Any = lease.memory
+        pool = memory.pools(0)[0]
         view: Any = lease.view(1)[0]
         assert (view.address, view.readonly) == (pool.address(lease.slots[1]), True)
         assert lease.unchanged()
@@ -173,7 +174,7 @@ async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on
         cache = await client.open_cache(name, SPEC, write=write)
         assert list(cache.unmapped) == [Tier.DEVICE]
         with pytest.raises(CallerError, match=why) as caught:
-            cache.arena.pools(Tier.DEVICE, 0)
+            cache.arena.view(Tier.DEVICE, 0, 0, write=write)
         assert caught.value.reason == "CANNOT_MAP"
         assert_bytes(KEYS, await cache.get(KEYS))
         assert (cache.lease_tier(), cache.lookups) == (Tier.HOST, "shared memory")

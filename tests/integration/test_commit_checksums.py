@@ -22,7 +22,7 @@ async def opened(client, name, options=COMMIT, **slots):
 async def flip(cache, key):
     """One bit of the block's host slot, as failing memory would."""
     (place,) = await cache.locate([key])
-    cache.arena.pools(Tier.HOST, 0)[1][place.host_slot][17] ^= 1
+    cache.arena.view(Tier.HOST, 0, place.host_slot, write=True)[1][17] ^= 1
 
 
 async def removals(client, name, count, since):

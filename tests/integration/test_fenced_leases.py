@@ -76,7 +76,7 @@ async def test_a_commit_is_sent_after_the_work(client, cache):
 
 GIVE_BACK = {
     "a release": lambda client, cache, lease, gate: lease.release(stream=gate),
-    "a trim": lambda client, cache, lease, gate: lease.trim(2, stream=gate),
+    "a part of a lease": lambda client, cache, lease, gate: lease.give_back([0, 1], stream=gate),
     "the cache's close": lambda client, cache, lease, gate: cache.close(stream=gate),
     "the client's close": lambda client, cache, lease, gate: client.close(stream=gate),
 }
@@ -90,7 +90,7 @@ async def test_slots_are_given_back_after_the_work(client, daemon, cache, way):
         assert await held(client, cache) == (0, 3)
         gate.open()
         await task
-        assert await held(client, cache) == (0, 1 if way == "a trim" else 0)
+        assert await held(client, cache) == (0, 1 if way == "a part of a lease" else 0)
 
 
 async def test_so_are_those_of_all_groups(client, cache):
@@ -128,14 +128,14 @@ async def test_a_commit_that_is_cancelled_meanwhile_has_sent_nothing(client, cac
 
 @pytest.mark.parametrize(
     "call",
-    [lambda lease, **more: lease.cache.release(lease, **more), lambda lease, **more: lease.trim(2, **more)],
+    [lambda lease, **more: lease.cache.release(lease, **more), lambda lease, **more: lease.give_back([0, 1], **more)],
     ids=["all", "some"],
 )
 async def test_a_release_whose_time_is_up_has_sent_nothing_and_can_be_made_again(client, cache, call):
     gate, lease = Gate(), await read(cache)
     with pytest.raises(DeadlineExceeded, match="they are held"):
         await call(lease, stream=gate, timeout=SOON_S)
-    assert (lease.released, lease.trimmed) == (False, 0)
+    assert (lease.released, lease.blocks) == (False, 3)
     assert await held(client, cache) == (0, 3)
     assert len(lease.view(0)) == 2
     await call(lease)
@@ -203,5 +203,5 @@ def test_the_synchronous_client_waits_alike(daemon, name):
         releasing.result(PATIENCE_S)
         assert np.array_equal(np.concatenate(cache.get(KEYS)), np.concatenate(blocks(KEYS)))
         with cache.acquire(KEYS, Tier.DEVICE) as reading:
-            reading.trim(1, stream=0)
+            reading.give_back([0], stream=0)
         cache.close(stream=0)

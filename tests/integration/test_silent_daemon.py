@@ -157,7 +157,7 @@ async def test_a_release_is_not_lost(daemon, asked):
                     with pytest.raises(DeadlineExceeded):
                         await written.commit(chain("new", 2), release=True, timeout=TIMEOUT_S)
                 began = time.monotonic()
-                await trimmed.trim(1, timeout=TIMEOUT_S)
+                await trimmed.give_back([0], timeout=TIMEOUT_S)
                 await cache.release(trimmed, timeout=TIMEOUT_S)
                 await cache.release(written, timeout=TIMEOUT_S)
                 assert time.monotonic() - began < 3 * TIMEOUT_S + SLACK_S

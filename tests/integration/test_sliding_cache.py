@@ -66,7 +66,7 @@ async def test_a_lease_holds_what_the_window_needs(cache, client):
         if cache.mapped:
             assert_content(SLIDING, 0, KEYS[FIRST:], [bytes_in(lease.view(index)) for index in range(7)])
             assert lease.unchanged()
-        await lease.trim(2)
+        await lease.give_back([0, 1])
         assert (lease.prefix_length, lease.blocks) == (11, 5)
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 5
     with pytest.raises(TooShort) as refused:

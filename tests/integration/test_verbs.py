@@ -297,4 +297,4 @@ async def test_a_reader_maps_nothing_writable(client, cache):
         await reader.reserve(1)
     # A GPU's memory cannot be mapped to be read alone, so it is not mapped at all.
     with pytest.raises(CallerError if devices.ON_CUDA else ValueError, match="read-only"):
-        reader.arena.pools(Tier.DEVICE, 0)[0][:] = 1
+        reader.arena.view(Tier.DEVICE, 0, 0, write=True)[0][:] = 1

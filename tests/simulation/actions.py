@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId, Tier
+from kvtierd.core.ids import Key, SessionId, SlotId, Tier
 from kvtierd.core.transfers import ChainRequest, CommitItem
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import label_of
@@ -49,7 +49,12 @@ def commit(world: World, choose: Chooser) -> None:
     slots = list(holding.blank)
     keys = _to_store(world, site, choose, len(slots))
     items = [_item(world, site, choose, slot, key) for slot, key in zip(slots, keys, strict=False)]
-    world.commit(holding, items, release=choose.chance(30))
+    world.commit(holding, items, hold=choose.chance(80), release=choose.chance(30))
+
+
+def join(world: World, choose: Chooser) -> None:
+    if world.clients.usable:
+        world.join(_session(world, choose), choose.pick(world.clients.usable))
 
 
 def _to_store(world: World, site: Site, choose: Chooser, most: int) -> Sequence[Key]:
@@ -113,15 +118,12 @@ def _retention(choose: Chooser, blocks: int) -> tuple[list[int], list[int]]:
 def release(world: World, choose: Chooser) -> None:
     if world.clients.usable:
         first = choose.pick(world.clients.usable)
+        slots = [*first.blank, *first.blocks]
+        if slots and choose.chance(25):
+            world.give_back(first, choose.some(slots, len(slots)))
+            return
         of_session = [lease for lease, holding in world.clients.leases.items() if holding.session == first.session]
-        world.release(
-            first.session, {lease: _first_blocks(world, choose, lease) for lease in choose.some(of_session, 3)}
-        )
-
-
-def _first_blocks(world: World, choose: Chooser, lease: LeaseId) -> int:
-    held = len(world.clients.leases[lease].blocks)
-    return choose.between(1, held) if held and choose.chance(25) else 0
+        world.release(first.session, choose.some(of_session, 3))
 
 
 def move(world: World, choose: Chooser) -> None:
@@ -242,7 +244,7 @@ def stop_and_start(world: World, choose: Chooser) -> None:
 
 
 MEANWHILE: Final[Sequence[Action]] = (
-    *(report, report, report, reserve, commit, commit, acquire, acquire_across, release),
+    *(report, report, report, reserve, join, commit, commit, acquire, acquire_across, release),
     *(move, drop, retain, pin, reset, expire, cancel, orphan, reattach, end, end_remnant),
 )
 """Calls that may come at any time."""
@@ -253,6 +255,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     acquire_across: 70,
     reserve: 130,
     commit: 130,
+    join: 40,
     release: 130,
     move: 40,
     scribble: 20,

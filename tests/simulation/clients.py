@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import SEVERAL, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import LeaseRecord, LeftLease
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal
 from tests.simulation.memory import Content, Memory
@@ -72,7 +72,7 @@ class WindowRequest(Request):
 class Holding:
     """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds, in
     the order in which it got them.  ``chains``: of
-    a sliding group what it stored, each block under the one before.
+    a sliding group what it stored, each block under the one before. ``family``: those that joined one another.
     """
 
     id: LeaseId
@@ -82,6 +82,11 @@ class Holding:
     blank: dict[SlotId, Content] = field(default_factory=dict)
     blocks: dict[SlotId, Key] = field(default_factory=dict)
     chains: list[list[tuple[Key, SlotId | None]]] = field(default_factory=list)
+    family: list[Holding] = field(default_factory=list)
+
+    def writers(self, slot: SlotId) -> list[Holding]:
+        """Those that may write it: this one, or what joined it."""
+        return [holding for holding in (self.family or [self]) if slot in holding.blank]
 
     def extend(self, key: Key, parent: Key | None, slot: SlotId | None) -> None:
         """The block is stored, in this slot or, None, before: what its window does not reach is not held any more, nor
@@ -144,7 +149,8 @@ class Clients:
                 restored.blank[slot] = holding.blank[slot]
 
     def write(self, holding: Holding, slot: SlotId, content: Content) -> None:
-        holding.blank[slot] = content
+        for writer in holding.writers(slot):
+            writer.blank[slot] = content
         self._memories[holding.plan.group][holding.tier].contents[slot] = content
 
     def committed(self, holding: Holding, slot: SlotId, key: Key, parent: Key | None) -> None:
@@ -157,13 +163,24 @@ class Clients:
         if key not in holding.blocks.values():
             holding.extend(key, parent, None)
 
-    def release(self, lease: LeaseId, first_blocks: int) -> None:
-        """0 = the whole lease."""
-        holding = self.leases[lease]
-        for slot in list(holding.blocks)[:first_blocks]:
-            del holding.blocks[slot]
-        if first_blocks == 0:
-            del self.leases[lease]
+    def give_back(self, holding: Holding, slots: Collection[SlotId]) -> None:
+        for slot in slots:
+            holding.blank.pop(slot, None)
+            holding.blocks.pop(slot, None)
+
+    def release(self, lease: LeaseId) -> None:
+        holding = self.leases.pop(lease)
+        self.give_back(holding, [*holding.blank, *holding.blocks])
+
+    def join(self, holding: Holding, session: SessionId, lease: LeaseId, slots: Collection[SlotId]) -> None:
+        """``slots``: of blocks that have not left them."""
+        require(lease not in self.leases, f"lease {lease} is given twice")
+        holding.family = holding.family or [holding]
+        joined = Holding(lease, session, holding.plan, holding.tier, dict(holding.blank), family=holding.family)
+        joined.blocks = {slot: key for slot, key in holding.blocks.items() if slot in slots}
+        joined.chains = [list(chain) for chain in holding.chains]
+        holding.family.append(joined)
+        self.leases[lease] = joined
 
     @property
     def usable(self) -> list[Holding]:
@@ -194,7 +211,7 @@ class Clients:
         self.forget_requests(session)
         self.orphaned.discard(session)
         for holding in [holding for holding in self.leases.values() if holding.session == session]:
-            del self.leases[holding.id]
+            self.release(holding.id)
 
     def leased(self, group: GroupId, tier: Tier) -> set[SlotId]:
         slots: set[SlotId] = set()
@@ -304,7 +321,8 @@ class Clients:
                     raise Violation(f"{holding.tier} slot {slot} is leased and was written")
                 if memory.ready(slot):
                     raise Violation(f"{holding.tier} slot {slot} is blank, its generation even")
-                if memory.owners[slot] != holding.session:
+                alone = len(holding.writers(slot)) == 1
+                if memory.owners[slot] != (holding.session if alone else SEVERAL):
                     raise Violation(f"{holding.tier} slot {slot} has another owner")
 
     def _verify_remnants(self) -> None:

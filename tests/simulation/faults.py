@@ -6,7 +6,7 @@ is now, so a fault whose method is gone cannot be planted and its test fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -213,8 +213,18 @@ def _grants_what_failed(right: Method, across: AcrossGroups, ticket: AcrossTicke
     across._grant(ticket)
 
 
-def _lets_go_of_all(right: Method, holding: Holding, lease: Lease, count: int) -> None:
-    right(holding, lease, len(lease.held))
+def _lets_go_of_all(right: Method, holding: Holding, lease: Lease, slots: Collection[SlotId]) -> None:
+    right(holding, lease, lease.all_slots())
+
+
+def _gives_back_for_all(right: Method, holding: Holding, lease: Lease, slot: SlotId) -> None:
+    del lease.blank[slot]
+    holding._state.give_back(lease.tier, slot)
+
+
+def _is_owned_by_one(right: Method, holding: Holding, lease: Lease, slots: Collection[SlotId]) -> None:
+    right(holding, lease, slots)
+    holding._state.ledgers[lease.tier].own(slots, lease.session)
 
 
 # -- loss of a tier, and adoption --------------------------------------------------------------------------------------
@@ -303,7 +313,9 @@ FAULTS: Final = {
         Fault("part_left_behind", ((AcrossGroups, "_let_go", _lets_go_of_one_part),)),
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
-        Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
+        Fault("part_released_whole", ((Holding, "give_back", _lets_go_of_all),)),
+        Fault("joined_slot_reused", ((Holding, "_let_go", _gives_back_for_all),)),
+        Fault("joined_slot_is_of_one", ((Holding, "_restate", _is_owned_by_one),)),
         Fault("disk_back_between_slices", ((recovery, "lose_disk", _back_between_slices),)),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((kept, "_left", _forgets_readers),)),

@@ -75,6 +75,7 @@ class CoreMachine(RuleBasedStateMachine):
     scribble = take(actions.scribble)
     acquire = take(actions.acquire)
     acquire_across = take(actions.acquire_across)
+    join = take(actions.join)
     release = take(actions.release)
     move = take(actions.move)
     drop = take(actions.drop)

@@ -14,7 +14,7 @@ from typing import Final
 from kvtierd.core.check import check
 from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
@@ -129,24 +129,33 @@ class World:
         impossible = count > site.slots[tier] - leased
         require(not impossible or ticket not in self.clients.requests, "a reservation waits that nothing can satisfy")
 
-    def commit(self, holding: Holding, items: Sequence[CommitItem], *, release: bool = False) -> None:
-        """The client writes the blocks' bytes, then declares them. ``release``: and lets go of all that it leases."""
+    def commit(
+        self, holding: Holding, items: Sequence[CommitItem], *, hold: bool = True, release: bool = False
+    ) -> None:
+        """The client writes the blocks' bytes, then declares them. ``hold``: and holds them. ``release``: and lets go
+        of all that it leases."""
         site = self.sites[holding.plan.group]
         for item in items:
             self.clients.write(holding, item.slot, item.key)
         expected = site.expected_commit(items)
-        results, outcome = self.core.commit(holding.session, holding.id, items, self.now, release=release)
+        results, outcome = self.core.commit(holding.session, holding.id, items, self.now, hold=hold, release=release)
         require(list(results) == expected, f"commit answers {results}, not {expected}")
         for item, result in zip(items, results, strict=True):
             self.seen[f"commit {result.name}"] += 1
             if result is BlockResult.OK:
-                self.clients.committed(holding, item.slot, item.key, item.parent)
+                writers = holding.writers(item.slot)
+                self.seen["commit for several"] += len(writers) > 1
+                for writer in writers:
+                    if writer is holding and not hold:
+                        del holding.blank[item.slot]
+                    else:
+                        self.clients.committed(writer, item.slot, item.key, item.parent)
                 site.retentions.give(item.key, item.priority, item.duration_ms, self.now)
             elif result is BlockResult.EXISTS:
                 self.clients.found_stored(holding, item.slot, item.key, item.parent)
         if release:
             self.seen["commit and release"] += 1
-            self.clients.release(holding.id, 0)
+            self.clients.release(holding.id)
         self._carry_out(outcome)
 
     def acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
@@ -249,11 +258,28 @@ class World:
                 site.retentions.give(key, priority, duration, self.now)
         self._carry_out(outcome)
 
-    def release(self, session: SessionId, leases: Mapping[LeaseId, int]) -> None:
-        """So many of each lease's first blocks; 0 = all of it."""
-        for lease, first_blocks in leases.items():
-            self.clients.release(lease, first_blocks)
-        self._carry_out(self.core.release(session, list(leases), self.now, list(leases.values())))
+    def join(self, session: SessionId, holding: Holding) -> None:
+        """The session gets a lease over what another one holds."""
+        joined, outcome = self.core.join(session, holding.id, self.now)
+        require(joined.blank.keys() == holding.blank.keys(), "a lease is joined and not all that is blank")
+        self.clients.join(holding, session, joined.id, {copy.slot for copy in joined.held.values()})
+        self.seen["joined"] += 1
+        try:
+            self._carry_out(outcome)
+        except Died:
+            self.clients.release(joined.id)  # the client was not told
+            raise
+
+    def give_back(self, holding: Holding, slots: Sequence[SlotId]) -> None:
+        """A part of a lease."""
+        self.clients.give_back(holding, slots)
+        self.seen["given back in part"] += 1
+        self._carry_out(self.core.release(holding.session, [holding.id], self.now, slots))
+
+    def release(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
+        for lease in leases:
+            self.clients.release(lease)
+        self._carry_out(self.core.release(session, leases, self.now))
 
     def move(self, session: SessionId, site: Site, to: Tier, keys: Sequence[Key]) -> None:
         try:

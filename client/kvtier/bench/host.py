@@ -83,8 +83,7 @@ class Place:
     daemon: PrivateDaemon
 
     def slots(self, tier: Tier, slots: Sequence[int]) -> list[Bytes]:
-        (pool,) = self.cache.arena.pools(tier, 0)
-        return [pool[slot] for slot in slots]
+        return [view for slot in slots for view in self.cache.arena.view(tier, 0, slot, write=True)]
 
     async def move(self, keys: Sequence[bytes], to: Tier) -> None:
         results = await self.cache.move(keys, to)
@@ -102,9 +101,12 @@ async def place(
         await aio.connect(daemon.address, timeout=600) as client,
     ):
         cache = await client.open_cache(CACHE, spec, options=options)
-        for pool in (pool for tier in cache.arena.tiers for pool in cache.arena.pools(tier, 0)):
-            if isinstance(pool, np.ndarray):
-                pool[:, :: mmap.PAGESIZE].max()  # maps every page, so that no round pays for it
+        arena = cache.arena
+        for tier in arena.tiers:
+            for slot in range(arena.slots(tier, 0)):
+                for view in arena.view(tier, 0, slot, write=False):
+                    if isinstance(view, np.ndarray):
+                        view[:: mmap.PAGESIZE].max()  # maps every page, so that no round pays for it
         yield Place(client, cache, daemon)
 
 

@@ -48,10 +48,6 @@ class Memory(Protocol):
         """Whether a copy waits for a device, so that it, however small, does not belong on an event loop."""
         ...
 
-    def pools(self, group: int) -> tuple[View, ...]:
-        """All slots, one view a pool: [slots, bytes of a block in that pool]."""
-        ...
-
     def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
         """A slot's bytes in place, one 1-D view a pool."""
         ...
@@ -91,9 +87,6 @@ class CpuMemory:
 
     def waits(self, blocks: Rows) -> bool:
         return _any_on_gpu(blocks)
-
-    def pools(self, group: int) -> tuple[Bytes, ...]:
-        return self._pools[group]
 
     def view(self, group: int, slot: int, *, write: bool) -> list[Bytes]:
         views = [pool[slot] for pool in self._pools[group]]

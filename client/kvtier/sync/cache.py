@@ -8,10 +8,10 @@ thread.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
 from kvtier.session import require_timeout
 from kvtier.sync.loop import LoopThread, Work
-from kvtier.types import BlockResult, CacheInfo, Tier
+from kvtier.types import BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.wire import AcrossMatch, Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
 
 if TYPE_CHECKING:
@@ -123,6 +123,11 @@ class Lease(Twin[L]):
 
     require_live = answers(lease.Lease.require_live)
 
+    @like(lease.Lease.give_back)
+    def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        fence = self.thread.fence([self.inner], stream)
+        self.thread.run(lambda: self.inner.give_back(at, stream=fence, timeout=timeout))
+
     @like(lease.Lease.release)
     def release(self, *, stream: Stream | None = None) -> None:
         fence = self.thread.fence([self.inner], stream)
@@ -140,6 +145,7 @@ class WriteLease(Lease[lease.WriteLease]):
     """Reserved slots: fill their views, then :meth:`commit`."""
 
     blank = Fact[list[int]]()
+    ticket = answers(lease.WriteLease.ticket)
 
     @like(lease.WriteLease.commit)
     def commit(self, keys: Keys, *, stream: Stream | None = None, **kept: Any) -> list[BlockResult]:
@@ -152,7 +158,6 @@ class ReadLease(Lease[lease.ReadLease]):
 
     keys = Fact[tuple[bytes, ...]]()
     first_block = Fact[int]()
-    trimmed = Fact[int]()
     generations = Fact[NDArray[np.uint64]]()
     found_in = Fact[bytes]()
     matched = Fact[int]()
@@ -160,12 +165,8 @@ class ReadLease(Lease[lease.ReadLease]):
     refusal = Fact[str]()
     blocks = Fact[int]()
     prefix_length = Fact[int]()
+    ticket = answers(lease.ReadLease.ticket)
     unchanged = answers(lease.ReadLease.unchanged)
-
-    @like(lease.ReadLease.trim)
-    def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        fence = self.thread.fence([self.inner], stream)
-        self.thread.run(lambda: self.inner.trim(blocks, stream=fence, timeout=timeout))
 
 
 class AcrossLease(Twin[groups.AcrossLease]):
@@ -335,6 +336,19 @@ class Cache(Twin[cache.Cache]):
         held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
         leases = self.thread.run(held.take, lambda leases: self.inner.release(*leases))
         return Leases(self, (ReadLease(self, each) for each in leases))
+
+    @overload
+    def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> WriteLease: ...
+
+    @overload
+    def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> ReadLease: ...
+
+    def join(self, ticket: Any, *, timeout: float | None = None) -> Any:
+        """See :meth:`kvtier.Cache.join`."""
+        held = self.inner.join(ticket, timeout=timeout)
+        inner: Any = self.thread.run(held.take, self.inner.release)
+        twin = WriteLease if isinstance(inner, lease.WriteLease) else ReadLease
+        return twin(self.in_group(ticket.group), inner)
 
     def release(self, *leases: Lease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""

@@ -343,6 +343,7 @@ class CommitRequest(google.protobuf.message.Message):
     DURATIONS_MS_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
+    LET_GO_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
     keys: builtins.bytes
@@ -369,6 +370,8 @@ class CommitRequest(google.protobuf.message.Message):
     """xxh3-128 of each block's bytes, 16 bytes a block, for a cache with CacheOptions.checksum "commit"; none: without."""
     release: builtins.bool
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""
+    let_go: builtins.bool
+    """the lease does not hold the new blocks; the rest of it goes on"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of this lease, blank"""
@@ -406,9 +409,10 @@ class CommitRequest(google.protobuf.message.Message):
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
         checksums: builtins.bytes = ...,
         release: builtins.bool = ...,
+        let_go: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -618,22 +622,76 @@ class AcquireResponse(google.protobuf.message.Message):
 global___AcquireResponse = AcquireResponse
 
 @typing.final
+class JoinRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    lease_id: builtins.int
+    """of another session"""
+    secret: builtins.bytes
+    """16 bytes: BLAKE2b of "<cache_id> <lease_id>" in decimal, its key the token of that session"""
+    seq: builtins.int
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        lease_id: builtins.int = ...,
+        secret: builtins.bytes = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "lease_id", b"lease_id", "secret", b"secret", "seq", b"seq"]) -> None: ...
+
+global___JoinRequest = JoinRequest
+
+@typing.final
+class JoinResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    BLANK_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    lease_id: builtins.int
+    """of this session, to be released like any other"""
+    @property
+    def blank(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """slots"""
+
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """slots of blocks"""
+
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.int = ...,
+        blank: collections.abc.Iterable[builtins.int] | None = ...,
+        held: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blank", b"blank", "held", b"held", "lease_id", b"lease_id"]) -> None: ...
+
+global___JoinResponse = JoinResponse
+
+@typing.final
 class ReleaseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CACHE_ID_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
-    FIRST_BLOCKS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
     GIVEN_UP_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     seq: builtins.int
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def first_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One a lease, or none for all of each: lets go of only so many blocks of the lease, the first ones it got; 0 = all.
-        What a sequence no longer needs of a sliding window goes so, while the rest stays held.
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of the one lease named, lets go of these slots only, blank ones or those of blocks: what a sequence has left behind
+        its window, or never wrote. Those that it does not hold any more are passed over. None: the leases end.
         """
 
     @property
@@ -648,10 +706,10 @@ class ReleaseRequest(google.protobuf.message.Message):
         cache_id: builtins.int = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         seq: builtins.int = ...,
-        first_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        slots: collections.abc.Iterable[builtins.int] | None = ...,
         given_up: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "first_blocks", b"first_blocks", "given_up", b"given_up", "lease_ids", b"lease_ids", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "given_up", b"given_up", "lease_ids", b"lease_ids", "seq", b"seq", "slots", b"slots"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
 

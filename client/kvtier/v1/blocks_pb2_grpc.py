@@ -69,6 +69,11 @@ class BlocksStub(object):
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.AcquireRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.AcquireResponse.FromString,
                 _registered_method=True)
+        self.Join = channel.unary_unary(
+                '/kvtier.v1.Blocks/Join',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.JoinRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.JoinResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvtier.v1.Blocks/Release',
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.ReleaseRequest.SerializeToString,
@@ -161,8 +166,17 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Join(self, request, context):
+        """A lease of this session over what another session's lease holds, for who has a ticket of that. A slot goes back when
+        no lease over it is left. NOT_FOUND where the lease has ended; PERMISSION_DENIED where the secret is not its, and
+        without the right to write while any of its slots is blank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
-        """Ends leases: blank slots become free, blocks evictable, tails first.
+        """Ends leases, or gives a part of one back: blank slots become free, blocks evictable, tails first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,6 +261,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Acquire,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.AcquireRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.AcquireResponse.SerializeToString,
+            ),
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.JoinRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.JoinResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -473,6 +492,33 @@ class Blocks(object):
             '/kvtier.v1.Blocks/Acquire',
             kvtier_dot_v1_dot_blocks__pb2.AcquireRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.AcquireResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/Join',
+            kvtier_dot_v1_dot_blocks__pb2.JoinRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,11 +73,20 @@ class BlocksStub:
     min_blocks.
     """
 
+    Join: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.JoinRequest,
+        kvtier.v1.blocks_pb2.JoinResponse,
+    ]
+    """A lease of this session over what another session's lease holds, for who has a ticket of that. A slot goes back when
+    no lease over it is left. NOT_FOUND where the lease has ended; PERMISSION_DENIED where the secret is not its, and
+    without the right to write while any of its slots is blank.
+    """
+
     Release: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ReleaseRequest,
         kvtier.v1.blocks_pb2.ReleaseResponse,
     ]
-    """Ends leases: blank slots become free, blocks evictable, tails first."""
+    """Ends leases, or gives a part of one back: blank slots become free, blocks evictable, tails first."""
 
     Move: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.MoveRequest,
@@ -163,11 +172,20 @@ class BlocksAsyncStub:
     min_blocks.
     """
 
+    Join: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.JoinRequest,
+        kvtier.v1.blocks_pb2.JoinResponse,
+    ]
+    """A lease of this session over what another session's lease holds, for who has a ticket of that. A slot goes back when
+    no lease over it is left. NOT_FOUND where the lease has ended; PERMISSION_DENIED where the secret is not its, and
+    without the right to write while any of its slots is blank.
+    """
+
     Release: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ReleaseRequest,
         kvtier.v1.blocks_pb2.ReleaseResponse,
     ]
-    """Ends leases: blank slots become free, blocks evictable, tails first."""
+    """Ends leases, or gives a part of one back: blank slots become free, blocks evictable, tails first."""
 
     Move: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.MoveRequest,
@@ -268,12 +286,23 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def Join(
+        self,
+        request: kvtier.v1.blocks_pb2.JoinRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.JoinResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.JoinResponse]]:
+        """A lease of this session over what another session's lease holds, for who has a ticket of that. A slot goes back when
+        no lease over it is left. NOT_FOUND where the lease has ended; PERMISSION_DENIED where the secret is not its, and
+        without the right to write while any of its slots is blank.
+        """
+
+    @abc.abstractmethod
     def Release(
         self,
         request: kvtier.v1.blocks_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.ReleaseResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.ReleaseResponse]]:
-        """Ends leases: blank slots become free, blocks evictable, tails first."""
+        """Ends leases, or gives a part of one back: blank slots become free, blocks evictable, tails first."""
 
     @abc.abstractmethod
     def Move(

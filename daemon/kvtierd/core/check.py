@@ -124,9 +124,11 @@ class _Checker:
             if copy is not None:
                 use(copy.slot, _STATE_IN[copy.phase])
         for lease in self.leases:
-            if lease.tier is tier:
-                for slot in lease.blank:
-                    use(slot, SlotState.ORPHANED if lease.orphaned else SlotState.BLANK)
+            for slot in lease.blank if lease.tier is tier else ():
+                writers = lease.writers(slot)
+                if writers[:1] == [lease]:  # those that joined one another use it together
+                    orphaned = all(one.orphaned for one in writers)
+                    use(slot, SlotState.ORPHANED if orphaned else SlotState.BLANK)
         for copy in self._detached(tier):
             use(copy.slot, SlotState.READY if copy.holds and copy.phase is not Phase.FILLING else SlotState.RETIRING)
         for slot in self.state.slots_being_retired() if tier is Tier.DISK else ():

@@ -4,15 +4,14 @@ still hold."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import COMMIT
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import Key, SlotId, traits_of
+from kvtierd.core.ids import SEVERAL, Key, SlotId, traits_of
 from kvtierd.core.leases import Lease
 from kvtierd.core.reclaim import Background
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
@@ -27,10 +26,10 @@ class Holding:
         self._sliding = state.shape.sliding
         self._background = background
 
-    def store(self, lease: Lease, items: Sequence[CommitItem], *, last: bool) -> tuple[BlockResult, ...]:
-        """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the slot becomes free; where
-        the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found or made are
-        used. ``last``: the lease ends with this call, and holds none of them.
+    def store(self, lease: Lease, items: Sequence[CommitItem], *, hold: bool) -> tuple[BlockResult, ...]:
+        """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the lease lets go of the
+        slot; where the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found
+        or made are used. ``hold``: the lease holds the blocks made. All other leases over their slots do in any case.
 
         Raises :class:`BadArgument` where a slot is not a blank one of the lease.
         """
@@ -41,7 +40,7 @@ class Holding:
         results: list[BlockResult] = []
         used: list[Block] = []
         made: list[Block] = []
-        written: list[SlotId] = []
+        unheld: list[SlotId] = []
         for slot, key, parent_key, priority, duration_ms, label in items:
             block = state.index.get(key)
             if block is not None:
@@ -55,26 +54,28 @@ class Holding:
                 continue
             else:
                 block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, COMMIT)
-                del lease.blank[slot]
                 made.append(block)
-                if last:
-                    written.append(slot)
-                else:
-                    lease.held[block] = state.hold(block, tier, lease.session)
+                writers = lease.writers(slot)
+                holders = [one for one in writers if hold or one is not lease]
+                for one in writers:
+                    del one.blank[slot]
+                for one in holders:
+                    one.held[block] = state.hold(block, tier, one.session)
                     if self._sliding:
-                        self._slide(lease, block)
+                        self._slide(one, block)
+                if not holders:
+                    unheld.append(slot)
                 results.append(OK)
             used.append(block)
         self._background.committed(made)
-        state.disown(tier, written)
+        state.disown(tier, unheld)
         state.touch(reversed(used))
         return tuple(results)
 
     def _keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
-        """A commit of a block that exists: it stays, and the slot becomes free."""
+        """A commit of a block that exists: it stays, and the lease lets go of the slot."""
         self._background.used_again([block])
-        del lease.blank[slot]
-        self._state.give_back(lease.tier, slot)
+        self._let_go(lease, slot)
         if self._sliding and block not in lease.held:
             self._slide(lease, block)
 
@@ -96,16 +97,23 @@ class Holding:
         if copy is not None:
             self._state.unhold(block, lease.tier, copy)
 
-    def release(self, lease: Lease) -> None:
-        """Blank slots become free, and blocks lose this hold."""
-        for slot in lease.blank:
-            self._state.give_back(lease.tier, slot)
-        lease.blank.clear()
-        self.release_first(lease, len(lease.held))
+    def join(self, lease: Lease, joined: Lease) -> None:
+        """``joined``, which holds nothing yet, holds what the lease does, but for blocks that have left its slots."""
+        joined.family = lease.family
+        joined.family.append(joined)
+        joined.blank = dict(lease.blank)
+        self._restate(joined, joined.blank)
+        for block, copy in lease.held.items():
+            if block.copies[lease.tier] is copy:
+                joined.held[block] = self._state.hold(block, lease.tier, joined.session)
+        joined.trails = {key: deque(trail) for key, trail in lease.trails.items()}
 
-    def release_first(self, lease: Lease, count: int) -> None:
-        """The first blocks that the lease got lose its hold, tails first, so prefixes outlive their tails."""
-        released = list(islice(lease.held.items(), count))[::-1]
+    def give_back(self, lease: Lease, slots: Collection[SlotId]) -> None:
+        """The lease lets go of these slots: blank ones become free where no other lease holds them, and blocks lose its
+        hold, tails first, so prefixes outlive their tails."""
+        for slot in [slot for slot in lease.blank if slot in slots]:
+            self._let_go(lease, slot)
+        released = [(block, copy) for block, copy in lease.held.items() if copy.slot in slots][::-1]
         for block, copy in released:
             del lease.held[block]
             self._state.unhold(block, lease.tier, copy)
@@ -113,8 +121,25 @@ class Holding:
 
     def orphan(self, lease: Lease, orphaned: bool) -> None:
         lease.orphaned = orphaned
-        for slot in lease.blank:
-            self._state.slots[lease.tier].change(slot, SLOT_ORPHANED if orphaned else SLOT_BLANK)
+        self._restate(lease, lease.blank)
+
+    def _let_go(self, lease: Lease, slot: SlotId) -> None:
+        """A blank slot is free when the last lease lets go of it."""
+        del lease.blank[slot]
+        writers = lease.writers(slot)
+        if writers:
+            self._restate(writers[0], [slot])
+        else:
+            self._state.give_back(lease.tier, slot)
+
+    def _restate(self, lease: Lease, slots: Iterable[SlotId]) -> None:
+        """Blank slots of the lease follow all leases that hold them. A restarted daemon cannot know several owners: it
+        honours slots of :data:`SEVERAL` as long as any process of this life does."""
+        table, ledger = self._state.slots[lease.tier], self._state.ledgers[lease.tier]
+        for slot in slots:
+            writers = lease.writers(slot)
+            table.enter(slot, SLOT_ORPHANED if all(one.orphaned for one in writers) else SLOT_BLANK)
+            ledger.own((slot,), writers[0].session if len(writers) == 1 else SEVERAL)
 
     def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
         """A lease of an earlier life, whose process lives and may still use what it had: free slots, and READY blocks
@@ -123,7 +148,7 @@ class Holding:
         lease.orphaned = True
         lease.blank = dict.fromkeys(blank)
         state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
-        state.ledgers[lease.tier].own(lease.blank, lease.session)
+        self._restate(lease, lease.blank)
         for block in filter(None, map(state.index.get, keys)):
             lease.held[block] = state.hold(block, lease.tier, lease.session)
 

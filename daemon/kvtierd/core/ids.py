@@ -22,6 +22,9 @@ TicketId = NewType("TicketId", int)
 MoveId = NewType("MoveId", int)
 EventId = NewType("EventId", int)
 
+SEVERAL: Final = SessionId((1 << 64) - 1)
+"""Owner of a blank slot that several sessions hold. No session has this number."""
+
 Key = NewType("Key", bytes)
 """A block key: exactly ``KEY_BYTES`` bytes."""
 

@@ -34,6 +34,7 @@ class Leases:
         """A new one, which holds nothing yet."""
         self._last += 1
         lease = Lease(LeaseId(self._last), session, state.group, tier)
+        lease.family.append(lease)
         self.live[lease.id] = lease
         self.unstamped.append(lease)
         self._of_session.setdefault(session, {})[lease.id] = None
@@ -48,6 +49,7 @@ class Leases:
     def forget(self, lease: Lease) -> None:
         """It has ended, and holds nothing any more."""
         del self.live[lease.id]
+        lease.family.remove(lease)
         of_session = self._of_session[lease.session]
         del of_session[lease.id]
         if not of_session:
@@ -84,7 +86,8 @@ class Lease:
     """A session's hold on slots of one tier: blank ones to write, blocks to read.
 
     ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
-    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
+    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it. ``family``: the
+    leases that may hold the same slots: those that joined one another, each with this same list.
     """
 
     id: LeaseId
@@ -96,11 +99,19 @@ class Lease:
     trails: dict[Key, deque[Block]] = field(default_factory=dict)
     orphaned: bool = False
     granted_at: int = 0
+    family: list[Lease] = field(default_factory=list)
 
     @property
     def slots(self) -> int:
         """How many it holds."""
         return len(self.blank) + len(self.held)
+
+    def all_slots(self) -> set[SlotId]:
+        return {*self.blank, *(copy.slot for copy in self.held.values())}
+
+    def writers(self, slot: SlotId) -> list[Lease]:
+        """The leases that hold the slot blank."""
+        return [lease for lease in self.family if slot in lease.blank]
 
 
 @dataclass(slots=True, frozen=True)

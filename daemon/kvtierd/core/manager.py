@@ -178,13 +178,21 @@ class BlockManager:
         return ticket.id, self._take(now)
 
     def commit(
-        self, session: SessionId, lease: LeaseId, items: Sequence[CommitItem], now: int, *, release: bool = False
+        self,
+        session: SessionId,
+        lease: LeaseId,
+        items: Sequence[CommitItem],
+        now: int,
+        *,
+        hold: bool = True,
+        release: bool = False,
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
-        """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the slot becomes free;
-        where the parent is not, the slot stays blank. ``release``: the lease ends, as by :meth:`release`."""
+        """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the lease lets go of the
+        slot; where the parent is not, the slot stays blank. ``hold``: the lease holds the new blocks. ``release``: the
+        lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
-        results = window.holding.store(owned, items, last=release)
+        results = window.holding.store(owned, items, hold=hold and not release)
         if release:
             self._end(owned)
         self._pump(now, window)
@@ -226,25 +234,31 @@ class BlockManager:
         self._pump_all(now)
         return tuple(ticket.id for ticket in tickets), self._take(now)
 
+    def join(self, session: SessionId, lease: LeaseId, now: int) -> tuple[Lease, Outcome]:
+        """A lease of this session over what another lease holds. A blank slot becomes free with the last lease over it,
+        and a block that one of them makes is held by all. The caller has seen that the lease lives."""
+        shared = self._leases.live[lease]
+        window = self.windows[shared.group]
+        joined = self._leases.grant(session, window.state, shared.tier)
+        window.holding.join(shared, joined)
+        self._pump(now, window)
+        return joined, self._take(now)
+
     def release(
-        self, session: SessionId, leases: Sequence[LeaseId], now: int, first_blocks: Sequence[int] = ()
+        self, session: SessionId, leases: Sequence[LeaseId], now: int, slots: Collection[SlotId] = ()
     ) -> Outcome:
-        """Ends leases, all of them or, on an error, none. ``first_blocks``, one a lease: lets go of only so many
-        blocks of it, those that it got first, and the lease goes on; 0 = all, and its end."""
+        """Ends leases, all of them or, on an error, none. ``slots``: lets go of only these of a single lease, which
+        goes on; those that it does not hold any more are passed over."""
+        if slots and len(leases) != 1:
+            raise BadArgument("lease_ids", len(leases), "one lease, of which slots are named")
         if len(set(leases)) != len(leases):
             raise BadArgument("lease_ids", list(leases), "each lease once")
         owned = [self._leases.owned(session, lease) for lease in leases]
-        counts = first_blocks or [0] * len(owned)
-        if len(counts) != len(owned):
-            raise BadArgument("first_blocks", len(counts), f"one a lease, {len(owned)}, or none")
-        for lease, count in zip(owned, counts, strict=True):
-            if not 0 <= count <= len(lease.held):
-                raise BadArgument("first_blocks", count, f"0 to {len(lease.held)}, the blocks of lease {lease.id}")
-        for lease, count in zip(owned, counts, strict=True):
-            if count:
-                self.windows[lease.group].holding.release_first(lease, count)
+        for one in owned:
+            if slots:
+                self.windows[one.group].holding.give_back(one, frozenset(slots))
             else:
-                self._end(lease)
+                self._end(one)
         self._pump_all(now)
         return self._take(now)
 
@@ -412,15 +426,13 @@ class BlockManager:
         circulation."""
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
-            if not lease.orphaned:
-                self.windows[lease.group].holding.orphan(lease, True)
+            self.windows[lease.group].holding.orphan(lease, True)
         self._pump_all(now)
         return self._take(now)
 
     def reattach_session(self, session: SessionId, now: int) -> Outcome:
         for lease in self._leases.of(session):
-            if lease.orphaned:
-                self.windows[lease.group].holding.orphan(lease, False)
+            self.windows[lease.group].holding.orphan(lease, False)
         return self._take(now)
 
     def end_session(self, session: SessionId, now: int) -> Outcome:
@@ -520,7 +532,7 @@ class BlockManager:
         return TicketId(self._last_ticket)
 
     def _end(self, lease: Lease) -> None:
-        self.windows[lease.group].holding.release(lease)
+        self.windows[lease.group].holding.give_back(lease, lease.all_slots())
         self._leases.forget(lease)
 
     def _withdraw_tickets(self, session: SessionId) -> None:

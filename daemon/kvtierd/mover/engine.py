@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
-from kvtierd.core.leases import LeftLease
+from kvtierd.core.leases import Lease, LeftLease
 from kvtierd.core.manager import BlockManager, DiskLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.transfers import (
@@ -223,20 +223,28 @@ class Engine:
         lease: LeaseId,
         items: Sequence[CommitItem],
         *,
+        hold: bool = True,
         release: bool = False,
     ) -> tuple[BlockResult, ...]:
-        """``release``: the lease ends with it."""
+        """``hold``: the lease holds the blocks. ``release``: it ends."""
         cache = self._find(cache_id)
-        results, outcome = cache.manager.commit(session, lease, items, self._clock(), release=release)
+        results, outcome = cache.manager.commit(session, lease, items, self._clock(), hold=hold, release=release)
         self._executor.apply(cache, outcome)
         return results
 
+    def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> Lease:
+        """The session's own lease over what the lease holds."""
+        cache = self._accepting(cache_id)
+        joined, outcome = cache.manager.join(session, lease, self._clock())
+        self._executor.apply(cache, outcome)
+        return joined
+
     def release(
-        self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], first_blocks: Sequence[int] = ()
+        self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], slots: Collection[SlotId] = ()
     ) -> None:
-        """Releases leases. ``first_blocks``, one for each lease: releases only so many first blocks; 0 = all."""
+        """Releases leases. ``slots``: only these of a single lease, which goes on."""
         cache = self._find(cache_id)
-        self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
+        self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), slots))
 
     def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], misses: int) -> None:
         """Blocks were read without a call, and ``misses`` others were asked for in vain."""

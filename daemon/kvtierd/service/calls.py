@@ -87,6 +87,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Blocks.Reserve": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Commit": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Acquire": Needs(Right.READ),
+    "kvtier.v1.Blocks.Join": Needs(Right.READ),  # and WRITE while slots are blank: see BlocksService.join
     "kvtier.v1.Blocks.Release": Needs(None),
     "kvtier.v1.Blocks.Move": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Drop": Needs(Right.WRITE),

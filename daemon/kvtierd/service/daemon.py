@@ -383,7 +383,16 @@ class Daemon:
         """Of all services, by full name."""
         config, wait_s = self._config, self._config.wait_seconds
         caps = Caps(self._engine, config.max_reserved_fraction)
-        blocks = BlocksService(self._engine, self._catalog, self._identity, wait_s, self._translator.detail, caps)
+        blocks = BlocksService(
+            self._engine,
+            self._catalog,
+            self._sessions,
+            self._access,
+            self._identity,
+            wait_s,
+            self._translator.detail,
+            caps,
+        )
         servicers = {
             "kvtier.v1.Caches": CachesService(self._catalog, self._sessions, self._access, config.tiers),
             "kvtier.v1.Blocks": blocks,

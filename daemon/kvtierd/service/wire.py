@@ -23,7 +23,7 @@ TIER_FROM_WIRE: Final[Mapping[int, Tier]] = {value: tier for tier, value in TIER
 
 def granted_leases(reply: Message | None) -> list[LeaseId]:
     """The leases that a reply grants."""
-    if isinstance(reply, blocks_pb2.ReserveResponse):
+    if isinstance(reply, blocks_pb2.ReserveResponse | blocks_pb2.JoinResponse):
         return [LeaseId(reply.lease_id)]
     if isinstance(reply, blocks_pb2.AcquireResponse):
         leases = [chain.lease_id for chain in reply.chains]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.ids import LeaseId
+from kvtierd.core.ids import LeaseId, SlotId
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.transfers import BlockResult
@@ -14,6 +14,11 @@ from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 
 def held(bench: GroupsBench, lease: LeaseId) -> str:
     return "".join(name_of(block.key) for block in bench.core.leases[lease].held)
+
+
+def slots_of(bench: GroupsBench, lease: LeaseId, names: str) -> list[SlotId]:
+    held = bench.core.leases[lease].held
+    return [copy.slot for block, copy in held.items() if name_of(block.key) in names]
 
 
 def test_a_block_goes_alone() -> None:
@@ -31,7 +36,7 @@ def test_what_was_used_longest_ago_goes_first_whatever_stands_under_it() -> None
     bench = GroupsBench(host=(2, 2))
     for group in (FULL, SLIDING):
         lease = bench.write(group, "ab", "ab")
-        bench.apply(bench.core.release(ALICE, [lease], 0, [1]))
+        bench.apply(bench.core.release(ALICE, [lease], 0, slots_of(bench, lease, "a")))
         bench.release(lease)
         bench.fill(group, "x", "x")
     assert (bench.has(FULL), bench.has(SLIDING)) == ("ax", "bx")
@@ -83,7 +88,7 @@ def test_a_block_is_let_go_of_when_the_window_has_left_it_whole(window: int, tok
 def test_the_first_blocks_are_let_go_of_tail_first() -> None:
     bench = GroupsBench(host=(4, 4))
     lease = bench.write(SLIDING, "cba", "abc")
-    bench.apply(bench.core.release(ALICE, [lease], 0, [3]))
+    bench.apply(bench.core.release(ALICE, [lease], 0, slots_of(bench, lease, "abc")))
     bench.release(lease)
     bench.fill(SLIDING, "xy", "xy")
     assert bench.has(SLIDING) == "bcxy"

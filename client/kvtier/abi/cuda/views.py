@@ -113,7 +113,7 @@ class DevicePool:
         }
 
     def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of the same shape, not copied."""
+        """A uint8 tensor of the same shape, not copied. Its rows are padded: to reshape them all would copy them."""
         import torch
 
         return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

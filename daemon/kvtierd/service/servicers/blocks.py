@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from hmac import compare_digest
 from typing import Final, TypeVar
 
 import grpc
 import xxhash
 
+from kvtier.abi.attach import lease_secret
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import ForeignLease, UnknownLease
@@ -21,12 +23,14 @@ from kvtierd.core.transfers import BlockResult, ChainRequest, Location
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import Refused, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
+from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
+from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, shown
-from kvtierd.service.sessions import Session
+from kvtierd.service.sessions import Session, SessionRegistry
 from kvtierd.tiers.base import Bytes, TierError
 
 PAGE_ROWS: Final = 4096
@@ -127,6 +131,8 @@ class BlocksService:
         self,
         engine: Engine,
         catalog: Catalog,
+        sessions: SessionRegistry,
+        access: Access,
         identity: DaemonIdentity,
         wait_s: float,
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
@@ -135,6 +141,8 @@ class BlocksService:
         self._engine: Final = engine
         self._caps: Final = caps
         self._catalog: Final = catalog
+        self._sessions: Final = sessions
+        self._access: Final = access
         self._identity: Final = identity
         self._wait_s: Final = wait_s
         self._describe: Final = describe
@@ -190,7 +198,8 @@ class BlocksService:
         cache = self._catalog.opened(session, request.cache_id)
         items = validation.commit_items(cache, request, request.slots)
         lease = LeaseId(request.lease_id)
-        results = self._engine.commit(cache.id, session.id, lease, items, release=request.release)
+        hold, release = not request.let_go, request.release
+        results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
@@ -208,6 +217,22 @@ class BlocksService:
             chains=[self._acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
         )
 
+    async def join(self, session: Session, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
+        cache = self._catalog.opened(session, request.cache_id)
+        lease = LeaseId(request.lease_id)
+        wanted = cache.runtime.manager.leases.get(lease)
+        owner = None if wanted is None else self._sessions.get(wanted.session)
+        if wanted is None or owner is None:
+            raise UnknownLease(lease)
+        if not compare_digest(request.secret, lease_secret(owner.token, cache.id, lease)):
+            raise ForeignLease(lease)
+        if wanted.blank:
+            self._access.require_on(session, Right.WRITE, cache.name)
+        with self._caps.leasing(session, 1):
+            joined = self._engine.join(cache.id, session.id, lease)
+        held = [copy.slot for copy in joined.held.values()]
+        return blocks_pb2.JoinResponse(lease_id=joined.id, blank=joined.blank, held=held)
+
     async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
         cache = self._catalog.opened(session, request.cache_id)
         calls = request.given_up
@@ -215,7 +240,7 @@ class BlocksService:
         validation.count("lease_ids", len(request.lease_ids), 0 if calls else 1, validation.MAX_LEASES)
         if request.lease_ids:
             leases = [LeaseId(lease) for lease in request.lease_ids]
-            self._engine.release(cache.id, session.id, leases, request.first_blocks)
+            self._engine.release(cache.id, session.id, leases, [SlotId(slot) for slot in request.slots])
         for seq in calls:
             for lease in wire.granted_leases(await session.replies.give_up(seq)):
                 with suppress(UnknownLease, ForeignLease):  # released before, or of another cache
