@@ -166,7 +166,8 @@ class Lease:
     def _require_held(self, index: int) -> None:
         """Raises :class:`LeaseError` for a slot that the lease has let go of."""
         if index in self._given_back:
-            raise LeaseError(f"slot {index} of the lease is not held any more", reason="GIVEN_BACK")
+            why = "it was given back, or its key was stored already"
+            raise LeaseError(f"slot {index} of the lease is not held any more: {why}", reason="GIVEN_BACK")
 
     def _set_given_back(self, indices: Iterable[int], given_back: bool) -> None:
         change = self._given_back.update if given_back else self._given_back.difference_update

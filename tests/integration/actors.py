@@ -13,6 +13,7 @@ import fcntl
 import json
 import mmap
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -32,7 +33,7 @@ from kvtier.errors import fault_of
 from kvtier.session import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
-from tests.integration.blocks import SPEC, chain, sizes
+from tests.integration.blocks import SPEC, block, chain, sizes
 from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to
 from tests.integration.waiting import PATIENCE_S
@@ -68,10 +69,10 @@ class Actor:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def go_on(self) -> None:
-        """Lets a part go on that waits for that."""
+    def go_on(self, **order: Any) -> None:
+        """Lets a part go on that waits for that, or for an order."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
     def signal(self, number: int) -> None:
@@ -220,6 +221,32 @@ async def write_half(address: str, cache: str) -> None:
         await _stay()
 
 
+async def plan(address: str, cache: str, leases: Sequence[int]) -> None:
+    """A scheduler: reserves so many host slots a lease, and hands out a ticket of each."""
+    async with await connect(address) as client:
+        opened = await client.open_cache(cache, SPEC)
+        reserved = [await opened.reserve(count, Tier.HOST) for count in leases]
+        _say(tickets=[pickle.dumps(lease.ticket()).hex() for lease in reserved], slots=[one.slots for one in reserved])
+        await _stay()
+
+
+async def work(address: str, cache: str, tickets: Sequence[str]) -> None:
+    """A worker: joins leases, and fills and commits their slots as it is told, a part of a slot at a time."""
+    async with await connect(address) as client:
+        opened = await client.open_cache(cache, SPEC)
+        leases = [await opened.join(_ticket(text)) for text in tickets]
+        _say(blank=[lease.blank for lease in leases], slots=[lease.slots for lease in leases])
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            order = json.loads(line)
+            lease, at, key = leases[order["lease"]], order["at"], bytes.fromhex(order["key"])
+            for number, part in enumerate(lease.view(at)):
+                if number in order["parts"]:
+                    start = sum(before.nbytes for before in lease.view(at)[:number])
+                    part[:] = block(key)[start : start + part.nbytes]
+            results = await lease.commit([key], at=[at]) if order["commit"] else []
+            _say(results=[result.name for result in results])
+
+
 async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequence[tuple[str, str]]) -> None:
     """As another user: tries things, each with a cache, and tells how each ended."""
     _become(uid, gids)
@@ -286,6 +313,18 @@ async def _lists(client: AsyncClient, _: str) -> str:
     return ",".join(sorted(cache.name for cache in await client.caches()))
 
 
+def _ticket(text: str) -> Any:
+    return pickle.loads(bytes.fromhex(text))  # noqa: S301  of the test
+
+
+async def _joins(client: AsyncClient, ticket: str) -> str:
+    wanted = _ticket(ticket)
+    cache = await client.open_cache(wanted.cache, SPEC, write=False)
+    link = await client._session.link()
+    request = blocks_pb2.JoinRequest(cache_id=cache.info.cache_id, lease_id=wanted.lease_id, secret=wanted.secret)
+    return await _answer(link.stubs.blocks.Join(request, metadata=link.metadata))
+
+
 async def _asks_for_stats(client: AsyncClient, _: str) -> str:
     return ",".join(sorted(cache.name for cache in (await client.stats()).caches))
 
@@ -327,6 +366,7 @@ _TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
     "open writable": partial(_opens, write=True),
     "read": _reads,
     "reserve": _reserves,
+    "join": _joins,
     "list": _lists,
     "stats": _asks_for_stats,
     "watchers": _asks_for_watchers,
@@ -380,7 +420,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
     part.__name__: part
     for part in (
-        *(hold, write_half, send_half, steal, stare),
+        *(hold, write_half, send_half, steal, stare, plan, work),
         *(keep_reading, be_foreign, be_hostile, be_somebody),
     )
 }

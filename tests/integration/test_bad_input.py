@@ -136,6 +136,7 @@ commit = Verb(
 )
 acquire = Verb("Acquire", blocks_pb2.AcquireRequest, cache_id=cache_of, tier=DEVICE, chains=chains((PACKED, 0)))
 release = Verb("Release", blocks_pb2.ReleaseRequest, cache_id=cache_of, lease_ids=lambda scene: [scene.lease])
+join = Verb("Join", blocks_pb2.JoinRequest, cache_id=cache_of, lease_id=lambda scene: scene.foreign)
 move = Verb("Move", blocks_pb2.MoveRequest, cache_id=cache_of, to=DISK, keys=PACKED)
 drop = Verb("Drop", blocks_pb2.DropRequest, cache_id=cache_of, keys=PACKED)
 listing = Verb("List", blocks_pb2.ListBlocksRequest, cache_id=cache_of)
@@ -244,6 +245,11 @@ CASES = [
     release.refused("", lease_ids=lambda scene: [scene.released], **UNKNOWN_LEASE),
     release.refused("", lease_ids=lambda scene: [scene.lease, scene.ended], **UNKNOWN_LEASE),
     release.refused("", lease_ids=lambda scene: [scene.lease, scene.foreign], **FOREIGN_LEASE),
+    # join
+    join.refused("", lease_id=10**6, **UNKNOWN_LEASE),
+    join.refused("", lease_id=lambda scene: scene.ended, **UNKNOWN_LEASE),
+    join.refused("", secret=b"", **FOREIGN_LEASE),
+    join.refused("", secret=bytes(16), **FOREIGN_LEASE),
     # move
     move.refused("to", "TIER_UNSPECIFIED", "device or host or disk", to=0),
     move.refused("to", "4", "device or host or disk", to=4),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 from contextlib import ExitStack
 
@@ -96,6 +97,22 @@ async def test_whom_no_rule_names_may_not_even_attach(start_daemon, daemon):
     assert told["attached"] == "PERMISSION_DENIED"
     assert f"uid {NOBODY}" in told["told"]
     assert somebody(daemon, [NOBODY])["attached"] == "welcome"
+
+
+async def test_who_joins_a_lease_needs_the_right_that_it_takes(daemon):
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        tickets = []
+        for name in ("shared", "mine"):
+            cache = await client.open_cache(name, SPEC)
+            leases = (await cache.reserve(1, Tier.HOST), await cache.acquire(chain("stored", 1), Tier.HOST))
+            tickets.append([("join", pickle.dumps(lease.ticket()).hex()) for lease in leases])
+        blank, read = ended(daemon, [READERS], *tickets[0])
+        assert blank.startswith("NO_RIGHT: the right to write on cache shared is missing")
+        assert read == "done"
+        assert ended(daemon, [NOBODY], *tickets[1]) == ["done", "done"]
+        (refused,) = ended(daemon, [NOBODY], tickets[0][1])
+        assert refused.startswith("NO_RIGHT: the right to read on cache shared is missing")
 
 
 async def test_a_block_is_explained_as_far_as_one_may_see(daemon):

@@ -9,7 +9,7 @@ from kvtier import BlockResult, CacheSpec, Client, Mirror, PoolSpec, Tier, TierF
 from tests.integration.blocks import chain
 from tests.integration.models import assert_content, by_hand, content
 from tests.integration.seeing import tier_stats
-from tests.integration.touching import bytes_in
+from tests.integration.touching import bytes_in, write_into
 
 SLIDING = CacheSpec("sliding", "uint8", 16, groups=(WindowGroupSpec(100, (PoolSpec(1, 1, 72), PoolSpec(2, 1, 72))),))
 """A window of seven blocks, of whose first it needs four tokens."""
@@ -159,3 +159,19 @@ def test_the_synchronous_client_does_the_same(daemon):
             assert found[FIRST] is out[FIRST] and not any(each.any() for each in out[:FIRST])
             with cache.acquire(MORE) as lease:
                 assert (lease.prefix_length, lease.first_block, lease.blocks) == (11, FIRST, 7)
+
+
+async def test_holders_slide_along_together(client, daemon):
+    """What the window of a chain has left is held by nobody who wrote it, whoever commits."""
+    cache = await client.open_cache("sliding", SLIDING)
+    keys = chain("slides", 12)
+    async with await connect(daemon.address) as other, cache.reserve(12, Tier.HOST) as lease:
+        theirs = await other.open_cache("sliding", SLIDING)
+        async with theirs.join(lease.ticket()) as joined:
+            for index, part in enumerate(content(SLIDING, 0, keys)):
+                write_into(lease.view(index), part)
+            assert await lease.commit(keys[:6]) == [BlockResult.OK] * 6
+            assert await joined.commit(keys[6:], at=range(6, 12), parent=keys[5]) == [BlockResult.OK] * 6
+            await lease.release()
+            assert (await tier_stats(client, "sliding", Tier.HOST)).held == 7
+    assert (await tier_stats(client, "sliding", Tier.HOST)).held == 0
