@@ -24,7 +24,8 @@ from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
-from kvtier.buffers import Bytes, OnGpu, Reach, Row, Rows, Slots
+from kvtier.arrays import Bytes, OnGpu
+from kvtier.buffers import Reach, Rows, Slots
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -156,8 +157,9 @@ class Arena:
         """A slot's bytes, one view a pool, not copied."""
         return [*self.memory(tier).view(group, slot, write=write)]
 
-    def write(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
-        """Copies blocks into slots, and blocks until that is over."""
+    def write(self, tier: Tier, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        """Copies blocks into slots, and blocks until that is over. Of pages of :class:`kvtier.Planes` that have only a
+        part of a block, it writes that part."""
         self.memory(tier).write(group, slots, blocks)
 
     def read(self, tier: Tier, group: int, slots: Slots, blocks: Rows) -> None:

@@ -6,20 +6,32 @@ Nothing here imports torch before the caller has: who passes a tensor has it, wh
 from __future__ import annotations
 
 import asyncio
-import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.arrays import (
+    Bytes,
+    CudaArray,
+    OnGpu,
+    address_of,
+    bytes_of,
+    is_contiguous,
+    is_cuda_array,
+    is_readonly,
+    is_tensor,
+    nbytes_of,
+    stream_of,
+)
 from kvtier.errors import InvalidArgument
+from kvtier.planes import Pages
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +39,6 @@ if TYPE_CHECKING:
     from kvtier.abi.cuda.views import DeviceView
     from kvtier.memory.gpu import Fence, Gpu
 
-
-Bytes = NDArray[np.uint8]
 
 _DTYPES: Final = {"float8_e4m3": "float8_e4m3fn"}
 """Where torch has another name for a dtype of :class:`kvtier.CacheSpec`."""
@@ -47,53 +57,23 @@ class DeviceBytes:
 
 Row: TypeAlias = "Bytes | DeviceBytes"
 """A block's bytes outside of slots, flat. Those of a GPU only where it reaches the slots."""
-Rows: TypeAlias = "Sequence[Row] | Bytes"
-"""The bytes of n blocks: n rows, or one C-contiguous array of them, [n, bytes of a block]."""
-PrefixRows: TypeAlias = "list[Row | None]"
-"""What was copied of a prefix, a row a block; None before a sliding window, where nothing is."""
+Rows: TypeAlias = "Sequence[Row] | Bytes | Pages"
+"""The bytes of n blocks: n rows, one C-contiguous array of them, [n, bytes of a block], or n pages."""
+PrefixRows: TypeAlias = "list[Row | int | None]"
+"""What was copied of a prefix, a row a block, or the number of the page that was filled; None before a sliding window,
+where nothing is."""
 
 
-@runtime_checkable
-class CudaArray(Protocol):
-    """What CuPy, Numba and others call an array of a GPU."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
-
-
-def is_cuda_array(value: object) -> TypeGuard[CudaArray]:
-    """Whether it is one, tensors of torch aside."""
-    return not is_tensor(value) and not isinstance(value, np.ndarray) and isinstance(value, CudaArray)
-
-
-OnGpu: TypeAlias = "torch.Tensor | CudaArray"
-"""What lies on a GPU."""
 Reach: TypeAlias = "Callable[[OnGpu], Gpu | None]"
 """Tells which GPU a block lies on, where that reaches the slots that the block is for; None: it stays with the CPU."""
 
 
-def address_of(array: CudaArray) -> int:
-    return int(array.__cuda_array_interface__["data"][0])
-
-
-def nbytes_of(array: CudaArray) -> int:
-    interface = array.__cuda_array_interface__
-    return int(np.dtype(interface["typestr"]).itemsize * math.prod(interface["shape"]))
-
-
-def stream_of(array: CudaArray) -> int | None:
-    """The stream that whoever takes the array has to come after: version 3 of the interface. None: none of its own."""
-    stream = array.__cuda_array_interface__.get("stream")
-    return stream if isinstance(stream, int) else None
-
-
 Block: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray | DeviceBytes"
 Blocks: TypeAlias = (
-    "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] "
-    "| Sequence[CudaArray] | Sequence[Row]"
+    "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] | Sequence[CudaArray] | Rows"
 )
-"""n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape. Arrays
-of a GPU that are no tensors, only for slots that are mapped."""
+"""n blocks: one array or tensor whose first axis is the block, a sequence of n of them, or n pages of
+:class:`kvtier.Planes`. Any dtype and shape. Arrays of a GPU that are no tensors, only for slots that are mapped."""
 
 
 def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
@@ -106,6 +86,11 @@ def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None =
     Raises:
         InvalidArgument: where there are not ``count`` blocks of ``block_bytes``.
     """
+    if isinstance(blocks, Pages):
+        blocks.require("blocks", count, block_bytes)
+        blocks.require_whole("blocks")
+        pages = _in_reach(blocks, reach)
+        return blocks.gathered() if pages is None else pages
     whole = _one_array(blocks, count, block_bytes)
     if whole is not None:
         return whole
@@ -133,12 +118,17 @@ def _readable(block: Block, field: str, after: _Reached) -> Row:
 def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
     """The bytes of the caller's arrays, to be written in place.
 
-    Of a tensor that is not contiguous, or neither the CPU's nor within ``reach``: fresh bytes, which :func:`fill`
-    copies into it.
+    Of a tensor that is not contiguous, or neither the CPU's nor within ``reach``, and of pages for which there is no
+    reach: fresh bytes, which :func:`fill` copies into them.
 
     Raises:
         InvalidArgument: where there are not ``count`` blocks of ``block_bytes`` that can be written.
     """
+    if isinstance(out, Pages):
+        out.require("out", count, block_bytes)
+        out.require_writable("out")
+        pages = None if reach is None else _in_reach(out, reach)
+        return out.staging("out") if pages is None else pages
     whole = _one_array(out, count, block_bytes)
     if whole is not None and whole.flags.writeable:
         return whole
@@ -150,7 +140,7 @@ def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = No
 def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Row:
     if isinstance(block, DeviceBytes):
         return block
-    if is_tensor(block) or (is_cuda_array(block) and not block.__cuda_array_interface__["data"][1]):
+    if is_tensor(block) or (is_cuda_array(block) and not is_readonly(block)):
         there = after.on_gpu(block)
         if there is not None:
             return there
@@ -161,6 +151,11 @@ def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Ro
         return flat
     limit = "C-contiguous and writable; one of a GPU, for a get from slots that are mapped for it"
     raise InvalidArgument(field, "an array that is not", limit)
+
+
+def _in_reach(pages: Pages, reach: Reach | None) -> Pages | None:
+    """The pages as slots are copied to or from them; None: they lie on a GPU out of reach."""
+    return pages.within(reach if reach is not None else lambda array: None)
 
 
 def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
@@ -194,7 +189,7 @@ class _Reached:
 
     def on_gpu(self, block: OnGpu) -> DeviceBytes | None:
         """The block where it lies in C order on a GPU within reach."""
-        if self._reach is None or (is_tensor(block) and not block.is_cuda) or not _is_contiguous(block):
+        if self._reach is None or (is_tensor(block) and not block.is_cuda) or not is_contiguous(block):
             return None
         gpu = self._reach(block)
         if gpu is None:
@@ -208,14 +203,18 @@ class _Reached:
         return DeviceBytes(address, nbytes, block, gpu, self._fences[gpu, stream])
 
 
-Late: TypeAlias = "tuple[torch.Tensor, Bytes, torch.cuda.Stream | None]"
+Late: TypeAlias = "tuple[torch.Tensor | Pages, Bytes, torch.cuda.Stream | None]"
 
 
 def late(out: Blocks, rows: PrefixRows) -> list[Late]:
-    """The tensors of ``out`` that could not be written in place, each with its bytes and this thread's current stream:
-    for :func:`fill`, in whatever thread."""
+    """The tensors and pages of ``out`` that could not be written in place, each with its bytes and this thread's
+    current stream: for :func:`fill`, in whatever thread."""
     if isinstance(out, np.ndarray):
         return []
+    if isinstance(out, Pages):
+        array = out.planes.planes[0].array
+        stream = torch_stream(array) if is_tensor(array) else None
+        return [(out[at : at + 1], row, stream) for at, row in enumerate(rows) if isinstance(row, np.ndarray)]
     return [
         (block, row, torch_stream(block))
         for block, row in zip(out, rows, strict=False)
@@ -228,26 +227,11 @@ def of_cpu(rows: Rows | PrefixRows) -> Sequence[Bytes]:
     return cast("Sequence[Bytes]", rows)
 
 
-def _is_contiguous(block: OnGpu) -> bool:
-    if is_tensor(block):
-        return block.is_contiguous()
-    interface = block.__cuda_array_interface__
-    size, strides = np.dtype(interface["typestr"]).itemsize, interface.get("strides")
-    expected = [size * math.prod(interface["shape"][axis + 1 :]) for axis in range(len(interface["shape"]))]
-    return strides is None or list(strides) == expected
-
-
-def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """A tensor's bytes in C order, flat: its own memory where that is contiguous and the CPU's, else a copy."""
-    import torch
-
-    flat: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat
+def picked(rows: Rows, some: NDArray[np.intp]) -> Rows:
+    """The rows with these numbers, not copied."""
+    if len(some) == len(rows):
+        return rows
+    return rows[some] if isinstance(rows, Pages) else [rows[at] for at in some.tolist()]
 
 
 def is_in_place(tensor: torch.Tensor) -> bool:
@@ -263,16 +247,17 @@ def torch_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def fill(late: Sequence[Late]) -> None:
-    """Copies bytes into tensors on any device, each after what its stream was given before; when this returns they are
-    there."""
-    if not late:
-        return
-    import torch
+    """Copies bytes into tensors and pages on any device, each after what its stream was given before; when this
+    returns they are there."""
+    for target, data, stream in late:
+        if isinstance(target, Pages):
+            target.scatter(data[None], stream)
+            continue
+        import torch
 
-    for tensor, data, stream in late:
-        source = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape)
+        source = torch.from_numpy(data).view(target.dtype).reshape(target.shape)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            tensor.detach().copy_(source)
+            target.detach().copy_(source)
 
 
 def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
@@ -334,9 +319,12 @@ async def _to_the_end(copying: asyncio.Future[None]) -> None:
     copying.result()
 
 
-def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:
-    """Writes blocks into slots. ``pools``: as :meth:`kvtier.arena.Arena.pools` gives them."""
-    index = np.asarray(slots, dtype=np.intp)
+def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
+    """Writes blocks into slots. ``pools``: as :meth:`kvtier.arena.Arena.pools` gives them. Raises IndexError for a slot
+    that does not exist."""
+    index = checked(pools, slots)
+    if isinstance(blocks, Pages):
+        return blocks.copy(pools, index.tolist(), to_slots=True)
 
     def copy(start: int, end: int) -> None:
         some, rows, offset = index[start:end], blocks[start:end], 0
@@ -352,9 +340,11 @@ def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | B
     _in_parts(copy, pools, len(index))
 
 
-def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:
+def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
     """Reads slots into blocks. Raises IndexError for a slot that does not exist."""
     index = checked(pools, slots)
+    if isinstance(blocks, Pages):
+        return blocks.copy(pools, index.tolist(), to_slots=False)
 
     def copy(start: int, end: int) -> None:
         some, rows, offset = index[start:end], blocks[start:end], 0

@@ -15,10 +15,12 @@ from grpc.aio import InternalError, StreamUnaryCall
 from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
-from kvtier.buffers import Bytes, PrefixRows, Rows, of_cpu
+from kvtier.arrays import Bytes
+from kvtier.buffers import PrefixRows, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
 from kvtier.lease import Owner, ReadLease
 from kvtier.memory.gpu import PASSED
+from kvtier.planes import Pages
 from kvtier.retention import BlockRetention
 from kvtier.session import Deadline, Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
@@ -169,7 +171,7 @@ class Streamed:
         """Sends a piece and has it stored."""
         keys = b"".join(piece.chain)
         parents = packed_keys([ROOT_PARENT if piece.parent is None else piece.parent, *piece.chain[:-1]], "parent")
-        blocks = of_cpu(piece.blocks)
+        blocks = await _gathered(piece.blocks)
         checksums = await _checksums(blocks)
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()
         wait_ns = deadline.wait_ns()
@@ -219,12 +221,20 @@ class Streamed:
             )
             call = link.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=link.metadata)
             try:
-                into = None if targets is None else of_cpu(targets)
+                into = None if targets is None or isinstance(targets, Pages) else of_cpu(targets)
                 return await _download(aiter(call), into, self._cache.block_bytes)
             finally:
                 call.cancel()
 
         return await self._binder.session.call(attempt, deadline)
+
+
+async def _gathered(blocks: Rows) -> Sequence[Bytes]:
+    if not isinstance(blocks, Pages):
+        return of_cpu(blocks)
+    rows: list[Bytes] = []
+    await buffers.run_copy(lambda: rows.extend(blocks.gathered()), len(blocks) * blocks.planes.block_bytes)
+    return rows
 
 
 async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequence[Bytes]) -> transfer_pb2.PutResponse:

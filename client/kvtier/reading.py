@@ -27,7 +27,8 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.arena import Arena, Binder, send
-from kvtier.buffers import Bytes, PrefixRows, Rows
+from kvtier.arrays import Bytes
+from kvtier.buffers import PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.errors import ClientClosed, DamagedTransfer
 from kvtier.session import Deadline, Link
@@ -273,8 +274,7 @@ class Read:
             here = np.flatnonzero(where & tier.bit)
             if len(here):
                 where[here] = 0
-                whole = len(here) == len(rows)
-                void.append(here[self._copy_from(tier, rows if whole else [rows[at] for at in here.tolist()], here)])
+                void.append(here[self._copy_from(tier, buffers.picked(rows, here), here)])
         return np.sort(np.concatenate(void))
 
     def _copy_from(self, tier: Tier, rows: Rows, places: slice | NDArray[np.intp]) -> NDArray[np.intp]:

@@ -26,6 +26,7 @@ from kvtier import (
     ClientClosed,
     DeviceError,
     LeaseLost,
+    Planes,
     Tier,
     TierFull,
     connect,
@@ -207,6 +208,17 @@ class Array:
         return row
 
 
+class Tensors:
+    """Five pages of an engine's on the GPU. The fake's addresses are this process's own."""
+
+    def __init__(self, cache, nbytes):
+        self.memory = DeviceMemory.create(cache.arena.memory(Tier.DEVICE).gpu.driver, 5 * nbytes)
+        place = {"shape": (5, nbytes), "typestr": "|u1", "data": (int(self.memory.address), False), "version": 3}
+        self.__cuda_array_interface__ = place
+        self.bytes = np.asarray(SimpleNamespace(__array_interface__=place))
+        self.bytes[:] = 0
+
+
 async def test_arrays_on_the_gpu_go_in_and_come_out(cache):
     assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.DEVICE) == OK
     out = [Array(cache) for _ in range(4)]
@@ -232,6 +244,30 @@ async def test_arrays_on_the_gpu_go_to_host_slots_and_back(daemon, cache, tier):
         keys = chain("third", 3)
         assert same.put(keys, [Array(cache, block(key)) for key in keys], tier=Tier.HOST) == OK
         assert_bytes(keys, await cache.get(keys))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST], ids=str)
+async def test_pages_go_in_and_come_out(cache, tier, on_gpu):
+    """Of an engine's own tensors, each of which has some bytes of a block."""
+    sizes, at = (1000, 4000, BLOCK_BYTES - 5000), [4, 0, 3]
+
+    def tensors():
+        return [Tensors(cache, nbytes) if on_gpu else np.zeros((5, nbytes), np.uint8) for nbytes in sizes]
+
+    def content(parts):
+        return np.concatenate([part.bytes if on_gpu else part for part in parts], axis=1)
+
+    source, target, begin = tensors(), tensors(), 0
+    for part in source:
+        rows = part.bytes if on_gpu else part
+        for page, key in zip(at, KEYS, strict=True):
+            rows[page] = block(key)[begin : begin + rows.shape[1]]
+        begin += rows.shape[1]
+    assert await cache.put(KEYS, Planes(source)[at], tier=tier) == OK
+    assert_bytes(KEYS, await cache.get(KEYS, tier=tier))
+    assert await cache.get(KEYS, Planes(target)[at], tier=tier) == at
+    assert (content(target) == content(source)).all()
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 from kvtier import client as aio
 from kvtier import sync
 from kvtier.abi.spec import CacheSpec
-from kvtier.buffers import Bytes
+from kvtier.arrays import Bytes
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event

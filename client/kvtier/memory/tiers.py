@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -24,14 +24,12 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks
 from kvtier.abi.cuda.views import DevicePool, DeviceView
 from kvtier.abi.layout import ArenaLayout
-from kvtier.buffers import Bytes, DeviceBytes, OnGpu, Row, Rows, Slots
-from kvtier.errors import DaemonError
+from kvtier.arrays import Bytes, OnGpu
+from kvtier.buffers import DeviceBytes, Row, Rows, Slots
+from kvtier.errors import DaemonError, InvalidArgument
 from kvtier.memory.gpu import PASSED, Fence, Gpu, joined
+from kvtier.planes import Pages, Pool
 from kvtier.types import Tier
-
-if TYPE_CHECKING:
-    pass
-
 
 View: TypeAlias = "Bytes | Any"
 """Bytes in place: a numpy array, or a :class:`kvtier.abi.cuda.views.DeviceView` of memory that only a GPU addresses."""
@@ -96,16 +94,22 @@ class CpuMemory:
         return views
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        if isinstance(blocks, Pages) and blocks.planes.on_gpu:
+            return self._copy_pages(group, slots, blocks, to_host=True)
         cpu, gpus = _by_gpu(slots, blocks)
         buffers.into_slots(self._pools[group], *cpu)
         for gpu, rows in gpus.items():
             gpu.copy(gpu.to_host, *self._copies(gpu, group, rows, to_host=True))
+        return None
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        if isinstance(blocks, Pages) and blocks.planes.on_gpu:
+            return self._copy_pages(group, slots, blocks, to_host=False)
         cpu, gpus = _by_gpu(slots, blocks)
         buffers.out_of_slots(self._pools[group], *cpu)
         for gpu, rows in gpus.items():
             gpu.copy(gpu.to_device, *self._copies(gpu, group, rows, to_host=False))
+        return None
 
     async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
         """xxh3-128 of the bytes of each slot, 16 bytes each."""
@@ -132,19 +136,39 @@ class CpuMemory:
         Returns when the rows may be touched.
         """
         gpu.reached(row.after for _, row in rows)
-        locked, start, pools = self._lock(gpu).nbytes, self._data.ctypes.data, self._pools[group]
+        start, pools = self._data.ctypes.data, self._pools[group]
         slots = buffers.checked(pools, [slot for slot, _ in rows])
         there = np.array([row.address for _, row in rows], np.int64)
         pageable: list[Copy] = []
         batch: list[Copy] = []
         for pool in pools:
             offsets = pool.ctypes.data - start + slots * pool.strides[0]
-            for offset, device, nbytes in _within_chunks(offsets, there, pool.shape[1]):
-                dst, src = (start + offset, device) if to_host else (device, start + offset)
-                ready = offset + nbytes <= locked
-                for copies, some in ((batch, ready), (pageable, ~ready)):
-                    copies += zip(dst[some].tolist(), src[some].tolist(), nbytes[some].tolist(), strict=True)
+            nbytes = np.full(len(slots), pool.shape[1])
+            for copies, more in zip((pageable, batch), self._split(gpu, offsets, there, nbytes, to_host), strict=True):
+                copies += more
             there += pool.shape[1]
+        return pageable, batch
+
+    def _copy_pages(self, group: int, slots: Slots, blocks: Pages, *, to_host: bool) -> None:
+        gpu, pages = _taken(blocks, self)
+        pools, start = self._pools[group], self._data.ctypes.data
+        places = [Pool(pool.ctypes.data - start, pool.strides[0], pool.shape[1]) for pool in pools]
+        runs = pages.runs(places, buffers.checked(pools, slots))
+        gpu.copy(gpu.to_host if to_host else gpu.to_device, *self._split(gpu, *runs, to_host))
+
+    def _split(
+        self, gpu: Gpu, offsets: NDArray[np.int64], there: NDArray[np.int64], nbytes: NDArray[np.int64], to_host: bool
+    ) -> tuple[list[Copy], list[Copy]]:
+        """Between places in the segment and addresses on a GPU: copies of memory that is pageable yet, and of memory
+        that is page-locked."""
+        locked, start = self._lock(gpu).nbytes, self._data.ctypes.data
+        pageable: list[Copy] = []
+        batch: list[Copy] = []
+        for offset, device, some_bytes in _within_chunks(offsets, there, nbytes):
+            dst, src = (start + offset, device) if to_host else (device, start + offset)
+            ready = offset + some_bytes <= locked
+            for copies, some in ((batch, ready), (pageable, ~ready)):
+                copies += zip(dst[some].tolist(), src[some].tolist(), some_bytes[some].tolist(), strict=True)
         return pageable, batch
 
     def _lock(self, gpu: Gpu) -> PageLocks:
@@ -163,19 +187,30 @@ class CpuMemory:
             return self._locks
 
 
+def _taken(blocks: Pages, memory: Memory) -> tuple[Gpu, Pages]:
+    """Pages on a GPU, once they may be touched. Raises :class:`InvalidArgument` where it does not reach the slots."""
+    pages = blocks.within(memory.reach)
+    if pages is None or pages.gpu is None:
+        raise InvalidArgument("blocks", "planes of a GPU", "planes of one GPU that the slots are mapped for")
+    pages.gpu.reached(pages.after)
+    return pages.gpu, pages
+
+
 def _any_on_gpu(blocks: Rows) -> bool:
+    if isinstance(blocks, Pages):
+        return blocks.planes.on_gpu
     return not isinstance(blocks, np.ndarray) and any(isinstance(block, DeviceBytes) for block in blocks)
 
 
 def _by_gpu(
     slots: Slots, blocks: Rows
-) -> tuple[tuple[Slots, Sequence[Bytes] | Bytes], dict[Gpu, list[tuple[int, DeviceBytes]]]]:
+) -> tuple[tuple[Slots, Sequence[Bytes] | Bytes | Pages], dict[Gpu, list[tuple[int, DeviceBytes]]]]:
     """Slots and blocks of the CPU's memory, and by GPU the others, each with its slot."""
     gpus: dict[Gpu, list[tuple[int, DeviceBytes]]] = {}
     if not _any_on_gpu(blocks):
-        return (slots, buffers.of_cpu(blocks)), gpus
+        return (slots, blocks if isinstance(blocks, Pages) else buffers.of_cpu(blocks)), gpus
     cpu: list[tuple[int, Bytes]] = []
-    for slot, block in zip(slots, blocks, strict=True):
+    for slot, block in zip(slots, cast("Sequence[Row]", blocks), strict=True):
         if isinstance(block, DeviceBytes):
             gpus.setdefault(block.gpu, []).append((int(slot), block))
         else:
@@ -187,9 +222,10 @@ Pieces: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int6
 """Of a segment and a GPU's memory: offsets in the one, addresses in the other, and bytes."""
 
 
-def _within_chunks(offsets: NDArray[np.int64], addresses: NDArray[np.int64], nbytes: int) -> Iterator[Pieces]:
-    """All pieces of ``nbytes`` each, cut where chunks of :mod:`kvtier.abi.cuda.page_locks` meet."""
-    left = np.full(len(offsets), nbytes)
+def _within_chunks(
+    offsets: NDArray[np.int64], addresses: NDArray[np.int64], left: NDArray[np.int64]
+) -> Iterator[Pieces]:
+    """Pieces of ``left`` bytes, cut where chunks of :mod:`kvtier.abi.cuda.page_locks` meet."""
     while len(left):
         fit = np.minimum(left, CHUNK_BYTES - offsets % CHUNK_BYTES)
         yield offsets, addresses, fit
@@ -268,6 +304,8 @@ class CudaMemory:
     def _copies(self, group: int, slots: Sequence[int], blocks: Rows) -> tuple[list[Copy], list[Copy]]:
         """From blocks to slots: copies of the CPU's memory, of which only its owner knows whether it is page-locked,
         and of the GPU's. Returns when the blocks may be touched."""
+        if isinstance(blocks, Pages):
+            return self._page_copies(group, slots, blocks)
         rows = list(blocks)
         self.gpu.reached(row.after for row in rows if isinstance(row, DeviceBytes))
         pageable: list[Copy] = []
@@ -283,6 +321,17 @@ class CudaMemory:
                 copies += joined((pool.address(slot), Address(_address_of(row) + begun), nbytes) for slot, row in pairs)
             begun += nbytes
         return pageable, batch
+
+    def _page_copies(self, group: int, slots: Sequence[int], pages: Pages) -> tuple[list[Copy], list[Copy]]:
+        if pages.planes.on_gpu:
+            _, pages = _taken(pages, self)
+        pools = self._pools[group]
+        for slot in slots:
+            pools[0].address(slot)
+        places = [Pool(int(pool.address(0)), pool.stride, pool.shape[1]) for pool in pools]
+        runs = pages.runs(places, np.asarray(slots, np.intp))
+        copies = list(zip(*(run.tolist() for run in runs), strict=True))
+        return ([], copies) if pages.planes.on_gpu else (copies, [])
 
 
 def _address_of(block: Row) -> int:

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier import DeviceError, InvalidArgument, buffers
+from kvtier import DeviceError, InvalidArgument, arrays, buffers
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
@@ -405,7 +405,8 @@ def test_what_is_made_contiguous_is_so_before_it_is_taken(monkeypatch: pytest.Mo
             steps.append("marked")
             return PASSED
 
-    monkeypatch.setattr(buffers, "is_tensor", lambda value: isinstance(value, Tensor))
+    for module in (arrays, buffers):
+        monkeypatch.setattr(module, "is_tensor", lambda value: isinstance(value, Tensor))
     here: Any = Here()
     blocks: Any = [Tensor(), Tensor()]
     assert len(buffers.readable(blocks, 2, 8, lambda _: here)) == 2

@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import buffers
+from kvtier import arrays, buffers
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda import page_locks
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.buffers import Bytes
+from kvtier.arrays import Bytes
 from kvtier.errors import InvalidArgument
 from kvtier.memory import gpu
 from kvtier.memory import tiers as memory
 from kvtier.memory.gpu import Gpu
 from kvtier.memory.tiers import CpuMemory
+from kvtier.planes import Planes
 from kvtier.types import Tier
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
@@ -216,7 +217,7 @@ class Tensor(Array):
 def test_blocks_of_several_gpus_and_of_the_cpu_in_one_call(
     fake: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: type[Array]
 ) -> None:
-    for module in (buffers, gpu):
+    for module in (arrays, buffers, gpu):
         monkeypatch.setattr(module, "is_tensor", lambda value: isinstance(value, Tensor))
     host, blocks = CpuMemory(LAYOUT, Tier.HOST, mapping()), some_blocks(6)
     drivers = [Driver(fake, "cuda:0"), Driver(fake, "cuda:1")]
@@ -254,3 +255,69 @@ def test_where_the_gpu_cannot_be_used_arrays_are_refused_and_the_reason_is_told(
                 buffers.readable([array], 1, BLOCK_BYTES, host.reach)
     (message,) = caplog.messages
     assert "takes no context of this process" in message
+
+
+class Tensors:
+    """An engine's pages in memory of a GPU, half of the bytes of which are another's. The fake's addresses are this
+    process's own."""
+
+    def __init__(self, driver: Driver, pages: int, nbytes: int) -> None:
+        self.memory = DeviceMemory.create(driver, 2 * pages * nbytes)
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (pages, nbytes),
+            "strides": (2 * nbytes, 1),
+            "typestr": "|u1",
+            "data": (int(self.memory.address), False),
+            "version": 3,
+        }
+        self.bytes: Bytes = np.asarray(_OnCpu(self.__cuda_array_interface__))
+        self.bytes[:] = 0
+
+
+PIECES = (100, 4000, 2000, 60)
+"""Of a page, in four tensors; the border of the pools lies within the third, those of chunks anywhere."""
+
+
+def tensors(driver: Driver) -> list[Tensors]:
+    return [Tensors(driver, 2 * SLOTS, nbytes) for nbytes in PIECES]
+
+
+def bytes_in(parts: list[Tensors], pages: list[int]) -> Bytes:
+    return np.concatenate([part.bytes[pages] for part in parts], axis=1)
+
+
+def test_pages_on_a_gpu_are_copied_in_one_call_each_way(fake: ModuleType) -> None:
+    host, driver = CpuMemory(LAYOUT, Tier.HOST, mapping()), Driver(fake, "cuda")
+    blocks, source, target = np.stack(some_blocks()), tensors(driver), tensors(driver)
+    order, pages = np.random.default_rng(1).permutation(SLOTS).tolist(), list(range(SLOTS, 2 * SLOTS))
+    for part, begin, end in zip(source, np.cumsum(PIECES) - PIECES, np.cumsum(PIECES), strict=True):
+        part.bytes[pages] = blocks[:, begin:end]
+    written = Planes(source)[pages]
+    assert host.waits(written)
+
+    def one_call_each() -> bool:
+        batches, singles = copies(fake)
+        host.write(0, order, buffers.readable(written, SLOTS, BLOCK_BYTES, host.reach))
+        host.read(0, order, Planes(target)[pages[::-1]])
+        return copies(fake) == (batches + 2, singles)
+
+    until(one_call_each)
+    found = np.zeros((SLOTS, BLOCK_BYTES), np.uint8)
+    host.read(0, order, found)
+    assert np.array_equal(found, blocks)
+    assert np.array_equal(bytes_in(target, pages[::-1]), blocks)
+    assert not bytes_in(target, list(range(SLOTS))).any()
+    with pytest.raises(IndexError):
+        host.read(0, [SLOTS], Planes(target)[[0]])
+
+
+def test_planes_of_two_gpus_are_refused(fake: ModuleType) -> None:
+    host = CpuMemory(LAYOUT, Tier.HOST, mapping())
+    mixed = Planes([*tensors(Driver(fake, "cuda:0"))[:2], *tensors(Driver(fake, "cuda:1"))[2:]])[[0]]
+    with pytest.raises(InvalidArgument, match="planes of a GPU: must be planes of one GPU"):
+        host.write(0, [0], mixed)
+    for use in (buffers.readable, buffers.writable):
+        with pytest.raises(InvalidArgument, match="slots that are mapped for their GPU"):
+            use(mixed, 1, BLOCK_BYTES, host.reach)
+    with pytest.raises(InvalidArgument, match=r"parts\[1\] = an array elsewhere"):
+        Planes([tensors(Driver(fake, "cuda:0"))[0], np.zeros((2 * SLOTS, 8), np.uint8)])

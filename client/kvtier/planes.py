@@ -1,0 +1,304 @@
+"""A block's bytes as pieces in several arrays.
+
+An engine whose tensors have the layer outermost keeps a block as a *page*: one piece in each tensor. Such tensors are
+*planes*. ``cache.put(keys, planes[pages])`` gathers the pieces, and ``cache.get(keys, planes[pages])`` scatters them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from kvtier.arrays import (
+    Bytes,
+    CudaArray,
+    OnGpu,
+    address_of,
+    bytes_of,
+    is_readonly,
+    is_tensor,
+    stream_of,
+)
+from kvtier.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.memory.gpu import Fence, Gpu
+
+
+Part: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray"
+"""[pages, ...], of any dtype; each page is one contiguous run of bytes."""
+
+_TURN_S: Final = 0.002
+"""How long a copy keeps the interpreter's lock. To hand it over takes as long as to copy a page of 1 MiB."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Plane:
+    """Bytes ``[offset, offset + nbytes)`` of every block: those of page p lie ``p * stride`` from ``address`` on.
+
+    ``memory``: from the address on; None on a GPU.
+    """
+
+    array: Part
+    pages: int
+    offset: int
+    nbytes: int
+    address: int
+    stride: int
+    readonly: bool
+    memory: memoryview | None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class Cut(NamedTuple):
+    """The bytes of a plane's piece, from ``begin`` on, that belong into one pool of a slot, from ``at`` on."""
+
+    pool: int
+    at: int
+    plane: Plane
+    begin: int
+    nbytes: int
+
+
+class Pool(NamedTuple):
+    """All slots of a pool: where the first one begins, the bytes from one to the next, and those of a block."""
+
+    start: int
+    stride: int
+    nbytes: int
+
+
+class Planes:
+    """The arrays of an engine's pages, and which bytes of a block each of them has.
+
+    ``planes[pages]`` are blocks, one a page, wherever a cache or an arena takes blocks. ``get`` answers with the
+    numbers of the pages that it filled.
+    """
+
+    def __init__(self, parts: Sequence[Part | tuple[int, Part]], block_bytes: int | None = None) -> None:
+        """``parts``: arrays or tensors [pages, ...], all on the CPU or all on one GPU. Each one has the bytes of a
+        block that follow those of the part before; ``(offset, array)``: those from an offset on.
+
+        Args:
+            block_bytes: default: up to the last byte of a part. A block may have bytes that no part has, as where each
+                rank has its own. They are not read, and only ``arena.write`` of reserved slots leaves them out.
+        Raises: :class:`InvalidArgument`, which names the part: the pages of K and V in one tensor, say, are two parts.
+        """
+        found: list[Plane] = []
+        for number, part in enumerate(parts):
+            offset, array = part if isinstance(part, tuple) else (found[-1].end if found else 0, part)
+            found.append(_plane(f"parts[{number}]", offset, array))
+        if not found:
+            raise InvalidArgument("parts", "no arrays", "one or more")
+        self.block_bytes: Final = max(each.end for each in found) if block_bytes is None else block_bytes
+        self.planes: Final = tuple(sorted(found, key=lambda plane: plane.offset))
+        self.pages: Final = found[0].pages
+        """Of each array."""
+        self.on_gpu: Final = found[0].memory is None
+        self.nbytes: Final = sum(each.nbytes for each in found)
+        """Of a block, that the arrays have."""
+        for number, each in enumerate(found):
+            field = f"parts[{number}]"
+            if each.pages != self.pages:
+                raise InvalidArgument(field, f"{each.pages} pages", f"{self.pages}, as parts[0] has")
+            if (each.memory is None) != self.on_gpu:
+                raise InvalidArgument(field, "an array elsewhere", "on the CPU or the GPU, where parts[0] is")
+            if not 0 <= each.offset <= self.block_bytes - each.nbytes:
+                place = f"bytes {each.offset} to {each.end}"
+                raise InvalidArgument(field, place, f"within the block's {self.block_bytes} bytes")
+        for before, after in pairwise(self.planes):
+            if after.offset < before.end:
+                place = f"bytes {after.offset} to {after.end}"
+                raise InvalidArgument(f"parts[{found.index(after)}]", place, "bytes that no other part has")
+
+    def __getitem__(self, pages: Sequence[int] | NDArray[np.integer[Any]]) -> Pages:
+        """Raises :class:`InvalidArgument` for a page that there is not."""
+        numbers = np.fromiter(map(operator.index, pages), np.intp, len(pages))
+        (wrong,) = np.nonzero((numbers < 0) | (numbers >= self.pages))
+        if len(wrong):
+            raise InvalidArgument(f"pages[{wrong[0]}]", int(numbers[wrong[0]]), f"0 to {self.pages - 1}")
+        return Pages(self, numbers)
+
+
+def _plane(field: str, offset: int, array: Part) -> Plane:
+    first: Bytes | None = None
+    if isinstance(array, np.ndarray):
+        (pages, *shape), readonly = array.shape, not array.flags.writeable
+        nbytes, address, stride = array[:1].nbytes, array.ctypes.data, array.strides[0]
+        contiguous = array[:1].flags.c_contiguous
+        if contiguous:
+            first = array[:1].reshape(-1).view(np.uint8)
+    elif is_tensor(array):
+        (pages, *shape), readonly = array.shape, False
+        nbytes, address, stride = array[:1].nbytes, array.data_ptr(), array.stride(0) * array.element_size()
+        contiguous = array[:1].is_contiguous()
+        if contiguous and not array.is_cuda:
+            first = bytes_of(array[:1])
+    else:
+        interface = array.__cuda_array_interface__
+        (pages, *shape), readonly = interface["shape"], is_readonly(array)
+        item = np.dtype(interface["typestr"]).itemsize
+        packed = [item * math.prod(shape[axis:]) for axis in range(len(shape) + 1)]
+        stride, *inner = interface.get("strides") or packed
+        nbytes, address, contiguous = packed[0], address_of(array), inner == packed[1:]
+    if not nbytes:
+        raise InvalidArgument(field, "an array without bytes", "pages of 1 byte or more")
+    if not contiguous:
+        message = "one contiguous run of bytes each: slice the array into several parts"
+        raise InvalidArgument(field, f"pages of shape {list(shape)}, not contiguous", message)
+    if pages > 1 and stride < nbytes:
+        raise InvalidArgument(field, f"pages of {nbytes} bytes, {stride} bytes apart", f"{nbytes} bytes apart or more")
+    memory = None if first is None else as_strided(first, ((pages - 1) * stride + nbytes,), (1,)).data
+    return Plane(array, pages, offset, nbytes, address, stride, readonly, memory)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Pages:
+    """Blocks, one a page of ``planes``.
+
+    ``gpu``: which copies them, None on the CPU and before :meth:`within`; nothing may touch them before ``after``.
+    """
+
+    planes: Planes
+    numbers: NDArray[np.intp]
+    gpu: Gpu | None = None
+    after: tuple[Fence, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers.tolist())
+
+    def __getitem__(self, some: slice | NDArray[np.intp]) -> Pages:
+        return replace(self, numbers=self.numbers[some])
+
+    def require(self, field: str, count: int, block_bytes: int, what: str = "key") -> None:
+        """Raises :class:`InvalidArgument` where these are not so many blocks of this size."""
+        if len(self) != count:
+            raise InvalidArgument(field, f"{len(self)} pages", f"{count}, one a {what}")
+        if self.planes.block_bytes != block_bytes:
+            raise InvalidArgument(field, f"planes of {self.planes.block_bytes} bytes a block", f"{block_bytes} bytes")
+
+    def require_whole(self, field: str) -> None:
+        """Raises :class:`InvalidArgument` where a block has bytes that no plane has."""
+        if self.planes.nbytes != self.planes.block_bytes:
+            part = f"planes of {self.planes.nbytes} bytes of a block's {self.planes.block_bytes}"
+            raise InvalidArgument(field, part, "planes of all bytes: only arena.write of reserved slots takes a part")
+
+    def require_writable(self, field: str) -> None:
+        """Raises :class:`InvalidArgument` for an array that is read-only."""
+        for number, plane in enumerate(self.planes.planes):
+            if plane.readonly:
+                raise InvalidArgument(field, f"planes of which number {number} is read-only", "writable")
+
+    def within(self, reach: Callable[[OnGpu], Gpu | None]) -> Pages | None:
+        """The same, to be copied by the GPU that ``reach`` finds all planes on, after what their streams were given so
+        far. None: it finds none."""
+        if self.gpu is not None or not self.planes.on_gpu:
+            return self
+        arrays: list[Any] = [plane.array for plane in self.planes.planes]
+        gpu, *others = {reach(array) for array in arrays}
+        if gpu is None or others:
+            return None
+        streams = {None if is_tensor(array) else stream_of(array) for array in arrays}
+        return replace(self, gpu=gpu, after=tuple(gpu.fence(stream) for stream in streams))
+
+    def copy(self, pools: Sequence[Bytes], slots: Sequence[int], *, to_slots: bool) -> None:
+        """Between pages and slots, both on the CPU. ``pools``: [slots, bytes] each; the slots exist.
+
+        Piece by piece with the interpreter's lock: numpy would let go of it at each piece, and beside a busy thread
+        wait 5 ms to have it back. A thread that keeps the lock for long when it gets it, gets it as much later again.
+        """
+        by_pool: list[list[tuple[slice, memoryview, int, int]]] = [[] for _ in pools]
+        for pool, at, plane, begin, nbytes in self._cuts([pool.shape[1] for pool in pools], len(slots)):
+            memory = cast(memoryview, plane.memory)[begin:]
+            by_pool[pool].append((slice(at, at + nbytes), memory, plane.stride, nbytes))
+        begun, turn = time.perf_counter(), _TURN_S
+        for slot, page in zip(slots, self, strict=True):
+            for slots_of, cuts in zip(pools, by_pool, strict=True):
+                part = slots_of[slot].data
+                if to_slots:
+                    for place, memory, stride, nbytes in cuts:
+                        part[place] = memory[(first := page * stride) : first + nbytes]
+                else:
+                    for place, memory, stride, nbytes in cuts:
+                        memory[(first := page * stride) : first + nbytes] = part[place]
+            now = time.perf_counter()
+            if now - begun > turn:
+                time.sleep(0)
+                begun = time.perf_counter()
+                turn = max(_TURN_S, begun - now)
+
+    def runs(
+        self, pools: Sequence[Pool], slots: NDArray[np.intp]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of all pieces: where they lie in the slots, their addresses in the planes, and their bytes."""
+        cuts = [
+            (pools[pool].start + at, pools[pool].stride, plane.address + begin, plane.stride, nbytes)
+            for pool, at, plane, begin, nbytes in self._cuts([pool.nbytes for pool in pools], len(slots))
+        ]
+        start, step, address, stride, nbytes = np.array(cuts, np.int64).T
+        there = start + step * slots[:, None]
+        here = address + stride * self.numbers[:, None]
+        return there.reshape(-1), here.reshape(-1), np.tile(nbytes, len(self))
+
+    def gathered(self) -> Bytes:
+        """The blocks as rows of the CPU's memory; bytes that no plane has are 0."""
+        rows = np.zeros((len(self), self.planes.block_bytes), np.uint8)
+        if self.planes.on_gpu:
+            for plane, tensor in self._tensors("blocks"):
+                rows[:, plane.offset : plane.end] = bytes_of(tensor[self.numbers]).reshape(len(self), -1)
+        else:
+            self.copy((rows,), range(len(self)), to_slots=True)
+        return rows
+
+    def staging(self, field: str) -> Bytes:
+        """Fresh rows, for :meth:`scatter`."""
+        if self.planes.on_gpu:
+            list(self._tensors(field))
+        return np.empty((len(self), self.planes.block_bytes), np.uint8)
+
+    def scatter(self, rows: Bytes, stream: torch.cuda.Stream | None = None) -> None:
+        """Fills the pages with rows of the CPU's memory; on a GPU, after what its stream was given before."""
+        if not self.planes.on_gpu:
+            return self.copy((rows,), range(len(self)), to_slots=False)
+        import torch
+
+        with torch.cuda.stream(stream):
+            for plane, tensor in self._tensors("out"):
+                piece = torch.from_numpy(np.ascontiguousarray(rows[:, plane.offset : plane.end])).view(tensor.dtype)
+                tensor.detach()[self.numbers] = piece.reshape(len(self), *tensor.shape[1:]).to(tensor.device)
+        return None
+
+    def _cuts(self, pools: Sequence[int], slots: int) -> list[Cut]:
+        """The pieces of a block for slots with pools of so many bytes. Raises :class:`InvalidArgument`."""
+        self.require("blocks", slots, sum(pools), "slot")
+        ends = list(accumulate(pools))
+        return [
+            Cut(pool, first - (end - nbytes), plane, first - plane.offset, last - first)
+            for plane in self.planes.planes
+            for pool, (end, nbytes) in enumerate(zip(ends, pools, strict=True))
+            if (first := max(plane.offset, end - nbytes)) < (last := min(plane.end, end))
+        ]
+
+    def _tensors(self, field: str) -> Iterator[tuple[Plane, torch.Tensor]]:
+        """The planes, of which torch is to copy. Raises :class:`InvalidArgument` where one is no tensor of torch."""
+        for plane in self.planes.planes:
+            if not is_tensor(plane.array):
+                raise InvalidArgument(field, "planes of a GPU", "tensors, or for slots that are mapped for their GPU")
+            yield plane, plane.array
