@@ -261,8 +261,12 @@ class Chains:
         shown = self._index.shown()
         return Cursor(shown.epoch, shown.event)
 
-    def _spans_of(self, keys: bytes) -> tuple[GroupSpan, ...] | None:
-        """What each group has of the longest prefix. A residency of 0: the block has left meanwhile."""
+    def length_across(self, keys: bytes) -> int | None:
+        """The longest prefix that all groups can serve."""
+        walked = self._walk(keys)
+        return None if walked is None else walked[0]
+
+    def _walk(self, keys: bytes) -> tuple[int, dict[int, Window]] | None:
         bound: int | None = len(keys) // KEY_BYTES
         for group, span in enumerate(self._spans):
             if not span and bound:
@@ -273,8 +277,14 @@ class Chains:
             group: Window(self._look_up(keys, group), span, bound) for group, span in enumerate(self._spans) if span
         }
         length = longest(bound, windows.values())
-        if length is None:
+        return None if length is None else (length, windows)
+
+    def _spans_of(self, keys: bytes) -> tuple[GroupSpan, ...] | None:
+        """What each group has of the longest prefix. A residency of 0: the block has left meanwhile."""
+        walked = self._walk(keys)
+        if walked is None:
             return None
+        length, windows = walked
         return tuple(
             GroupSpan(group, first_block(length, span), windows[group].residency(length))
             if span

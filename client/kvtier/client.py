@@ -106,6 +106,12 @@ class AsyncClient:
         return self._session.welcome.session_id
 
     @property
+    def reachable(self) -> bool:
+        """False from a call that the daemon left unanswered to its next answer, which is asked for in the background.
+        Any thread may look."""
+        return self._session.reachable
+
+    @property
     def epoch(self) -> int:
         """The daemon's epoch at the last attach."""
         return self._session.welcome.epoch

@@ -111,6 +111,9 @@ class Reader:
     def match_across(self, keys: bytes) -> AcrossMatch | None:
         return self._look_up(keys, lambda chains: chains.match_across(keys), distinct=True)
 
+    def length_across(self, keys: bytes) -> int | None:
+        return self._look_up(keys, lambda chains: chains.length_across(keys))
+
     def locate(self, keys: bytes, group: int) -> Locations | None:
         return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 

@@ -102,6 +102,7 @@ class Client(Twin[client.AsyncClient]):
 
     address = Fact[str]()
     session_id = Fact[int]()
+    reachable = Fact[bool]()
     epoch = Fact[int]()
 
     stats = waits(client.AsyncClient.stats)

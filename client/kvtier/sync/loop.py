@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
@@ -83,6 +84,16 @@ class LoopThread:
         finally:
             with self._lock:
                 self._calls.discard(call)
+
+    def submit(self, work: Work[T]) -> Future[T]:
+        """Begins the coroutine and does not wait for it; who cancels the future cancels it. Raises as :meth:`run`."""
+        self.require_usable()
+        return asyncio.run_coroutine_threadsafe(work(), self._loop)
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Calls back on the loop. Raises as :meth:`run`."""
+        self.require_usable()
+        self._loop.call_soon_threadsafe(callback)
 
     def stop(self, farewell: Work[None]) -> None:
         """Runs ``farewell``, then ends the thread; calls still under way raise :class:`ClientClosed`.

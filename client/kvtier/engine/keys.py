@@ -1,0 +1,91 @@
+"""The keys of one request's blocks, which grow with its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Final
+
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, root, token_array
+from kvtier.abi.spec import FieldError
+from kvtier.errors import InvalidArgument
+
+
+class KeyChain(ABC):
+    """Keys of full blocks, the first block's first."""
+
+    def __init__(self) -> None:
+        self._keys: Final = bytearray()
+
+    @staticmethod
+    def of_tokens(tokens_per_block: int, scope: Scope = PLAIN) -> KeyChain:
+        """Keys as :func:`kvtier.chain_keys` makes them; :meth:`extend` takes token ids."""
+        return _OfTokens(tokens_per_block, scope)
+
+    @staticmethod
+    def adopt(namespace: bytes = b"") -> KeyChain:
+        """The engine's own chained hashes; :meth:`extend` takes them. Those of 32 bytes are keys as they are, others
+        by SHA-256 over ``namespace`` and the hash."""
+        return _Adopted(namespace)
+
+    @abstractmethod
+    def extend(self, more: Any) -> int:
+        """Adds tokens or hashes, none of which is hashed again later. Returns the number of blocks now."""
+
+    def __len__(self) -> int:
+        return len(self._keys) // KEY_BYTES
+
+    @property
+    def packed(self) -> bytes:
+        return bytes(self._keys)
+
+    def span(self, first: int, last: int) -> bytes:
+        """The keys of blocks ``[first, last)``."""
+        return bytes(self._keys[first * KEY_BYTES : last * KEY_BYTES])
+
+    def key(self, block: int) -> bytes:
+        return self.span(block, block + 1)
+
+    def parent(self, first: int) -> bytes | None:
+        """The key of the block before ``first``; None: that is a root."""
+        return self.key(first - 1) if first else None
+
+
+class _OfTokens(KeyChain):
+    def __init__(self, tokens_per_block: int, scope: Scope) -> None:
+        super().__init__()
+        if scope.multimodal:
+            raise InvalidArgument(
+                "scope.multimodal", "items", "none: kvtier.chain_keys knows them, a growing chain not"
+            )
+        try:
+            self._last = root(scope)
+        except FieldError as error:
+            raise InvalidArgument(error.field, error.value, error.limit) from error
+        self._width: Final = tokens_per_block * 4
+        self._rest = b""
+        """Tokens of the block that is not full yet."""
+
+    def extend(self, more: TokenIds) -> int:
+        try:
+            tokens = self._rest + token_array(more).tobytes()
+        except FieldError as error:
+            raise InvalidArgument(error.field, error.value, error.limit) from error
+        full = len(tokens) - len(tokens) % self._width
+        for start in range(0, full, self._width):
+            self._last = hashlib.sha256(self._last + tokens[start : start + self._width]).digest()
+            self._keys.extend(self._last)
+        self._rest = tokens[full:]
+        return len(self)
+
+
+class _Adopted(KeyChain):
+    def __init__(self, namespace: bytes) -> None:
+        super().__init__()
+        self._namespace: Final = namespace
+
+    def extend(self, more: Iterable[bytes]) -> int:
+        for each in more:
+            self._keys.extend(each if len(each) == KEY_BYTES else hashlib.sha256(self._namespace + each).digest())
+        return len(self)

@@ -1,0 +1,135 @@
+"""What a page is: the planes of an engine's KV memory, and the cache whose blocks are such pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+
+from numpy.typing import NDArray
+
+from kvtier.abi.spec import CacheSpec, FieldError, PoolSpec, WindowGroupSpec
+from kvtier.errors import InvalidArgument
+from kvtier.planes import Planes
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = "NDArray[Any] | torch.Tensor"
+
+_NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_SHOWN_OF_FINGERPRINT: Final = 16
+_MAX_PREFIX: Final = 100
+
+
+@dataclass(slots=True, frozen=True)
+class Plane:
+    """The bytes that a page has in one tensor of one rank. ``replicated``: every rank has the same ones (MLA)."""
+
+    name: str
+    nbytes: int
+    replicated: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class PageGroup:
+    """Layers whose pages come and go together. ``window``: tokens of a sliding window, 0 = full attention; ``sink``: so
+    many first tokens stay in it."""
+
+    planes: tuple[Plane, ...]
+    window: int = 0
+    sink: int = 0
+
+    def nbytes(self, *, replicated: bool) -> int:
+        """Of a page's planes of that kind, on one rank."""
+        return sum(plane.nbytes for plane in self.planes if plane.replicated is replicated)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that must be the same for two engines to share pages of ``tokens`` tokens.
+
+    The planes of all ranks are one cache, with a pool a rank behind one for what is replicated, so that a commit is of
+    all ranks at once. ``identity``: dtype, layout, attention backend, engine: whatever decides what the bytes mean.
+    """
+
+    model: str
+    tokens: int
+    groups: tuple[PageGroup, ...]
+    ranks: int = 1
+    identity: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def spec(self) -> CacheSpec:
+        """Raises :class:`InvalidArgument` for a layout that no cache can have."""
+        groups = tuple(
+            WindowGroupSpec(group.window, self._pools(group), sink_tokens=group.sink) for group in self.groups
+        )
+        spec = CacheSpec(self.model, "uint8", self.tokens, groups=groups, identity=self.identity)
+        try:
+            spec.validate()
+        except FieldError as error:
+            raise InvalidArgument(f"layout: {error.field}", error.value, error.limit) from error
+        return spec
+
+    def cache(self, prefix: str | None = None) -> str:
+        """The name of the cache: engines whose layouts differ get different ones."""
+        shown = _NO_NAME.sub("-", prefix or self.model).strip("-._")[:_MAX_PREFIX]
+        return f"{shown or 'cache'}-{self.spec.fingerprint().hex()[:_SHOWN_OF_FINGERPRINT]}"
+
+    def needed_from(self, group: int, blocks: int) -> int:
+        """The first block behind the sinks that a prefix of so many blocks needs in a group."""
+        window = self.groups[group].window
+        return max(0, blocks - -(-window // self.tokens)) if window else 0
+
+    def _pools(self, group: PageGroup) -> tuple[PoolSpec, ...]:
+        same, own = group.nbytes(replicated=True), group.nbytes(replicated=False)
+        return (*[PoolSpec.opaque(same)] * (same > 0), *[PoolSpec.opaque(own)] * (self.ranks if own else 0))
+
+
+class Pages:
+    """A worker's own memory for one group: by plane, an array whose first axis is the page."""
+
+    def __init__(self, group: int, planes: Mapping[str, Array]) -> None:
+        """``planes``: each ``[pages, ...]`` of any dtype, on the CPU or a GPU, its pages each one run of bytes."""
+        self.group: Final = group
+        self.planes: Final = dict(planes)
+
+    @classmethod
+    def block_outermost(cls, group: int, tensor: Array) -> Self:
+        """One plane, ``all``: a page is one run of bytes over all layers."""
+        return cls(group, {"all": tensor})
+
+    @property
+    def shape(self) -> tuple[Plane, ...]:
+        """The planes as a layout names them, none of them replicated."""
+        return tuple(Plane(name, _page_bytes(array)) for name, array in self.planes.items())
+
+    def of(self, layout: Layout, rank: int) -> tuple[Planes, Planes | None]:
+        """What a rank loads into, and what it saves: rank 0 alone saves what is replicated.
+
+        Raises :class:`InvalidArgument` where the arrays are not those of the layout.
+        """
+        group = layout.groups[self.group]
+        expected = {plane.name: plane.nbytes for plane in group.planes}
+        found = {name: _page_bytes(array) for name, array in self.planes.items()}
+        if found != expected:
+            wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+            shown = ", ".join(f"{name}: {found.get(name, 'none')}" for name in wrong[:3])
+            raise InvalidArgument(f"pages of group {self.group}", shown, f"bytes a page as in the layout: {expected}")
+        same = group.nbytes(replicated=True)
+        start = {True: 0, False: same + rank * group.nbytes(replicated=False)}
+        parts = []
+        for plane in group.planes:
+            parts.append((start[plane.replicated], self.planes[plane.name], plane.replicated))
+            start[plane.replicated] += plane.nbytes
+        nbytes = layout.spec.block_bytes(self.group)
+        loads = Planes([(offset, array) for offset, array, _ in parts], nbytes)
+        own = [(offset, array) for offset, array, shared in parts if rank == 0 or not shared]
+        return loads, Planes(own, nbytes) if own else None
+
+
+def _page_bytes(array: Array) -> int:
+    return int(array[0].nbytes)

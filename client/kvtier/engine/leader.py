@@ -1,0 +1,366 @@
+"""The daemon as the scheduler sees it: looked up in shared memory, never waited for.
+
+A thread of its own opens the cache, reserves slots ahead, and commits what the workers have written. The scheduler's
+thread looks up, and takes slots that are reserved already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.cache import Cache
+from kvtier.client import AsyncClient, connect
+from kvtier.engine.layout import Layout
+from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.work import Placed
+from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
+from kvtier.groups import AcrossLease
+from kvtier.lease import WriteLease
+from kvtier.reading import MAX_KEYS
+from kvtier.session import Backoff
+from kvtier.sync.loop import LoopThread
+from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
+
+START_S: Final = 5.0
+"""How long a connector's start waits for the daemon; afterwards the engine runs, and kvtier is tried on."""
+CALL_S: Final = 5.0
+_DOUBT_S: Final = 0.2
+_LEAST_PIN_S: Final = 0.01
+_MOST_OF_TIER: Final = 8
+"""Reserved ahead is at most one in so many slots of the tier."""
+_MOST_AHEAD: Final = 1 << 16
+
+_STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
+
+_log = logging.getLogger("kvtier.engine")
+
+
+@dataclass(slots=True, eq=False)
+class Reserved:
+    """A lease whose slots are taken one by one. ``free``: indices that nobody has taken; ``open``: how many slots are
+    neither committed nor given up."""
+
+    lease: WriteLease
+    ticket: WriteTicket
+    free: deque[int]
+    open: int
+
+    @property
+    def lost(self) -> bool:
+        """The session is over in which it was granted, and the lease with it."""
+        return self.lease.cache.session_number != self.lease.binding.session
+
+
+Slot = tuple[Reserved, int]
+"""A lease, and the index there."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """Slots for blocks of one group."""
+
+    group: int
+    keys: bytes
+    parents: Sequence[bytes | None]
+    at: Sequence[Slot]
+
+    def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
+        """The same for the workers, a value a lease."""
+        by_lease: dict[Reserved, tuple[list[int], list[int]]] = {}
+        for (reserved, index), page in zip(self.at, pages, strict=True):
+            slots, there = by_lease.setdefault(reserved, ([], []))
+            slots.append(reserved.lease.slots[index])
+            there.append(page)
+        return tuple(
+            Placed(reserved.ticket, tuple(slots), tuple(there)) for reserved, (slots, there) in by_lease.items()
+        )
+
+
+@dataclass(slots=True)
+class Writing:
+    """A save: where the workers write it, and whether its commit found its parents."""
+
+    taken: tuple[Taken, ...]
+    missing_parent: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Leader:
+    """Opened by :class:`kvtier.engine.Planner`. No method but :meth:`close` and :meth:`pin` waits; none raises."""
+
+    def __init__(self, layout: Layout, options: EngineOptions) -> None:
+        """Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` what keeps the cache from being opened."""
+        self.layout: Final = layout
+        self.options: Final = options
+        self.complaints: Final = Complaints(_log)
+        self.name: Final = layout.cache(options.cache)
+        self._groups: Final = range(len(layout.groups))
+        self._full: Final = [group for group in self._groups if not layout.groups[group].window] or [0]
+        self._cache: Cache | None = None
+        self._client: AsyncClient | None = None
+        self._fault: KvtierError | None = None
+        self._tried: Final = threading.Event()
+        """The first attempt to open the cache is over."""
+        self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
+        self._target: Final = [options.reserve_blocks for _ in self._groups]
+        self._written: Final[deque[Writing]] = deque()
+        self._wake: asyncio.Event
+        self._thread: Final = LoopThread("kvtier-leader")
+        self._serving: Final = self._thread.submit(self._serve)
+        self._tried.wait(START_S)
+        if self._cache is None:
+            self._without()
+
+    # -- the scheduler's thread ------------------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> bool:
+        """The cache is open, and the daemon answered when it was last asked."""
+        return self._cache is not None and self._client is not None and self._client.reachable
+
+    def prefix_length(self, keys: bytes) -> int:
+        """The longest prefix of a chain that all groups can serve, looked up in mapped memory. While the daemon does
+        not answer, of memory alone."""
+        cache = self._cache
+        return 0 if cache is None else cache.reader.length_across(keys[: MAX_KEYS * KEY_BYTES]) or 0
+
+    def stored(self, keys: bytes) -> int:
+        """How many blocks of a chain need not be saved: what every full-attention group has of it."""
+        cache = self._cache
+        if cache is None:
+            return 0
+        keys = keys[: MAX_KEYS * KEY_BYTES]
+        return min(cache.reader.prefix_length(keys, group) or 0 for group in self._full)
+
+    def sources(self, keys: bytes) -> dict[str, int]:
+        """How many of the blocks there are by the fastest tier that they are in, in the first group."""
+        cache = self._cache
+        found = None if cache is None else cache.reader.locate(keys[: MAX_KEYS * KEY_BYTES], self._full[0])
+        residency = b"" if found is None else bytes(found.residency)
+        host = sum(1 for tiers in residency if tiers & (Tier.DEVICE.bit | Tier.HOST.bit))
+        return {"host": host, "disk": sum(1 for tiers in residency if tiers) - host}
+
+    def take(self, group: int, count: int) -> list[Slot]:
+        """Slots of a group that are reserved already: ``count``, or as many as there are."""
+        taken: list[Slot] = []
+        for reserved in self._live(group):
+            while reserved.free and len(taken) < count:
+                taken.append((reserved, reserved.free.popleft()))
+        if len(taken) < count:
+            self._target[group] = min(2 * max(self._target[group], count), _MOST_AHEAD)
+        self._look()
+        return taken
+
+    def give_back(self, taken: Sequence[Slot]) -> None:
+        """Slots that nothing was placed in."""
+        for reserved, index in taken:
+            reserved.free.appendleft(index)
+
+    def commit(self, writing: Writing) -> None:
+        """All ranks have written: it is committed soon. ``writing.done`` is set when that has ended."""
+        self._written.append(writing)
+        self._look()
+
+    def drop(self, writing: Writing, reason: str) -> None:
+        """A rank could not write: the slots are free for other blocks."""
+        self.complaints.add(f"a save was dropped: {reason}")
+        self.doubt()
+        for taken in writing.taken:
+            self.give_back(taken.at)
+        writing.done.set()
+
+    def pin(self, keys: bytes) -> AcrossLease | None:
+        """Holds a prefix in the host tier: waits for at most ``pin_wait`` seconds. None: it could not be had."""
+        cache, wait = self._cache, self.options.pin_wait
+        if cache is None:
+            return None
+
+        async def acquire() -> AcrossLease:
+            timeout = max(wait, _LEAST_PIN_S)
+            return await cache.across.acquire(keys, Tier.HOST, min_blocks=1, timeout=timeout)
+
+        try:
+            asked = self._thread.submit(acquire)
+        except KvtierError:  # closed
+            return None
+        try:
+            return asked.result(wait)
+        except (KvtierError, TimeoutError) as error:
+            asked.add_done_callback(
+                lambda late: None if late.cancelled() or late.exception() else self.unpin(late.result())
+            )
+            self.complaints.add("a hit could not be pinned", error)
+            return None
+
+    def unpin(self, lease: AcrossLease) -> None:
+        """Gives a hold back, in the background."""
+
+        async def release() -> None:
+            try:
+                await lease.release()
+            except KvtierError as error:
+                self.complaints.add("a hold could not be given back", error)
+
+        with suppress(KvtierError):  # closed: the daemon has it back already
+            self._thread.submit(release)
+
+    def doubt(self) -> None:
+        """A copy failed: asks whether the daemon answers. While it does not, only memory is offered."""
+        client = self._client
+
+        async def ask(client: AsyncClient) -> None:
+            with suppress(KvtierError):  # the session remembers who did not answer
+                await client.stats(timeout=_DOUBT_S)
+
+        if client is not None:
+            with suppress(KvtierError):  # closed
+                self._thread.submit(lambda: ask(client))
+
+    def close(self) -> None:
+        """Ends the session: the daemon has all slots back."""
+
+        async def farewell() -> None:
+            self._serving.cancel()
+            if self._client is not None:
+                await self._client.close()
+
+        self._thread.stop(farewell)
+
+    # -- the leader's own thread -----------------------------------------------------------------------------------
+
+    def _without(self) -> None:
+        """There is no cache yet. Raises where that is to end the engine."""
+        fault = self._fault or CallerError(f"no daemon answers within {START_S:g} s", reason="NO_DAEMON")
+        if self.options.on_error == "fail":
+            self.close()
+            raise fault
+        later = ", until it answers" if isinstance(fault, RetryableError) else ""
+        _log.warning("the engine runs without kvtier%s: %s", later, fault)
+
+    def _live(self, group: int) -> list[Reserved]:
+        for reserved in list(self._reserved[group]):
+            if reserved.lost:
+                with suppress(ValueError):  # the other thread was quicker
+                    self._reserved[group].remove(reserved)
+        return list(self._reserved[group])
+
+    def _look(self) -> None:
+        with suppress(KvtierError):  # closed
+            self._thread.call_soon(self._wake.set)
+
+    async def _serve(self) -> None:
+        self._wake = asyncio.Event()
+        try:
+            cache = await self._open()
+            await self._refill(cache)
+            self._cache = cache
+        except KvtierError as error:
+            self._fault = error
+            return
+        finally:
+            self._tried.set()
+        size = sum(cache.spec.block_bytes(group) for group in self._groups)
+        tiers = ", ".join(f"{cache.slots(tier)} {tier}" for tier in cache.tiers)
+        _log.info("cache %s: blocks of %d bytes, slots of the first group: %s", self.name, size, tiers)
+        while True:
+            self._wake.clear()
+            while self._written:
+                await self._commit(self._written.popleft())
+            await self._refill(cache)
+            if not self._written:
+                await self._wake.wait()
+
+    async def _open(self) -> Cache:
+        backoff = Backoff(0.1, 5.0)
+        options = CacheOptions(write_policy=self.options.policy)
+        while True:
+            try:
+                if self._client is None:
+                    self._client = await connect(self.options.address, timeout=CALL_S)
+                cache = await self._client.open_cache(
+                    self.name, self.layout.spec, budgets=self.options.budgets, options=options
+                )
+            except TierFull:
+                raise
+            except RetryableError as error:
+                self._fault = error
+                self._tried.set()
+                await asyncio.sleep(backoff.next())
+                continue
+            if not cache.mapped or Tier.HOST in cache.unmapped or Tier.HOST not in cache.tiers:
+                limit = "a daemon on this host with a host tier: an engine's pages are copied through its memory"
+                raise InvalidArgument("kvtier setting address", self._client.address, limit)
+            return cache
+
+    async def _refill(self, cache: Cache) -> None:
+        for group in self._groups:
+            of_group = cache.in_group(group)
+            target = min(self._target[group], max(1, of_group.slots(Tier.HOST) // _MOST_OF_TIER))
+            free = sum(len(reserved.free) for reserved in self._live(group))
+            if 2 * free > target:
+                continue
+            try:
+                lease = await of_group.reserve(target - free, Tier.HOST, timeout=CALL_S)
+            except KvtierError as error:
+                self.complaints.add("no slots could be reserved", error)
+                continue
+            self._reserved[group].append(Reserved(lease, lease.ticket(), deque(range(len(lease))), len(lease)))
+
+    async def _commit(self, writing: Writing) -> None:
+        try:
+            # A full-attention group last: a prefix is found when every group has it.
+            for taken in sorted(writing.taken, key=lambda each: not self.layout.groups[each.group].window):
+                await self._commit_group(writing, taken)
+        except KvtierError as error:
+            self.complaints.add("a save could not be committed", error)
+            await self._give_up(writing)
+        finally:
+            writing.done.set()
+
+    async def _commit_group(self, writing: Writing, taken: Taken) -> None:
+        start = 0
+        while start < len(taken.at):
+            reserved = taken.at[start][0]
+            stop = start
+            while stop < len(taken.at) and taken.at[stop][0] is reserved:
+                stop += 1
+            results = await reserved.lease.commit(
+                taken.keys[start * KEY_BYTES : stop * KEY_BYTES],
+                parents=taken.parents[start:stop],
+                at=[index for _, index in taken.at[start:stop]],
+                hold=False,
+                timeout=CALL_S,
+            )
+            for (_, index), result in zip(taken.at[start:stop], results, strict=True):
+                self.complaints.note(f"commit {result.name.lower()}")
+                if result in _STAYS_BLANK:
+                    writing.missing_parent = True
+                    reserved.free.append(index)
+                else:
+                    reserved.open -= 1
+            if not reserved.open:
+                await self._end(taken.group, reserved)
+            start = stop
+
+    async def _give_up(self, writing: Writing) -> None:
+        """Whether its slots hold blocks is not known: their leases end."""
+        for taken in writing.taken:
+            for reserved in {id(each): each for each, _ in taken.at}.values():
+                await self._end(taken.group, reserved)
+
+    async def _end(self, group: int, reserved: Reserved) -> None:
+        with suppress(ValueError):
+            self._reserved[group].remove(reserved)
+        reserved.free.clear()
+        try:
+            await reserved.lease.cache.release(reserved.lease)
+        except KvtierError as error:
+            self.complaints.add("slots could not be given back", error)

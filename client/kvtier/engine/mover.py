@@ -1,0 +1,256 @@
+"""Copies between a worker's pages and the mapped memory of the daemon, in threads of their own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal
+
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.arrays import OnGpu
+from kvtier.engine.layout import Layout, Pages
+from kvtier.engine.leader import CALL_S
+from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
+from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError
+from kvtier.memory.gpu import Gpu, Stream, fence_over
+from kvtier.planes import Pages as Rows
+from kvtier.planes import Planes
+from kvtier.reading import MAX_KEYS
+from kvtier.sync import Client
+from kvtier.sync.cache import Cache
+from kvtier.types import Tier
+
+_JOIN_S: Final = 1.0
+
+_log = logging.getLogger("kvtier.engine")
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Copying:
+    """A ticket under way, and the pages that it touches."""
+
+    pages: FailedPages
+    future: Future[None]
+
+
+class Mover:
+    """One a worker. Only :meth:`wait_loads`, :meth:`flush` and :meth:`close` wait; nothing but the constructor
+    raises."""
+
+    def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[Pages], *, rank: int = 0) -> None:
+        """``pages``: one of each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
+        self.layout: Final = layout
+        self.options: Final = options
+        self.rank: Final = rank
+        self.complaints: Final = Complaints(_log)
+        by_group = {each.group: each.of(layout, rank) for each in pages}
+        self._into: Final[list[Planes]] = [by_group[group][0] for group in range(len(layout.groups))]
+        self._out_of: Final[list[Planes | None]] = [by_group[group][1] for group in range(len(layout.groups))]
+        self._name: Final = layout.cache(options.cache)
+        self._client: Client | None = None
+        self._cache: Cache | None = None
+        self._opening: Final = threading.Lock()
+        self._loading: Final = ThreadPoolExecutor(options.threads, "kvtier-load")
+        self._saving: Final = ThreadPoolExecutor(1, "kvtier-save")
+        self._under_way: Final[dict[int, _Copying]] = {}
+        self._synchronous: list[Future[None]] = []
+        self._to_save: tuple[Save, ...] = ()
+        self._ended: Final[deque[Outcome]] = deque()
+        self._failed: defaultdict[int, set[int]] = defaultdict(set)
+        self._lock: Final = threading.Lock()
+        self._fd: Final = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closed = False
+
+    def start(self, work: Work, *, stream: Stream | None = None) -> None:
+        """Begins the loads of a step, on a GPU once ``stream`` has done what it was given; :meth:`save` begins its
+        saves. Waits for copies of pages that are flushed."""
+        if work.flush:
+            self.flush(work.flush)
+        self._to_save = work.saves
+        self._synchronous = []
+        for load in work.loads:
+            try:
+                rows = {group: self._rows(self._into[group], pages, stream) for group, pages in load.pages.items()}
+            except DeviceError as error:
+                self.complaints.add("a load could not begin", error)
+                rows = {}
+            future = self._begin(self._loading, load.ticket, load.pages, partial(self._load, load, rows))
+            if load.sync:
+                self._synchronous.append(future)
+
+    def wait_loads(self, timeout: float | None = None) -> None:
+        """Returns when the synchronous loads of the last step have ended, well or not."""
+        wait(self._synchronous, timeout)
+
+    def save(self, *, stream: Stream | None = None) -> None:
+        """Begins the saves of the last step, on a GPU once ``stream`` has done the forward pass."""
+        saves, self._to_save = self._to_save, ()
+        for save in saves:
+            placed = [(group, each) for group, places in save.places.items() for each in places]
+            try:
+                rows = [
+                    (group, each, self._rows(planes, each.pages, stream))
+                    for group, each in placed
+                    if (planes := self._out_of[group]) is not None
+                ]
+            except DeviceError as error:
+                self.complaints.add("a save could not begin", error)
+                rows = None
+            pages: defaultdict[int, list[int]] = defaultdict(list)
+            for group, each in placed:
+                pages[group] += each.pages
+            self._begin(self._saving, save.ticket, pages, partial(self._save, save, rows))
+
+    def failed_pages(self) -> dict[int, set[int]]:
+        """By group, the pages whose load failed since this was asked last."""
+        with self._lock:
+            failed, self._failed = self._failed, defaultdict(set)
+        return dict(failed)
+
+    def poll(self) -> list[Outcome]:
+        """What has ended since."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        ended: list[Outcome] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def fileno(self) -> int:
+        """Readable when :meth:`poll` has something."""
+        return self._fd
+
+    def flush(self, pages: Mapping[int, Collection[int]] | None = None) -> None:
+        """Returns when no copy touches these pages any more; None: any page."""
+        with self._lock:
+            waited = [
+                each.future
+                for each in self._under_way.values()
+                if pages is None
+                or any(not each.pages.get(group, frozenset()).isdisjoint(pages[group]) for group in pages)
+            ]
+        wait(waited)
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Ends copies that have not begun, waits for the others, and gives back what this worker holds."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in (self._loading, self._saving):
+            pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            left = [each.future for each in self._under_way.values()]
+        wait(left, timeout)
+        if self._client is not None:
+            self._client.close()
+        os.close(self._fd)
+
+    # -- in the threads --------------------------------------------------------------------------------------------
+
+    def _begin(
+        self, pool: ThreadPoolExecutor, ticket: int, pages: Mapping[int, Sequence[int]], work: Callable[[], None]
+    ) -> Future[None]:
+        touched = {group: frozenset(of_group) - {NO_PAGE} for group, of_group in pages.items()}
+        future = pool.submit(work)
+        with self._lock:
+            self._under_way[ticket] = _Copying(touched, future)
+        future.add_done_callback(lambda _: self._forget(ticket))
+        return future
+
+    def _forget(self, ticket: int) -> None:
+        with self._lock:
+            del self._under_way[ticket]
+
+    def _rows(self, planes: Planes, pages: Sequence[int], stream: Stream | None) -> Rows:
+        """Pages to be copied, on a GPU once the engine's stream has done what it was given so far."""
+        rows, cache = planes[pages], self._cache
+        if not planes.on_gpu or cache is None:
+            return rows
+        there = rows.within(cache.inner.reach(Tier.HOST) or _nowhere)
+        if there is None or there.gpu is None or stream is None:
+            return there or rows
+        return replace(there, after=(fence_over([there.gpu], stream),))
+
+    def _load(self, load: Load, rows: Mapping[int, Rows]) -> None:
+        started, nbytes = time.perf_counter(), 0
+        failed: dict[int, frozenset[int]] = {}
+        for group, keys in load.keys.items():
+            arrived = self._arrived(group, keys, rows[group]) if rows else 0
+            nbytes += arrived * self._into[group].nbytes
+            if arrived < len(load.pages[group]):
+                failed[group] = frozenset(load.pages[group][arrived:])
+        with self._lock:
+            for group, missing in failed.items():
+                self._failed[group] |= missing
+        self._tell(load, "load", failed, nbytes, started)
+
+    def _arrived(self, group: int, keys: bytes, rows: Rows) -> int:
+        """Loads blocks of a group. Returns how many of the first ones are there."""
+        arrived = 0
+        try:
+            cache = self._opened().in_group(group)
+            for start in range(0, len(rows), MAX_KEYS):
+                some = rows[start : start + MAX_KEYS]
+                part = keys[start * KEY_BYTES : (start + len(some)) * KEY_BYTES]
+                arrived += len(cache.get(part, some, timeout=self.options.load_timeout))
+                if arrived < start + len(some):
+                    break
+        except (KvtierError, OSError) as error:
+            self.complaints.add("a load failed", error)
+        return arrived
+
+    def _save(self, save: Save, rows: Sequence[tuple[int, Placed, Rows]] | None) -> None:
+        started, nbytes, saved = time.perf_counter(), 0, False
+        try:
+            for group, placed, pages in rows or ():
+                self._require_answers()
+                # Held by this process, too: whoever else dies, the slots stay its own while it writes.
+                with self._opened().in_group(group).join(placed.lease, timeout=_JOIN_S) as lease:
+                    lease.arena.write(lease.tier, group, placed.slots, pages)
+                nbytes += len(pages) * pages.planes.nbytes
+            saved = rows is not None
+        except (KvtierError, OSError) as error:
+            self.complaints.add("a save failed", error)
+        failed = (
+            {}
+            if saved
+            else {group: frozenset(p for each in at for p in each.pages) for group, at in save.places.items()}
+        )
+        self._tell(save, "save", failed, nbytes, started)
+
+    def _require_answers(self) -> None:
+        if self._client is not None and not self._client.reachable:
+            raise DaemonUnavailable("the daemon does not answer", reason="SILENT")
+
+    def _opened(self) -> Cache:
+        """The cache, opened at the first use: the scheduler has made it."""
+        with self._opening:
+            if self._client is None:
+                self._client = Client(self.options.address, timeout=CALL_S)
+            if self._cache is None:
+                self._cache = self._client.open_cache(self._name, self.layout.spec)
+            return self._cache
+
+    def _tell(
+        self, ticket: Load | Save, kind: Literal["load", "save"], failed: FailedPages, nbytes: int, started: float
+    ) -> None:
+        seconds = time.perf_counter() - started
+        self._ended.append(
+            Outcome(ticket.ticket, ticket.request, kind, self.rank, failed, ticket.blocks, nbytes, seconds)
+        )
+        with suppress(OSError):  # it is closed
+            os.eventfd_write(self._fd, 1)
+
+
+def _nowhere(block: OnGpu) -> Gpu | None:
+    """No GPU reaches the slots: what lies on one comes through the CPU's memory."""
+    return None

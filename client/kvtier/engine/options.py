@@ -1,0 +1,120 @@
+"""Settings of a connector, as an engine's configuration file holds them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, Self
+
+from kvtier.errors import InvalidArgument
+from kvtier.types import Tier, WritePolicy
+
+_WRITE_POLICIES: Final = {str(policy): policy for policy in WritePolicy}
+_NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
+    "min_blocks": (1, 1 << 20),
+    "async_blocks": (0, 1 << 20),
+    "reserve_blocks": (1, 1 << 16),
+    "threads": (1, 64),
+    "load_timeout": (0.01, 600),
+    "pin_wait": (0, 60),
+    "recompute_seconds_per_block": (0, 3600),
+}
+_BYTES: Final = ("host_bytes", "disk_bytes")
+_WORDS: Final[Mapping[str, tuple[object, ...]]] = {
+    "on_error": ("continue", "fail"),
+    "write_policy": tuple(_WRITE_POLICIES),
+    "save_decode": (True, False),
+    "pin": (True, False),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class EngineOptions:
+    """What a user of an engine can set. ``docs/engines.md`` explains them.
+
+    ``address``, ``cache``: the daemon, and the first part of the cache's name; default: its own, the model's.
+    ``min_blocks``: shorter hits are not worth a load. ``async_blocks``: from so many blocks on, a load does not hold up
+    the step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
+    """
+
+    address: str | None = None
+    cache: str | None = None
+    on_error: Literal["continue", "fail"] = "continue"
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    write_policy: str = "through"
+    save_decode: bool = True
+    min_blocks: int = 1
+    async_blocks: int = 16
+    reserve_blocks: int = 64
+    threads: int = 1
+    load_timeout: float = 2.0
+    pin: bool = False
+    pin_wait: float = 0.05
+    recompute_seconds_per_block: float = 0.0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], **defaults: Any) -> Self:
+        """Of a mapping as the engine read it. Raises :class:`InvalidArgument` for a setting that makes no sense."""
+        known = sorted(each.name for each in fields(cls))
+        for name, value in settings.items():
+            if name not in known:
+                raise InvalidArgument(f"kvtier setting {name}", value, f"left out: settings are {', '.join(known)}")
+        options = cls(**{**defaults, **settings})
+        for name, (low, high) in _NUMBERS.items():
+            _require_number(name, getattr(options, name), low, high)
+        for name in _BYTES:
+            if getattr(options, name) is not None:
+                _require_number(name, getattr(options, name), 1, 1 << 60)
+        for name, words in _WORDS.items():
+            value = getattr(options, name)
+            if not any(value is word or (isinstance(word, str) and value == word) for word in words):
+                raise InvalidArgument(f"kvtier setting {name}", value, f"one of {', '.join(map(str, words))}")
+        return options
+
+    @property
+    def policy(self) -> WritePolicy:
+        return _WRITE_POLICIES[self.write_policy]
+
+    @property
+    def budgets(self) -> dict[Tier, int] | None:
+        """None: what the daemon gives."""
+        asked = {Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
+        return {tier: nbytes for tier, nbytes in asked.items() if nbytes is not None} or None
+
+
+def _require_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InvalidArgument(f"kvtier setting {name}", value, f"a number from {low:g} to {high:g}")
+
+
+_EVERY_S: Final = 60.0
+
+
+class Complaints:
+    """Counts what happens by reason; what goes wrong is logged once a minute for each reason. Any thread may add."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.counts: Final[Counter[str]] = Counter()
+        self._log: Final = log
+        self._lock: Final = threading.Lock()
+        self._told: dict[str, float] = {}
+
+    def add(self, reason: str, detail: object = "") -> None:
+        """Something went wrong."""
+        with self._lock:
+            self.counts[reason] += 1
+            now = time.monotonic()
+            if now - self._told.get(reason, -_EVERY_S) < _EVERY_S:
+                return
+            self._told[reason] = now
+        self._log.warning("%s%s (%d so far)", reason, f": {detail}" if detail else "", self.counts[reason])
+
+    def note(self, reason: str, count: int = 1) -> None:
+        """No fault, so it is counted and not logged."""
+        with self._lock:
+            self.counts[reason] += count

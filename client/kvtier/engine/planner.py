@@ -1,0 +1,419 @@
+"""The state of an engine's requests: what is offered, loading, saved.
+
+A connector translates its engine's calls into these. All run on the scheduler's thread; none waits for the daemon, and
+none raises because of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Self
+
+from kvtier.engine.keys import KeyChain
+from kvtier.engine.layout import Layout
+from kvtier.engine.leader import Leader, Taken, Writing
+from kvtier.engine.options import EngineOptions
+from kvtier.engine.work import NO_PAGE, Completed, Load, Outcome, Placed, Save, Table, Work
+from kvtier.groups import AcrossLease
+from kvtier.wire import split_keys
+
+_SMOOTHING: Final = 0.2
+"""Weight of the newest load in the seconds that a block takes."""
+_FORGETTING: Final = 0.98
+"""A price that keeps loads from being tried falls by so much with each, until one is tried."""
+
+
+@dataclass(slots=True)
+class _Request:
+    chain: KeyChain
+    most: int | None
+    """So many blocks are saved at most; None: all."""
+    first: int = 0
+    """Where the offered blocks begin, and ``found``: where they end."""
+    found: int = 0
+    bound: int | None = None
+    """A hit failed there: from this block on none is offered to this request again."""
+    saved: int | None = None
+    """Blocks before it are stored, being saved, or given up; None: what is stored has to be looked up."""
+    tables: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    complete: int = 0
+    """Blocks whose tokens are computed at the end of this step."""
+    loading: set[int] = field(default_factory=set)
+    saving: set[int] = field(default_factory=set)
+    """Tickets of copies that are under way."""
+    pinned: AcrossLease | None = None
+    over: float | None = None
+    """The engine has finished it: until then its pages wait for slots that they can be saved to."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """``ranks``: those that have not told yet."""
+
+    request: _Request
+    name: str
+    ranks: set[int]
+    pages: Table
+    first: int
+    blocks: int
+    failed: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    keys: Sequence[bytes] = ()
+    writing: Writing | None = None
+    cancelled: bool = False
+
+
+class Planner:
+    """Made by :meth:`open`, in the scheduler's process. Block tables have a page a block, by group; a page of -1 is
+    none. Call :meth:`step` once a step, after what the step schedules."""
+
+    def __init__(self, leader: Leader) -> None:
+        self.leader: Final = leader
+        self.layout: Final[Layout] = leader.layout
+        self.options: Final[EngineOptions] = leader.options
+        self._tokens: Final = self.layout.tokens
+        self._note: Final = leader.complaints.note
+        self._requests: Final[dict[str, _Request]] = {}
+        self._tickets: Final[dict[int, _Ticket]] = {}
+        self._committing: list[_Ticket] = []
+        self._being_saved: Final[set[bytes]] = set()
+        self._numbers: Final = count(1)
+        self._loads: list[Load] = []
+        self._saves: list[Save] = []
+        self._flush: Final[defaultdict[int, set[int]]] = defaultdict(set)
+        self._seconds_a_block = 0.0
+
+    @classmethod
+    def open(cls, layout: Layout, options: EngineOptions) -> Self:
+        """Raises :class:`kvtier.errors.InvalidArgument` for a layout that makes no sense, and what keeps the cache from
+        being opened where ``on_error`` is "fail"."""
+        return cls(Leader(layout, options))
+
+    # -- what the engine asks --------------------------------------------------------------------------------------
+
+    def offer(self, req_id: str, chain: KeyChain, computed_tokens: int, *, total_tokens: int) -> int | None:
+        """How many tokens beyond ``computed_tokens`` could be loaded: whole blocks, and never the last token.
+
+        No side effect but that the request is known; the newest answer counts. None: ask again later.
+        """
+        request = self._known(req_id, chain)
+        if request.loading:
+            return None
+        self._unpin(request)
+        request.first = request.found = computed_tokens // self._tokens
+        limit = (total_tokens - 1) // self._tokens
+        if request.bound is not None:
+            limit = min(limit, request.bound)
+        if computed_tokens % self._tokens or limit <= request.first:
+            return 0
+        found = self.leader.prefix_length(chain.span(0, limit))
+        if not self._is_worth_it(found - request.first):
+            return 0
+        if self.options.pin:
+            request.pinned = self.leader.pin(chain.span(0, found))
+            found = 0 if request.pinned is None else request.pinned.blocks
+            if found <= request.first:
+                self._unpin(request)
+                return 0
+        request.found = found
+        return (found - request.first) * self._tokens
+
+    def is_async(self, req_id: str) -> bool:
+        """Whether the load of what was offered should not hold up a step: it is long, or some of it is on disk."""
+        request = self._requests[req_id]
+        return request.found - request.first >= self.options.async_blocks or self.sources(req_id)["disk"] > 0
+
+    def sources(self, req_id: str) -> Mapping[str, int]:
+        """Tokens that were offered, by the tier that they are in."""
+        request = self._requests[req_id]
+        blocks = self.leader.sources(request.chain.span(request.first, request.found))
+        return {tier: number * self._tokens for tier, number in blocks.items()}
+
+    # -- what the engine does --------------------------------------------------------------------------------------
+
+    def allocated(
+        self, req_id: str, tables: Mapping[int, Sequence[int]], external_tokens: int, *, sync: bool | None = None
+    ) -> None:
+        """The engine takes so many of the offered tokens, 0 = none, into pages of the request's whole block tables.
+
+        ``sync``: whether it waits for them before its next forward pass; None: as :meth:`is_async` says.
+        """
+        request = self._requests[req_id]
+        end = request.first + external_tokens // self._tokens
+        if request.loading:
+            return
+        if not request.first < end <= request.found:
+            self._unpin(request)
+            return
+        request.tables = tables
+        keys, pages = {}, {}
+        for group, table in tables.items():
+            wanted = [block for block in self._needed(group, request.first, end) if table[block] != NO_PAGE]
+            keys[group] = b"".join(map(request.chain.key, wanted))
+            pages[group] = tuple(table[block] for block in wanted)
+        waits = not self.is_async(req_id) if sync is None else sync
+        number = next(self._numbers)
+        self._loads.append(Load(number, req_id, keys, pages, end - request.first, waits))
+        self._tickets[number] = self._ticket(req_id, request, pages, request.first, end)
+        request.loading.add(number)
+
+    def scheduled(
+        self,
+        req_id: str,
+        computed_tokens: int,
+        new_tokens: int,
+        tables: Mapping[int, Sequence[int]],
+        *,
+        chain: KeyChain | None = None,
+    ) -> None:
+        """The forward pass of this step computes tokens [computed, computed + new) of the request.
+
+        ``tables``: its whole block tables. ``chain``: of a request that was never offered anything.
+        """
+        request = self._known(req_id, chain) if chain is not None else self._requests.get(req_id)
+        if request is not None:
+            request.tables = tables
+            request.complete = (computed_tokens + new_tokens) // self._tokens
+
+    def step(self) -> Work:
+        """What the workers do with this step."""
+        if self.leader.answers:
+            for req_id, request in self._requests.items():
+                if request.tables and not request.loading:
+                    self._save_what_is_new(req_id, request)
+        loads, self._loads = tuple(self._loads), []
+        saves, self._saves = tuple(self._saves), []
+        flush = {group: frozenset(pages) for group, pages in self._flush.items()}
+        self._flush.clear()
+        return Work(loads, saves, flush)
+
+    def finished(self, req_id: str) -> bool:
+        """The request is over. True: its pages must live until :meth:`completed` names it as saved."""
+        request = self._requests.get(req_id)
+        if request is None:
+            return False
+        self._drop_loads(req_id, request)
+        request.over = time.monotonic() + self.options.load_timeout
+        if request.saving or request.loading or self._unsaved(request):
+            return True
+        del self._requests[req_id]
+        return False
+
+    def preempted(self, req_id: str) -> None:
+        """Its pages are taken away: the next :class:`Work` has them flushed. It may be offered blocks again."""
+        request = self._requests.get(req_id)
+        if request is None:
+            return
+        self._drop_loads(req_id, request)
+        self._drop_saves(req_id, request)
+        for number in request.saving | request.loading:
+            for group, pages in self._tickets[number].pages.items():
+                self._flush[group] |= set(pages) - {NO_PAGE}
+        for number in request.loading:
+            self._tickets[number].cancelled = True
+        request.loading.clear()
+        self._unpin(request)
+        request.tables, request.complete, request.saved = {}, 0, None
+
+    def aborted(self, req_id: str) -> None:
+        """The request is over and its pages are taken away."""
+        self.preempted(req_id)
+        self._requests.pop(req_id, None)
+
+    def completed(self, outcomes: Iterable[Outcome]) -> Completed:
+        """What the workers of all ranks have told. A ticket is over when every rank has."""
+        loaded: set[str] = set()
+        saved: set[str] = set()
+        failed: defaultdict[int, set[int]] = defaultdict(set)
+        for outcome in outcomes:
+            ticket = self._tickets.get(outcome.ticket)
+            if ticket is None:
+                continue
+            ticket.ranks.discard(outcome.rank)
+            for group, pages in outcome.failed.items():
+                ticket.failed[group] |= pages
+            if outcome.kind == "load" and not outcome.failed:
+                self._measure(outcome.seconds / max(1, outcome.blocks))
+            if ticket.ranks:
+                continue
+            del self._tickets[outcome.ticket]
+            request = ticket.request
+            request.loading.discard(outcome.ticket)
+            request.saving.discard(outcome.ticket)
+            if ticket.writing is not None:
+                self._written(ticket, ticket.writing)
+            elif not ticket.cancelled:
+                self._loaded(ticket)
+                for group, missing in ticket.failed.items():
+                    failed[group] |= missing
+                if not request.over:
+                    loaded.add(ticket.name)
+        self._look_at_commits()
+        for req_id, request in list(self._requests.items()):
+            if request.over and not (request.saving or request.loading or self._unsaved(request)):
+                saved.add(req_id)
+                del self._requests[req_id]
+        return Completed(
+            frozenset(loaded), frozenset(saved), {group: frozenset(each) for group, each in failed.items()}
+        )
+
+    def stats(self) -> dict[str, int]:
+        """Counts by what happened, and why what did not."""
+        return dict(self.leader.complaints.counts)
+
+    @property
+    def pending(self) -> bool:
+        """Whether copies are under way, or saves wait for their commit."""
+        return bool(self._tickets or self._committing)
+
+    def close(self) -> None:
+        """Ends the session with the daemon."""
+        self.leader.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _known(self, req_id: str, chain: KeyChain) -> _Request:
+        request = self._requests.get(req_id)
+        if request is None or request.over:
+            request = _Request(chain, None if self.options.save_decode else len(chain))
+            self._requests[req_id] = request
+        return request
+
+    def _ticket(self, name: str, request: _Request, pages: Table, first: int, end: int) -> _Ticket:
+        return _Ticket(request, name, set(range(self.layout.ranks)), pages, first, end - first)
+
+    def _is_worth_it(self, blocks: int) -> bool:
+        if blocks < self.options.min_blocks:
+            self._note("not offered: nothing is stored" if blocks <= 0 else "not offered: too few blocks")
+            return False
+        price = self.options.recompute_seconds_per_block
+        if price and self._seconds_a_block > price:
+            self._note("not offered: to recompute is cheaper")
+            self._seconds_a_block *= _FORGETTING
+            return False
+        return True
+
+    def _measure(self, seconds_a_block: float) -> None:
+        weight = _SMOOTHING if self._seconds_a_block else 1.0
+        self._seconds_a_block += weight * (seconds_a_block - self._seconds_a_block)
+
+    def _needed(self, group: int, first: int, end: int) -> list[int]:
+        """The blocks from ``first`` on that a prefix needs in a group."""
+        sinks = -(-self.layout.groups[group].sink // self._tokens)
+        near = max(first, self.layout.needed_from(group, end))
+        return [*range(first, min(sinks, near)), *range(near, end)]
+
+    def _unsaved(self, request: _Request) -> range:
+        """Blocks that are computed, and neither stored nor being saved."""
+        if not request.tables or not self.leader.answers:
+            return range(0)
+        end = min(request.complete, len(request.chain), *(len(table) for table in request.tables.values()))
+        end = end if request.most is None else min(end, request.most)
+        if request.saved is None:
+            request.saved = self.leader.stored(request.chain.span(0, end))
+        first = request.saved
+        while first < end and request.chain.key(first) in self._being_saved:
+            first += 1
+        return range(first, end)
+
+    def _save_what_is_new(self, req_id: str, request: _Request) -> None:
+        new = self._unsaved(request)
+        if not new:
+            return
+        first, end = new.start, new.stop
+        taken, places, end = self._place(request, first, end)
+        if end <= first:
+            self._note("a save waits: no slot is reserved")
+            if request.over and time.monotonic() > request.over:
+                self._note("a save was given up: no slot was reserved in time")
+                request.tables = {}
+            return
+        number = next(self._numbers)
+        self._saves.append(Save(number, req_id, places, end - first))
+        pages = {group: tuple(page for each in of_group for page in each.pages) for group, of_group in places.items()}
+        ticket = self._tickets[number] = self._ticket(req_id, request, pages, first, end)
+        ticket.keys, ticket.writing = split_keys(request.chain.span(first, end)), Writing(taken)
+        self._being_saved.update(ticket.keys)
+        request.saving.add(number)
+        request.saved = end
+        self._note("blocks being saved", end - first)
+
+    def _place(
+        self, request: _Request, first: int, end: int
+    ) -> tuple[tuple[Taken, ...], dict[int, tuple[Placed, ...]], int]:
+        """Slots for as many of these blocks as there are some for in every group."""
+        wanted = {
+            group: [block for block in range(first, end) if table[block] != NO_PAGE]
+            for group, table in request.tables.items()
+        }
+        slots = {group: self.leader.take(group, len(blocks)) for group, blocks in wanted.items()}
+        for group, blocks in wanted.items():
+            if len(slots[group]) < len(blocks):
+                end = min(end, blocks[len(slots[group])])
+        taken: list[Taken] = []
+        places: dict[int, tuple[Placed, ...]] = {}
+        for group, blocks in wanted.items():
+            kept = [block for block in blocks if block < end]
+            self.leader.give_back(slots[group][len(kept) :])
+            if kept:
+                keys, parents = b"".join(map(request.chain.key, kept)), [request.chain.parent(block) for block in kept]
+                taken.append(Taken(group, keys, parents, slots[group][: len(kept)]))
+                places[group] = taken[-1].placed([request.tables[group][block] for block in kept])
+        return tuple(taken), places, end
+
+    def _loaded(self, ticket: _Ticket) -> None:
+        self._unpin(ticket.request)
+        if not ticket.failed:
+            self._note("blocks loaded", ticket.blocks)
+            return
+        self._note("loads that failed in part")
+        ticket.request.bound, ticket.request.saved = ticket.first, None
+        self.leader.doubt()
+
+    def _written(self, ticket: _Ticket, writing: Writing) -> None:
+        """The pages have been read; the commit takes a little longer."""
+        self._committing.append(ticket)
+        if ticket.failed:
+            self.leader.drop(writing, "a worker could not write it")
+        else:
+            self.leader.commit(writing)
+
+    def _look_at_commits(self) -> None:
+        under_way: list[_Ticket] = []
+        for ticket in self._committing:
+            assert ticket.writing is not None
+            if not ticket.writing.done.is_set():
+                under_way.append(ticket)
+                continue
+            self._being_saved.difference_update(ticket.keys)
+            if ticket.writing.missing_parent:
+                ticket.request.saved = None  # its ancestors were evicted: looked up again, and saved again
+        self._committing = under_way
+
+    def _drop_loads(self, req_id: str, request: _Request) -> None:
+        """Those of this step, which no worker has heard of."""
+        unsent = {each.ticket for each in self._loads if each.request == req_id}
+        self._loads = [each for each in self._loads if each.ticket not in unsent]
+        for number in unsent:
+            del self._tickets[number]
+        request.loading -= unsent
+        self._unpin(request)
+
+    def _drop_saves(self, req_id: str, request: _Request) -> None:
+        """Likewise."""
+        unsent = {each.ticket for each in self._saves if each.request == req_id}
+        self._saves = [each for each in self._saves if each.ticket not in unsent]
+        request.saving -= unsent
+        for ticket in [self._tickets.pop(number) for number in unsent]:
+            assert ticket.writing is not None
+            self._being_saved.difference_update(ticket.keys)
+            for taken in ticket.writing.taken:
+                self.leader.give_back(taken.at)
+
+    def _unpin(self, request: _Request) -> None:
+        held, request.pinned = request.pinned, None
+        if held is not None:
+            self.leader.unpin(held)

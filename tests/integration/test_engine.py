@@ -1,0 +1,205 @@
+"""An engine on the daemon: pages come back whole, or are named before anything computes on them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier import BlockResult, Client
+from kvtier.engine import EngineOptions, KeyChain, Layout, PageGroup, Pages, Plane
+from kvtier.errors import DaemonUnavailable, InvalidArgument
+from tests.engine.toy import PLAIN, TOKENS, Engine, engine, wait_until
+
+PROMPT = list(range(100, 100 + 10 * TOKENS + 1))
+OTHER = [7] * (6 * TOKENS + 1)
+HYBRID = Layout(
+    "hybrid",
+    TOKENS,
+    (PageGroup((Plane("full", 4096),)), PageGroup((Plane("near", 4096),), window=5 * TOKENS)),
+)
+RANKS = Layout("ranks", TOKENS, (PageGroup((Plane("heads", 3000), Plane("latent", 2000, replicated=True))),), ranks=2)
+LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS], ids=lambda layout: layout.model)
+SMALL: dict[str, Any] = {"host_bytes": 64 * 16384, "disk_bytes": 64 * 16384}
+
+
+@pytest.fixture
+def daemon(start_daemon):
+    return start_daemon(host=4096, disk=4096)
+
+
+def held(daemon) -> int:
+    with Client(daemon.address) as client:
+        return len(client.leases())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("settings", [{}, {"async_blocks": 0}], ids=["sync", "async"])
+def test_a_new_engine_goes_on_where_the_last_one_ended(daemon, layout, settings):
+    with engine(daemon.address, layout, **settings) as first:
+        cold = first.run(PROMPT, chunk=3 * TOKENS)
+        first.settle()
+    assert (cold.loaded, cold.computed) == (0, 10)
+    with engine(daemon.address, layout, **settings) as second:
+        warm = second.run(PROMPT)
+        longer = second.run([*PROMPT[:-1], *range(20)])
+    assert (warm.loaded, warm.computed) == (10, 0)
+    assert longer.loaded == 10
+    wait_until(lambda: held(daemon) == 0)
+
+
+@LAYOUTS
+def test_what_was_saved_outlives_the_daemon(daemon, layout):
+    with engine(daemon.address, layout) as first:
+        first.run(PROMPT)
+        first.settle()
+        with Client(daemon.address) as client:
+            wait_until(lambda: sum(edge.blocks for edge in client.stats().caches[0].edges) >= 10 * len(layout.groups))
+        daemon.kill()
+        daemon.start()
+    with engine(daemon.address, layout) as second:
+        assert second.run(PROMPT).loaded == 10
+
+
+def test_an_engine_goes_on_over_a_restart_of_the_daemon(daemon):
+    with engine(daemon.address) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        daemon.kill()
+        daemon.start()
+        wait_until(lambda: toy.run(OTHER).loaded == 6)
+
+
+def test_a_stopped_daemon_costs_nothing(daemon):
+    with engine(daemon.address) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        daemon.pause()
+        try:
+            started = time.monotonic()
+            for number in range(5):
+                assert toy.run(PROMPT).loaded == 10
+                assert toy.run([number] * len(OTHER)).computed == 6
+            assert time.monotonic() - started < 4
+        finally:
+            daemon.resume()
+
+
+def test_a_block_that_leaves_is_named_and_not_offered_again(daemon):
+    with engine(daemon.address) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        run = toy.begin(PROMPT)
+        assert run.loaded == 10
+        client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
+        toy.complete(run)
+        assert (run.failed, run.loaded) == (1, 4)
+        assert toy.planner.offer(run.name, run.chain, 0, total_tokens=run.tokens) == 0
+        toy.end(run)
+        toy.settle()
+        assert toy.run(PROMPT).loaded == 10
+
+
+def test_half_of_a_hybrid_is_a_miss(daemon):
+    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        chain = toy.chain(PROMPT)
+        client.open_cache(toy.planner.leader.name).in_group(1).drop([chain.key(9)])
+        assert toy.planner.offer("x", chain, 0, total_tokens=len(PROMPT)) == 9 * TOKENS
+
+
+def test_the_same_block_is_saved_once(daemon):
+    with engine(daemon.address) as toy:
+        runs = [toy.begin(PROMPT) for _ in range(3)]
+        for run in runs:
+            toy.complete(run)
+        for run in runs:
+            toy.end(run)
+        toy.settle()
+        assert toy.planner.stats()["blocks being saved"] == 10
+
+
+@pytest.mark.parametrize("way", ["aborted", "preempted"])
+def test_pages_that_are_taken_away_are_not_read_afterwards(daemon, way):
+    with engine(daemon.address) as toy:
+        run = toy.begin(PROMPT)
+        toy.complete(run)
+        getattr(toy.planner, way)(run.name)
+        toy.begin_step()
+        toy.give(run)
+        toy.settle()
+        again = toy.run(PROMPT)
+        assert again.loaded == 10
+    wait_until(lambda: held(daemon) == 0)
+
+
+def test_a_pinned_hit_stays_until_it_is_loaded(daemon):
+    with engine(daemon.address, pin=True, pin_wait=5) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        run = toy.begin(PROMPT)
+        assert run.loaded == 10
+        cache = client.open_cache(toy.planner.leader.name)
+        assert cache.drop([run.chain.key(4)]).results == [BlockResult.HELD]
+        toy.complete(run)
+        assert run.failed == 0
+        toy.end(run)
+
+
+def test_two_layouts_share_nothing(daemon):
+    other = Layout("toy", TOKENS, PLAIN.groups, identity={"dtype": "bfloat16"})
+    with engine(daemon.address, PLAIN, **SMALL) as one, engine(daemon.address, other, **SMALL) as two:
+        one.run(PROMPT)
+        one.settle()
+        assert two.run(PROMPT).loaded == 0
+
+
+def test_without_a_daemon_the_engine_runs_alone_or_refuses(tmp_path):
+    with engine(tmp_path) as toy:
+        assert toy.run(PROMPT).computed == 10
+    with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
+        Engine(tmp_path, on_error="fail")
+
+
+def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
+    with engine(daemon.address) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        chain = toy.chain(PROMPT)
+        assert toy.planner.offer("x", chain, 0, total_tokens=8 * TOKENS) == 7 * TOKENS
+        assert toy.planner.offer("x", chain, 4 * TOKENS, total_tokens=8 * TOKENS) == 3 * TOKENS
+        assert toy.planner.offer("x", chain, 0, total_tokens=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"adress": "x"}, "adress"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"load_timeout": 0}, "load_timeout"),
+        ({"host_bytes": "1G"}, "host_bytes"),
+        ({"write_policy": "never"}, "write_policy"),
+        ({"pin": 1}, "pin"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(settings, named):
+    with pytest.raises(InvalidArgument, match=f"kvtier setting {named}"):
+        EngineOptions.of(settings)
+
+
+def test_pages_that_are_not_the_layout_s_are_refused():
+    with pytest.raises(InvalidArgument, match=r"l0\.v"):
+        Pages(0, {"l0.k": np.zeros((2, 5000), np.uint8)}).of(PLAIN, 0)
+
+
+def test_a_chain_grows_as_the_keys_of_the_whole():
+    import kvtier
+
+    grown = KeyChain.of_tokens(TOKENS)
+    for start in range(0, len(PROMPT), 3):
+        grown.extend(PROMPT[start : start + 3])
+    assert grown.packed == kvtier.chain_keys(PROMPT, TOKENS)
+    assert KeyChain.adopt().extend([b"\1" * 32, b"short"]) == 2
