@@ -131,8 +131,8 @@ def test_pages_that_are_taken_away_are_not_read_afterwards(daemon, way):
         toy.begin_step()
         toy.give(run)
         toy.settle()
-        again = toy.run(PROMPT)
-        assert again.loaded == 10
+        assert toy.run(PROMPT).loaded in (0, 10)  # the copy had begun, or was given up
+        assert toy.run(PROMPT).loaded == 10
     wait_until(lambda: held(daemon) == 0)
 
 

@@ -22,6 +22,7 @@ from kvtier.engine.layout import Layout
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.work import Placed
 from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
+from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
 from kvtier.reading import MAX_KEYS
@@ -37,6 +38,7 @@ _LEAST_PIN_S: Final = 0.01
 _MOST_OF_TIER: Final = 8
 """Reserved ahead is at most one in so many slots of the tier."""
 _MOST_AHEAD: Final = 1 << 16
+_MOST_EVENTS: Final = 1 << 16
 
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
@@ -112,6 +114,8 @@ class Leader:
         self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
+        self._events: Final[deque[Event]] = deque(maxlen=_MOST_EVENTS)
+        self._watching: asyncio.Task[None] | None = None
         self._wake: asyncio.Event
         self._thread: Final = LoopThread("kvtier-leader")
         self._serving: Final = self._thread.submit(self._serve)
@@ -212,6 +216,27 @@ class Leader:
         with suppress(KvtierError):  # closed: the daemon has it back already
             self._thread.submit(release)
 
+    def reset(self) -> None:
+        """Drops every block that nobody holds, in the background."""
+        cache = self._cache
+
+        async def drop(cache: Cache) -> None:
+            try:
+                await cache.reset(force=True)
+            except KvtierError as error:
+                self.complaints.add("the cache could not be reset", error)
+
+        if cache is not None:
+            with suppress(KvtierError):  # closed
+                self._thread.submit(lambda: drop(cache))
+
+    def events(self) -> list[Event]:
+        """Those since this was asked last; the oldest are lost where that is long ago."""
+        seen: list[Event] = []
+        while self._events:
+            seen.append(self._events.popleft())
+        return seen
+
     def doubt(self) -> None:
         """A copy failed: asks whether the daemon answers. While it does not, only memory is offered."""
         client = self._client
@@ -270,6 +295,8 @@ class Leader:
         size = sum(cache.spec.block_bytes(group) for group in self._groups)
         tiers = ", ".join(f"{cache.slots(tier)} {tier}" for tier in cache.tiers)
         _log.info("cache %s: blocks of %d bytes, slots of the first group: %s", self.name, size, tiers)
+        if self.options.events and self._client is not None:
+            self._watching = asyncio.create_task(self._watch(self._client))
         while True:
             self._wake.clear()
             while self._written:
@@ -277,6 +304,11 @@ class Leader:
             await self._refill(cache)
             if not self._written:
                 await self._wake.wait()
+
+    async def _watch(self, client: AsyncClient) -> None:
+        async for item in client.watch(caches=[self.name]):
+            if isinstance(item, Event):
+                self._events.append(item)
 
     async def _open(self) -> Cache:
         backoff = Backoff(0.1, 5.0)

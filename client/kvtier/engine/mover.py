@@ -9,8 +9,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
@@ -34,12 +34,16 @@ _JOIN_S: Final = 1.0
 _log = logging.getLogger("kvtier.engine")
 
 
-@dataclass(slots=True, frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Copying:
-    """A ticket under way, and the pages that it touches."""
+    """A ticket under way, and the pages that it touches. ``turn``: held while a save reads its pages, and to tell that
+    it may not any more."""
 
     pages: FailedPages
-    future: Future[None]
+    is_save: bool
+    future: Future[None] | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    given_up: bool = False
 
 
 class Mover:
@@ -63,6 +67,8 @@ class Mover:
         self._saving: Final = ThreadPoolExecutor(1, "kvtier-save")
         self._under_way: Final[dict[int, _Copying]] = {}
         self._synchronous: list[Future[None]] = []
+        self._spoiled = False
+        """A synchronous load of the last step failed."""
         self._to_save: tuple[Save, ...] = ()
         self._ended: Final[deque[Outcome]] = deque()
         self._failed: defaultdict[int, set[int]] = defaultdict(set)
@@ -75,24 +81,24 @@ class Mover:
         saves. Waits for copies of pages that are flushed."""
         if work.flush:
             self.flush(work.flush)
-        self._to_save = work.saves
-        self._synchronous = []
+        self._to_save, self._synchronous, self._spoiled = work.saves, [], False
         for load in work.loads:
             try:
                 rows = {group: self._rows(self._into[group], pages, stream) for group, pages in load.pages.items()}
             except DeviceError as error:
                 self.complaints.add("a load could not begin", error)
                 rows = {}
-            future = self._begin(self._loading, load.ticket, load.pages, partial(self._load, load, rows))
-            if load.sync:
-                self._synchronous.append(future)
+            copying = self._begin(self._loading, load.ticket, load.pages, partial(self._load, load, rows))
+            if load.sync and copying.future is not None:
+                self._synchronous.append(copying.future)
 
     def wait_loads(self, timeout: float | None = None) -> None:
         """Returns when the synchronous loads of the last step have ended, well or not."""
         wait(self._synchronous, timeout)
 
     def save(self, *, stream: Stream | None = None) -> None:
-        """Begins the saves of the last step, on a GPU once ``stream`` has done the forward pass."""
+        """Begins the saves of the last step, on a GPU once ``stream`` has done the forward pass. Where a synchronous
+        load of the step failed, the pass has computed on wrong bytes: nothing is saved."""
         saves, self._to_save = self._to_save, ()
         for save in saves:
             placed = [(group, each) for group, places in save.places.items() for each in places]
@@ -108,7 +114,8 @@ class Mover:
             pages: defaultdict[int, list[int]] = defaultdict(list)
             for group, each in placed:
                 pages[group] += each.pages
-            self._begin(self._saving, save.ticket, pages, partial(self._save, save, rows))
+            work = partial(self._save, save, None if self._spoiled else rows)
+            self._begin(self._saving, save.ticket, pages, work, is_save=True)
 
     def failed_pages(self) -> dict[int, set[int]]:
         """By group, the pages whose load failed since this was asked last."""
@@ -130,15 +137,20 @@ class Mover:
         return self._fd
 
     def flush(self, pages: Mapping[int, Collection[int]] | None = None) -> None:
-        """Returns when no copy touches these pages any more; None: any page."""
+        """Returns when no copy touches these pages any more; None: any page. Saves that have not begun are given up."""
         with self._lock:
-            waited = [
-                each.future
+            touching = [
+                each
                 for each in self._under_way.values()
                 if pages is None
                 or any(not each.pages.get(group, frozenset()).isdisjoint(pages[group]) for group in pages)
             ]
-        wait(waited)
+        for each in touching:
+            if each.is_save:
+                with each.turn:
+                    each.given_up = True
+            elif each.future is not None:
+                wait([each.future])
 
     def close(self, timeout: float = 2.0) -> None:
         """Ends copies that have not begun, waits for the others, and gives back what this worker holds."""
@@ -148,7 +160,7 @@ class Mover:
         for pool in (self._loading, self._saving):
             pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            left = [each.future for each in self._under_way.values()]
+            left = [each.future for each in self._under_way.values() if each.future is not None]
         wait(left, timeout)
         if self._client is not None:
             self._client.close()
@@ -157,14 +169,21 @@ class Mover:
     # -- in the threads --------------------------------------------------------------------------------------------
 
     def _begin(
-        self, pool: ThreadPoolExecutor, ticket: int, pages: Mapping[int, Sequence[int]], work: Callable[[], None]
-    ) -> Future[None]:
+        self,
+        pool: ThreadPoolExecutor,
+        ticket: int,
+        pages: Mapping[int, Sequence[int]],
+        work: Callable[[_Copying], None],
+        *,
+        is_save: bool = False,
+    ) -> _Copying:
         touched = {group: frozenset(of_group) - {NO_PAGE} for group, of_group in pages.items()}
-        future = pool.submit(work)
+        copying = _Copying(touched, is_save)
         with self._lock:
-            self._under_way[ticket] = _Copying(touched, future)
-        future.add_done_callback(lambda _: self._forget(ticket))
-        return future
+            self._under_way[ticket] = copying
+        copying.future = pool.submit(work, copying)
+        copying.future.add_done_callback(lambda _: self._forget(ticket))
+        return copying
 
     def _forget(self, ticket: int) -> None:
         with self._lock:
@@ -180,7 +199,7 @@ class Mover:
             return there or rows
         return replace(there, after=(fence_over([there.gpu], stream),))
 
-    def _load(self, load: Load, rows: Mapping[int, Rows]) -> None:
+    def _load(self, load: Load, rows: Mapping[int, Rows], copying: _Copying) -> None:
         started, nbytes = time.perf_counter(), 0
         failed: dict[int, frozenset[int]] = {}
         for group, keys in load.keys.items():
@@ -189,6 +208,7 @@ class Mover:
             if arrived < len(load.pages[group]):
                 failed[group] = frozenset(load.pages[group][arrived:])
         with self._lock:
+            self._spoiled |= load.sync and bool(failed)
             for group, missing in failed.items():
                 self._failed[group] |= missing
         self._tell(load, "load", failed, nbytes, started)
@@ -208,24 +228,26 @@ class Mover:
             self.complaints.add("a load failed", error)
         return arrived
 
-    def _save(self, save: Save, rows: Sequence[tuple[int, Placed, Rows]] | None) -> None:
+    def _save(self, save: Save, rows: Sequence[tuple[int, Placed, Rows]] | None, copying: _Copying) -> None:
         started, nbytes, saved = time.perf_counter(), 0, False
         try:
-            for group, placed, pages in rows or ():
+            if rows is not None:
                 self._require_answers()
-                # Held by this process, too: whoever else dies, the slots stay its own while it writes.
-                with self._opened().in_group(group).join(placed.lease, timeout=_JOIN_S) as lease:
-                    lease.arena.write(lease.tier, group, placed.slots, pages)
-                nbytes += len(pages) * pages.planes.nbytes
-            saved = rows is not None
+                with ExitStack() as joined:
+                    # Held by this process, too: whoever else dies, the slots stay its own while it writes.
+                    leases = [
+                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=_JOIN_S))
+                        for group, placed, _ in rows
+                    ]
+                    with copying.turn:
+                        saved = not copying.given_up
+                        for lease, (group, placed, pages) in zip(leases, rows if saved else (), strict=False):
+                            lease.arena.write(lease.tier, group, placed.slots, pages)
+                            nbytes += len(pages) * pages.planes.nbytes
         except (KvtierError, OSError) as error:
+            saved = False
             self.complaints.add("a save failed", error)
-        failed = (
-            {}
-            if saved
-            else {group: frozenset(p for each in at for p in each.pages) for group, at in save.places.items()}
-        )
-        self._tell(save, "save", failed, nbytes, started)
+        self._tell(save, "save", {} if saved else copying.pages, nbytes, started)
 
     def _require_answers(self) -> None:
         if self._client is not None and not self._client.reachable:

@@ -28,6 +28,7 @@ _WORDS: Final[Mapping[str, tuple[object, ...]]] = {
     "on_error": ("continue", "fail"),
     "write_policy": tuple(_WRITE_POLICIES),
     "save_decode": (True, False),
+    "events": (True, False),
     "pin": (True, False),
 }
 
@@ -53,6 +54,7 @@ class EngineOptions:
     reserve_blocks: int = 64
     threads: int = 1
     load_timeout: float = 2.0
+    events: bool = False
     pin: bool = False
     pin_wait: float = 0.05
     recompute_seconds_per_block: float = 0.0

@@ -18,6 +18,7 @@ from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.work import NO_PAGE, Completed, Load, Outcome, Placed, Save, Table, Work
+from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.wire import split_keys
 
@@ -40,6 +41,7 @@ class _Request:
     saved: int | None = None
     """Blocks before it are stored, being saved, or given up; None: what is stored has to be looked up."""
     tables: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Of the step that is being planned; kept where a save has to wait and the engine is told to keep the pages."""
     complete: int = 0
     """Blocks whose tokens are computed at the end of this step."""
     loading: set[int] = field(default_factory=set)
@@ -77,6 +79,8 @@ class Planner:
         self._tokens: Final = self.layout.tokens
         self._note: Final = leader.complaints.note
         self._requests: Final[dict[str, _Request]] = {}
+        self._scheduled: Final[dict[str, _Request]] = {}
+        """Those of the step that is being planned, and those that are over and have something to save."""
         self._tickets: Final[dict[int, _Ticket]] = {}
         self._committing: list[_Ticket] = []
         self._being_saved: Final[set[bytes]] = set()
@@ -171,19 +175,22 @@ class Planner:
     ) -> None:
         """The forward pass of this step computes tokens [computed, computed + new) of the request.
 
-        ``tables``: its whole block tables. ``chain``: of a request that was never offered anything.
+        ``tables``: its whole block tables, which are not looked at where there is nothing to save, nor after
+        :meth:`step`. ``chain``: of a request that was never offered anything.
         """
         request = self._known(req_id, chain) if chain is not None else self._requests.get(req_id)
         if request is not None:
+            self._scheduled[req_id] = request
             request.tables = tables
             request.complete = (computed_tokens + new_tokens) // self._tokens
 
     def step(self) -> Work:
         """What the workers do with this step."""
-        if self.leader.answers:
-            for req_id, request in self._requests.items():
-                if request.tables and not request.loading:
-                    self._save_what_is_new(req_id, request)
+        for req_id, request in list(self._scheduled.items()):
+            if not request.loading:
+                self._save_what_is_new(req_id, request)
+            if request.over is None:
+                del self._scheduled[req_id]
         loads, self._loads = tuple(self._loads), []
         saves, self._saves = tuple(self._saves), []
         flush = {group: frozenset(pages) for group, pages in self._flush.items()}
@@ -197,9 +204,10 @@ class Planner:
             return False
         self._drop_loads(req_id, request)
         request.over = time.monotonic() + self.options.load_timeout
+        self._scheduled[req_id] = request
         if request.saving or request.loading or self._unsaved(request):
             return True
-        del self._requests[req_id]
+        self._remove(req_id)
         return False
 
     def preempted(self, req_id: str) -> None:
@@ -217,11 +225,21 @@ class Planner:
         request.loading.clear()
         self._unpin(request)
         request.tables, request.complete, request.saved = {}, 0, None
+        self._scheduled.pop(req_id, None)
 
     def aborted(self, req_id: str) -> None:
         """The request is over and its pages are taken away."""
         self.preempted(req_id)
         self._requests.pop(req_id, None)
+
+    def reset(self) -> bool:
+        """The engine has dropped its own cache: so does kvtier, in the background, but for what is held."""
+        self.leader.reset()
+        return True
+
+    def events(self) -> list[Event]:
+        """What happened in the cache since this was asked last, if the option ``events`` is on."""
+        return self.leader.events()
 
     def completed(self, outcomes: Iterable[Outcome]) -> Completed:
         """What the workers of all ranks have told. A ticket is over when every rank has."""
@@ -255,7 +273,7 @@ class Planner:
         for req_id, request in list(self._requests.items()):
             if request.over and not (request.saving or request.loading or self._unsaved(request)):
                 saved.add(req_id)
-                del self._requests[req_id]
+                self._remove(req_id)
         return Completed(
             frozenset(loaded), frozenset(saved), {group: frozenset(each) for group, each in failed.items()}
         )
@@ -281,6 +299,10 @@ class Planner:
             request = _Request(chain, None if self.options.save_decode else len(chain))
             self._requests[req_id] = request
         return request
+
+    def _remove(self, req_id: str) -> None:
+        del self._requests[req_id]
+        self._scheduled.pop(req_id, None)
 
     def _ticket(self, name: str, request: _Request, pages: Table, first: int, end: int) -> _Ticket:
         return _Ticket(request, name, set(range(self.layout.ranks)), pages, first, end - first)
@@ -308,9 +330,9 @@ class Planner:
 
     def _unsaved(self, request: _Request) -> range:
         """Blocks that are computed, and neither stored nor being saved."""
-        if not request.tables or not self.leader.answers:
+        if not self.leader.answers or (request.over and not request.tables):
             return range(0)
-        end = min(request.complete, len(request.chain), *(len(table) for table in request.tables.values()))
+        end = min(request.complete, len(request.chain))
         end = end if request.most is None else min(end, request.most)
         if request.saved is None:
             request.saved = self.leader.stored(request.chain.span(0, end))
@@ -322,14 +344,14 @@ class Planner:
     def _save_what_is_new(self, req_id: str, request: _Request) -> None:
         new = self._unsaved(request)
         if not new:
+            request.tables = {}
             return
-        first, end = new.start, new.stop
+        first, end = new.start, min(new.stop, *(len(table) for table in request.tables.values()))
         taken, places, end = self._place(request, first, end)
         if end <= first:
             self._note("a save waits: no slot is reserved")
-            if request.over and time.monotonic() > request.over:
-                self._note("a save was given up: no slot was reserved in time")
-                request.tables = {}
+            late = request.over is not None and time.monotonic() > request.over
+            request.tables = {} if late else dict(request.tables)
             return
         number = next(self._numbers)
         self._saves.append(Save(number, req_id, places, end - first))
@@ -339,6 +361,7 @@ class Planner:
         self._being_saved.update(ticket.keys)
         request.saving.add(number)
         request.saved = end
+        request.tables = dict(request.tables) if end < new.stop else {}
         self._note("blocks being saved", end - first)
 
     def _place(
@@ -377,6 +400,7 @@ class Planner:
         """The pages have been read; the commit takes a little longer."""
         self._committing.append(ticket)
         if ticket.failed:
+            ticket.request.saved = None
             self.leader.drop(writing, "a worker could not write it")
         else:
             self.leader.commit(writing)
