@@ -132,6 +132,7 @@ def test_pages_that_are_taken_away_are_not_read_afterwards(daemon, way):
         toy.give(run)
         toy.settle()
         assert toy.run(PROMPT).loaded in (0, 10)  # the copy had begun, or was given up
+        toy.settle()
         assert toy.run(PROMPT).loaded == 10
     wait_until(lambda: held(daemon) == 0)
 
