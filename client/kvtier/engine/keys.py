@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, root, token_array
 from kvtier.abi.spec import FieldError
 from kvtier.errors import InvalidArgument
+from kvtier.types import ROOT_PARENT
+
+_KEY: Final = np.dtype((np.void, KEY_BYTES))
 
 
 class KeyChain(ABC):
@@ -47,9 +52,13 @@ class KeyChain(ABC):
     def key(self, block: int) -> bytes:
         return self.span(block, block + 1)
 
-    def parent(self, first: int) -> bytes | None:
-        """The key of the block before ``first``; None: that is a root."""
-        return self.key(first - 1) if first else None
+    def pick(self, blocks: Sequence[int]) -> bytes:
+        """The keys of these blocks, packed."""
+        return np.frombuffer(self._keys, _KEY)[blocks].tobytes() if blocks else b""
+
+    def parents(self, blocks: Sequence[int]) -> bytes:
+        """The keys of the blocks before these ones, packed; zeros before the first."""
+        return np.frombuffer(ROOT_PARENT + self._keys, _KEY)[blocks].tobytes() if blocks else b""
 
 
 class _OfTokens(KeyChain):

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import islice
+from typing import Final, TypeAlias
+
+import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
@@ -29,6 +32,7 @@ from kvtier.reading import MAX_KEYS
 from kvtier.session import Backoff
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
+from kvtier.wire import split_keys
 
 START_S: Final = 5.0
 """How long a connector's start waits for the daemon; afterwards the engine runs, and kvtier is tried on."""
@@ -61,28 +65,29 @@ class Reserved:
         return self.lease.cache.session_number != self.lease.binding.session
 
 
-Slot = tuple[Reserved, int]
-"""A lease, and the index there."""
+Slots: TypeAlias = list[tuple[Reserved, list[int]]]
+"""By lease, indices there."""
 
 
 @dataclass(slots=True)
 class Taken:
-    """Slots for blocks of one group."""
+    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a zero parent is none."""
 
     group: int
     keys: bytes
-    parents: Sequence[bytes | None]
-    at: Sequence[Slot]
+    parents: bytes
+    at: Slots
 
     def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
         """The same for the workers, a value a lease."""
-        by_lease: dict[Reserved, tuple[list[int], list[int]]] = {}
-        for (reserved, index), page in zip(self.at, pages, strict=True):
-            slots, there = by_lease.setdefault(reserved, ([], []))
-            slots.append(reserved.lease.slots[index])
-            there.append(page)
+        rest = iter(pages)
         return tuple(
-            Placed(reserved.ticket, tuple(slots), tuple(there)) for reserved, (slots, there) in by_lease.items()
+            Placed(
+                reserved.ticket,
+                tuple([reserved.lease.slots[index] for index in indices]),
+                tuple(islice(rest, len(indices))),
+            )
+            for reserved, indices in self.at
         )
 
 
@@ -148,34 +153,44 @@ class Leader:
         """How many of the blocks there are by the fastest tier that they are in, in the first group."""
         cache = self._cache
         found = None if cache is None else cache.reader.locate(keys[: MAX_KEYS * KEY_BYTES], self._full[0])
-        residency = b"" if found is None else bytes(found.residency)
-        host = sum(1 for tiers in residency if tiers & (Tier.DEVICE.bit | Tier.HOST.bit))
-        return {"host": host, "disk": sum(1 for tiers in residency if tiers) - host}
+        if found is None:
+            return {"host": 0, "disk": 0}
+        residency = np.frombuffer(bytes(found.residency), np.uint8)
+        host = int(np.count_nonzero(residency & (Tier.DEVICE.bit | Tier.HOST.bit)))
+        return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
 
-    def take(self, group: int, count: int) -> list[Slot]:
-        """Slots of a group that are reserved already: ``count``, or as many as there are."""
-        taken: list[Slot] = []
+    def take(self, group: int, count: int) -> tuple[Slots, int]:
+        """Slots of a group that are reserved already, and how many: ``count``, or as many as there are."""
+        taken: Slots = []
+        left = count
         for reserved in self._live(group):
-            while reserved.free and len(taken) < count:
-                taken.append((reserved, reserved.free.popleft()))
-        if len(taken) < count:
+            some = [reserved.free.popleft() for _ in range(min(left, len(reserved.free)))]
+            if some:
+                taken.append((reserved, some))
+                left -= len(some)
+        if left:
             self._target[group] = min(2 * max(self._target[group], count), _MOST_AHEAD)
         self._look()
-        return taken
+        return taken, count - left
 
-    def give_back(self, taken: Sequence[Slot]) -> None:
-        """Slots that nothing was placed in."""
-        for reserved, index in taken:
-            reserved.free.appendleft(index)
+    def give_back(self, taken: Slots, keep: int = 0) -> Slots:
+        """Slots that nothing was placed in: all but the first ``keep``, which it returns."""
+        kept: Slots = []
+        for reserved, indices in taken:
+            reserved.free.extendleft(reversed(indices[keep:]))
+            if indices[:keep]:
+                kept.append((reserved, indices[:keep]))
+            keep = max(0, keep - len(indices))
+        return kept
 
     def commit(self, writing: Writing) -> None:
         """All ranks have written: it is committed soon. ``writing.done`` is set when that has ended."""
         self._written.append(writing)
         self._look()
 
-    def drop(self, writing: Writing, reason: str) -> None:
-        """A rank could not write: the slots are free for other blocks."""
-        self.complaints.add(f"a save was dropped: {reason}")
+    def drop(self, writing: Writing) -> None:
+        """A rank could not write, or the pages were taken away: the slots are free for other blocks."""
+        self.complaints.note("saves that were dropped")
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
@@ -358,20 +373,17 @@ class Leader:
             writing.done.set()
 
     async def _commit_group(self, writing: Writing, taken: Taken) -> None:
-        start = 0
-        while start < len(taken.at):
-            reserved = taken.at[start][0]
-            stop = start
-            while stop < len(taken.at) and taken.at[stop][0] is reserved:
-                stop += 1
+        keys, parents, start = taken.keys, split_keys(taken.parents), 0
+        for reserved, indices in taken.at:
+            stop = start + len(indices)
             results = await reserved.lease.commit(
-                taken.keys[start * KEY_BYTES : stop * KEY_BYTES],
-                parents=taken.parents[start:stop],
-                at=[index for _, index in taken.at[start:stop]],
+                keys[start * KEY_BYTES : stop * KEY_BYTES],
+                parents=parents[start:stop],
+                at=indices,
                 hold=False,
                 timeout=CALL_S,
             )
-            for (_, index), result in zip(taken.at[start:stop], results, strict=True):
+            for index, result in zip(indices, results, strict=True):
                 self.complaints.note(f"commit {result.name.lower()}")
                 if result in _STAYS_BLANK:
                     writing.missing_parent = True
@@ -385,7 +397,7 @@ class Leader:
     async def _give_up(self, writing: Writing) -> None:
         """Whether its slots hold blocks is not known: their leases end."""
         for taken in writing.taken:
-            for reserved in {id(each): each for each, _ in taken.at}.values():
+            for reserved, _ in taken.at:
                 await self._end(taken.group, reserved)
 
     async def _end(self, group: int, reserved: Reserved) -> None:

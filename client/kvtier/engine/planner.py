@@ -156,7 +156,7 @@ class Planner:
         keys, pages = {}, {}
         for group, table in tables.items():
             wanted = [block for block in self._needed(group, request.first, end) if table[block] != NO_PAGE]
-            keys[group] = b"".join(map(request.chain.key, wanted))
+            keys[group] = request.chain.pick(wanted)
             pages[group] = tuple(table[block] for block in wanted)
         waits = not self.is_async(req_id) if sync is None else sync
         number = next(self._numbers)
@@ -217,11 +217,10 @@ class Planner:
             return
         self._drop_loads(req_id, request)
         self._drop_saves(req_id, request)
-        for number in request.saving | request.loading:
-            for group, pages in self._tickets[number].pages.items():
+        for ticket in [self._tickets[number] for number in request.saving | request.loading]:
+            ticket.cancelled = True  # the pages may change before anybody is told to flush
+            for group, pages in ticket.pages.items():
                 self._flush[group] |= set(pages) - {NO_PAGE}
-        for number in request.loading:
-            self._tickets[number].cancelled = True
         request.loading.clear()
         self._unpin(request)
         request.tables, request.complete, request.saved = {}, 0, None
@@ -270,8 +269,14 @@ class Planner:
                 if not request.over:
                     loaded.add(ticket.name)
         self._look_at_commits()
+        now = time.monotonic()
         for req_id, request in list(self._requests.items()):
-            if request.over and not (request.saving or request.loading or self._unsaved(request)):
+            if request.over is None or request.saving or request.loading:
+                continue
+            unsaved = self._unsaved(request)
+            if unsaved and now > request.over:
+                self._note("blocks given up: no slot was reserved in time", len(unsaved))
+            if not unsaved or now > request.over:
                 saved.add(req_id)
                 self._remove(req_id)
         return Completed(
@@ -350,8 +355,7 @@ class Planner:
         taken, places, end = self._place(request, first, end)
         if end <= first:
             self._note("a save waits: no slot is reserved")
-            late = request.over is not None and time.monotonic() > request.over
-            request.tables = {} if late else dict(request.tables)
+            request.tables = dict(request.tables)
             return
         number = next(self._numbers)
         self._saves.append(Save(number, req_id, places, end - first))
@@ -372,18 +376,17 @@ class Planner:
             group: [block for block in range(first, end) if table[block] != NO_PAGE]
             for group, table in request.tables.items()
         }
-        slots = {group: self.leader.take(group, len(blocks)) for group, blocks in wanted.items()}
+        slots = {}
         for group, blocks in wanted.items():
-            if len(slots[group]) < len(blocks):
-                end = min(end, blocks[len(slots[group])])
+            slots[group], count = self.leader.take(group, len(blocks))
+            end = min(end, blocks[count]) if count < len(blocks) else end
         taken: list[Taken] = []
         places: dict[int, tuple[Placed, ...]] = {}
         for group, blocks in wanted.items():
             kept = [block for block in blocks if block < end]
-            self.leader.give_back(slots[group][len(kept) :])
+            at = self.leader.give_back(slots[group], keep=len(kept))
             if kept:
-                keys, parents = b"".join(map(request.chain.key, kept)), [request.chain.parent(block) for block in kept]
-                taken.append(Taken(group, keys, parents, slots[group][: len(kept)]))
+                taken.append(Taken(group, request.chain.pick(kept), request.chain.parents(kept), at))
                 places[group] = taken[-1].placed([request.tables[group][block] for block in kept])
         return tuple(taken), places, end
 
@@ -399,9 +402,9 @@ class Planner:
     def _written(self, ticket: _Ticket, writing: Writing) -> None:
         """The pages have been read; the commit takes a little longer."""
         self._committing.append(ticket)
-        if ticket.failed:
+        if ticket.failed or ticket.cancelled:
             ticket.request.saved = None
-            self.leader.drop(writing, "a worker could not write it")
+            self.leader.drop(writing)
         else:
             self.leader.commit(writing)
 
