@@ -23,7 +23,8 @@ while the slot's bytes are READY, odd while they are being written or mean nothi
 generation (odd: a miss), use the bytes, read it again; a change is a miss and what was read is void. This order of
 loads and stores holds by itself on x86-64; other processors need a barrier on either side of the copy.
 
-**Owners.** One u64 a slot: the id of the session that leases it, to write or, the last of several, to read; 0 = nobody.
+**Owners.** One u64 a slot: the id of the session that leases it, to write or, the last of several, to read; 0 = nobody,
+2^64 - 1 = several to write.
 A restarted daemon reads them.
 
 **Records.** What each slot holds, for a restarted daemon. Clients find blocks by the key index or ask the daemon.

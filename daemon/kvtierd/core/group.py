@@ -147,9 +147,9 @@ class GroupState:
         ledger.own(slots, session)
         return slots
 
-    def disown(self, tier: Tier, slots: list[SlotId]) -> None:
-        """Whoever wrote these slots has no part in them any more."""
-        self.ledgers[tier].own(slots, None)
+    def disown(self, tier: Tier, slot: SlotId) -> None:
+        """Whoever wrote the slot has no part in it any more."""
+        self.ledgers[tier].own((slot,), None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""

@@ -40,7 +40,6 @@ class Holding:
         results: list[BlockResult] = []
         used: list[Block] = []
         made: list[Block] = []
-        unheld: list[SlotId] = []
         for slot, key, parent_key, priority, duration_ms, label in items:
             block = state.index.get(key)
             if block is not None:
@@ -55,20 +54,17 @@ class Holding:
             else:
                 block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, COMMIT)
                 made.append(block)
-                writers = lease.writers(slot)
-                holders = [one for one in writers if hold or one is not lease]
-                for one in writers:
-                    del one.blank[slot]
-                for one in holders:
-                    one.held[block] = state.hold(block, tier, one.session)
+                if not hold:
+                    del lease.blank[slot]
+                    state.disown(tier, slot)
+                for writer in lease.writers(slot):
+                    del writer.blank[slot]
+                    writer.held[block] = state.hold(block, tier, writer.session)
                     if self._sliding:
-                        self._slide(one, block)
-                if not holders:
-                    unheld.append(slot)
+                        self._slide(writer, block)
                 results.append(OK)
             used.append(block)
         self._background.committed(made)
-        state.disown(tier, unheld)
         state.touch(reversed(used))
         return tuple(results)
 
