@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.event_hashes import event_hashes
-from kvtier.abi.key_index import Found, IndexReader
+from kvtier.abi.key_index import Asked, Found, IndexReader, Presence
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.errors import InvalidArgument
@@ -202,7 +202,13 @@ class Chains:
         return self._spans[group] > 0
 
     def find(self, keys: bytes, group: int) -> Found:
-        found = self._index.find(keys, group)
+        return self._counting(self._index.find(keys, group))
+
+    def presence(self, keys: bytes, group: int) -> Presence:
+        return self._counting(self._index.presence(keys, group))
+
+    def _counting(self, found: Asked) -> Asked:
+        """Of what was found that which counts."""
         if self._bits is None:
             return found
         return replace(found, residency=found.residency & self._bits, sure=np.ones_like(found.sure))
@@ -214,13 +220,13 @@ class Chains:
             return Window(self._look_up(keys, group), self._spans[group], bound).unbroken(bound)
         if self._bits is None:
             return self._index.prefix_length(keys, group)
-        return count_leading(self.find(keys, group).residency != 0)
+        return count_leading(self.presence(keys, group).residency != 0)
 
     def match(self, keys: bytes, group: int) -> Match | None:
         as_of, bound = self._as_of(), self.prefix_length(keys, group)
         if bound is None:
             return None
-        found = self.find(keys[: bound * KEY_BYTES], group)
+        found = self.presence(keys[: bound * KEY_BYTES], group)
         here = Window(
             lambda start, stop: (found.residency[start:stop], found.sure[start:stop]), self._spans[group], bound
         )
@@ -248,6 +254,10 @@ class Chains:
             if all(all(span.residency) for span in found):
                 return AcrossMatch(length, found, as_of)
         return None
+
+    def probe(self, keys: bytes, group: int) -> bytes | None:
+        found = self.presence(keys, group)
+        return found.residency.tobytes() if found.sure.all() else None
 
     def locate(self, keys: bytes, group: int) -> Locations | None:
         found = self.find(keys, group)
@@ -288,13 +298,13 @@ class Chains:
         return tuple(
             GroupSpan(group, first_block(length, span), windows[group].residency(length))
             if span
-            else GroupSpan(group, 0, self.find(keys[: length * KEY_BYTES], group).residency.tobytes())
+            else GroupSpan(group, 0, self.presence(keys[: length * KEY_BYTES], group).residency.tobytes())
             for group, span in enumerate(self._spans)
         )
 
     def _look_up(self, keys: bytes, group: int) -> LookUp:
         def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-            found = self.find(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
+            found = self.presence(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
             return found.residency, found.sure
 
         return look_up

@@ -114,6 +114,9 @@ class Reader:
     def length_across(self, keys: bytes) -> int | None:
         return self._look_up(keys, lambda chains: chains.length_across(keys))
 
+    def probe(self, keys: bytes, group: int) -> bytes | None:
+        return self._look_up(keys, lambda chains: chains.probe(keys, group))
+
     def locate(self, keys: bytes, group: int) -> Locations | None:
         return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 

@@ -83,6 +83,19 @@ class GroupVerbs:
         reply = await self._ask_match(packed, timeout)
         return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event))
 
+    async def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
+        """The residency of each key by itself, one byte each, 0 = absent; a key may come twice. No side effect."""
+        packed = packed_keys(keys)
+        await in_turn(timeout)
+        found = self.reader.probe(packed, self.group)
+        if found is not None:
+            return found
+        each = split_keys(packed)
+        once = list(dict.fromkeys(each))
+        reply = await self._ask_locate(b"".join(once), timeout)
+        residency = dict(zip(once, reply.residency, strict=True))
+        return bytes(residency[key] for key in each)
+
     async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         """Tier, slot and generation of each key. No side effect."""
         packed = packed_keys(keys)
@@ -91,9 +104,7 @@ class GroupVerbs:
         if found is not None:
             return found
 
-        self.reader.count(calls=1)
-        request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
-        reply = await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))
+        reply = await self._ask_locate(packed, timeout)
         return Locations(
             np.frombuffer(reply.residency, dtype=np.uint8),
             np.array(reply.device_slots, dtype=np.uint32),
@@ -210,6 +221,11 @@ class GroupVerbs:
         request = blocks_pb2.PinRequest(group=self.group, tier=tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Pin, request, self._deadline(timeout))
         return [BlockResult(result) for result in reply.results]
+
+    async def _ask_locate(self, packed: bytes, timeout: float | None) -> blocks_pb2.LocateResponse:
+        self.reader.count(calls=1)
+        request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
+        return await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))
 
     async def _ask_match(self, packed: bytes, timeout: float | None) -> blocks_pb2.MatchResponse:
         self.reader.count(calls=1)

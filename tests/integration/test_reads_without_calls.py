@@ -52,8 +52,12 @@ async def test_lookups_say_what_the_daemon_says(cache, client):
             places = await raw.locate(part)
             raw.arena.stale = True
             assert places == await cache.locate(part)
-            assert raw.reads.calls == before + 2
-    assert cache.reads == ReadCounts(lookups=18)
+            each = [*part, *reversed(part)]
+            probed = await raw.probe(each)
+            raw.arena.stale = True
+            assert probed == await cache.probe(each) == bytes(place.residency for place in [*places, *places[::-1]])
+            assert raw.reads.calls == before + 3
+    assert cache.reads == ReadCounts(lookups=24)
     assert (await cache.match(keys)).as_of.id == (await client.stats()).last_event_id
 
 
@@ -194,11 +198,12 @@ def test_the_synchronous_client_reads_in_the_calling_thread(daemon, name):
         assert cache.prefix_length(keys) == 6
         assert cache.match([*keys, bytes(32)]).residency == b"\2" * 6
         assert [place.residency for place in cache.locate(keys)] == [2] * 6
+        assert cache.probe([bytes(32), *keys[3:]]) == b"\0\2\2\2"
         assert_bytes(keys, cache.get([*keys, bytes(32)]))
         out = [np.zeros(BLOCK_BYTES, np.uint8) for _ in keys]
         assert all(filled is given for filled, given in zip(cache.get(keys, out), out, strict=True))
         assert_bytes(keys, out)
-        assert (cache.reads.lookups, cache.reads.hits, cache.reads.misses, cache.reads.calls) == (3, 12, 1, 0)
+        assert (cache.reads.lookups, cache.reads.hits, cache.reads.misses, cache.reads.calls) == (4, 12, 1, 0)
         cache.thread.run = run  # type: ignore[method-assign]
         cache.move(keys[4:], Tier.DISK)
         out = [np.zeros(BLOCK_BYTES, np.uint8) for _ in keys]

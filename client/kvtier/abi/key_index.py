@@ -49,7 +49,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,9 @@ _FEW: Final = 12
 """Below so many keys the overhead of numpy's calls is more than what they save."""
 _MANY: Final = 1024
 """Keys looked up at a time: their buckets stay in the processor's caches."""
+
+
+Asked = TypeVar("Asked", bound="Presence")
 
 
 class Homes(NamedTuple):
@@ -160,25 +163,35 @@ ABSENT: Final = Entry()
 
 
 @dataclass(slots=True, frozen=True)
-class Found:
-    """Where many blocks are, as in :class:`Entry`, one element each; ``sure`` False: ask the daemon."""
+class Presence:
+    """Which of many blocks are there: the residency of each, 0 = absent; ``sure`` False: ask the daemon."""
 
     residency: NDArray[np.uint8]
+    sure: NDArray[np.bool_]
+
+    @classmethod
+    def nothing(cls, count: int, *, sure: bool) -> Self:
+        return cls(np.zeros(count, np.uint8), np.full(count, sure))
+
+
+@dataclass(slots=True, frozen=True)
+class Found(Presence):
+    """Where many blocks are, as in :class:`Entry`, one element each."""
+
     host_slots: NDArray[np.uint32]
     host_generations: U64
     device_slots: NDArray[np.uint32]
     device_generations: U64
-    sure: NDArray[np.bool_]
 
     @classmethod
-    def nothing(cls, count: int, *, sure: bool) -> Found:
+    def nothing(cls, count: int, *, sure: bool) -> Self:
         return cls(
             np.zeros(count, np.uint8),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint64),
-            np.zeros(count, np.uint32),
-            np.zeros(count, np.uint64),
             np.full(count, sure),
+            np.zeros(count, np.uint32),
+            np.zeros(count, np.uint64),
+            np.zeros(count, np.uint32),
+            np.zeros(count, np.uint64),
         )
 
 
@@ -229,7 +242,10 @@ class IndexReader:
         self._base = self._buckets.base
         self._whole = self._buckets.whole.reshape(-1)
         self._lines: NDArray[np.void] = self._whole.view(f"V{ENTRIES_OFFSET}")
-        self._entry_words = [self._whole[ENTRIES_OFFSET // 8 + word :] for word in range(_ENTRY_WORDS)]
+        entries = self._whole[ENTRIES_OFFSET // 8 :]
+        self._keys: NDArray[np.void] = np.ndarray(len(entries) - _ENTRY_WORDS + 1, _KEY, entries, strides=(8,))
+        self._entry_words = [entries[word:] for word in (4, 5, 6)]
+        """Generations on host and device, and both slots."""
 
     def shown(self) -> Shown:
         """The last event whose effect the index shows."""
@@ -269,9 +285,16 @@ class IndexReader:
 
     def find(self, keys: bytes | memoryview, group: int) -> Found:
         """Where many blocks are. ``keys``: packed."""
+        return self._find(Found, keys, group)
+
+    def presence(self, keys: bytes | memoryview, group: int) -> Presence:
+        """Which of many blocks are there. ``keys``: packed."""
+        return self._find(Presence, keys, group)
+
+    def _find(self, asked: type[Asked], keys: bytes | memoryview, group: int) -> Asked:
         count = len(keys) // KEY_BYTES
         unindexed = read_unindexed(self._words)
-        found = Found.nothing(count, sure=unindexed == 0)
+        found = asked.nothing(count, sure=unindexed == 0)
         unstable: Iterable[int] = range(count)
         if count >= _FEW:
             words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
@@ -280,16 +303,17 @@ class IndexReader:
         for row in unstable:
             entry = self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group, unindexed)
             found.sure[row] = entry is not None
-            (
-                found.residency[row],
-                found.host_slots[row],
-                found.host_generations[row],
-                found.device_slots[row],
-                found.device_generations[row],
-            ) = entry or ABSENT
+            found.residency[row], *where = entry or ABSENT
+            if isinstance(found, Found):
+                (
+                    found.host_slots[row],
+                    found.host_generations[row],
+                    found.device_slots[row],
+                    found.device_generations[row],
+                ) = where
         return found
 
-    def _find_some(self, found: Found, words: U64, group: int, start: int) -> list[int]:
+    def _find_some(self, found: Presence, words: U64, group: int, start: int) -> list[int]:
         """Looks for the keys from ``start`` on, in their second bucket only where they are not in the first.
 
         Returns: rows whose bucket was being written.
@@ -303,7 +327,9 @@ class IndexReader:
             unstable += self._probe_many(found, rows[missing], keys[missing], tags[missing], second[missing], group)
         return unstable
 
-    def _probe_many(self, found: Found, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int) -> list[int]:
+    def _probe_many(
+        self, found: Presence, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int
+    ) -> list[int]:
         """Looks for each key in one bucket; ``rows``: where its answer goes. Returns those that were being written."""
         starts = at * _BUCKET_WORDS
         # What first touches a line of memory does nothing else: so many of these wait for memory at once.
@@ -314,14 +340,11 @@ class IndexReader:
         tiers = heads.view("u1")[some * ENTRIES_OFFSET + TIERS_OFFSET + numbers]
         groups = heads.view("<u2")[some * (ENTRIES_OFFSET // 2) + GROUPS_OFFSET // 2 + numbers]
         places = starts[some] + numbers * _ENTRY_WORDS
-        words = self._entry_words
-        first, slots = words[0][places], words[6][places].view("<u4").reshape(-1, 2)
-        wanted = keys.T
-        right = first == wanted[0][some]
-        for word in (1, 2, 3):
-            right &= words[word][places] == wanted[word][some]
+        its, wanted = self._keys[places], keys.view(_KEY).reshape(-1)[some]
+        right = (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
         right &= (groups == group) & (tiers != 0)
-        to, host, device = rows[some], words[4][places], words[5][places]
+        to, words = rows[some], self._entry_words
+        where = [word[places] for word in words] if isinstance(found, Found) else []
         after = self._whole[starts]
         unstable: list[int] = []
         if after.tobytes() != before.tobytes() or np.bitwise_or.reduce(before) & _ONE:
@@ -329,13 +352,12 @@ class IndexReader:
             unstable = rows[~stable].tolist()
             right &= stable[some]
         if not right.all():
-            to, tiers, host, device, slots = to[right], tiers[right], host[right], device[right], slots[right]
+            to, tiers, where = to[right], tiers[right], [column[right] for column in where]
         found.residency[to] = tiers
-        found.host_generations[to] = host
-        found.device_generations[to] = device
-        found.host_slots[to] = slots[:, 0]
-        found.device_slots[to] = slots[:, 1]
         found.sure[to] = True
+        if isinstance(found, Found):
+            found.host_generations[to], found.device_generations[to], slots = where
+            found.host_slots[to], found.device_slots[to] = slots.view("<u4").reshape(-1, 2).T
         return unstable
 
     def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> Entry | None:
@@ -363,6 +385,7 @@ class IndexReader:
         return None
 
 
+_KEY: Final = np.dtype(f"V{KEY_BYTES}")
 _ONE: Final = np.uint64(1)
 _TAGS: Final = slice(TAGS_OFFSET // 4, TAGS_OFFSET // 4 + BUCKET_ENTRIES)
 

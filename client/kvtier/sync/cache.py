@@ -307,6 +307,12 @@ class Cache(Twin[cache.Cache]):
         found = self.inner.reader.match(packed, self.group)
         return _or_ask(self.thread, found, lambda: self.inner.match(packed, timeout=timeout))
 
+    @like(cache.Cache.probe)
+    def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
+        packed = _asked(self.thread, keys, timeout)
+        found = self.inner.reader.probe(packed, self.group)
+        return _or_ask(self.thread, found, lambda: self.inner.probe(packed, timeout=timeout))
+
     @like(cache.Cache.locate)
     def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         packed = _asked(self.thread, keys, timeout)

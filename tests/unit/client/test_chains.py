@@ -66,6 +66,7 @@ def test_lookups_answer_as_defined(held: tuple[set[int], ...], length: int) -> N
         places = index.chains.locate(packed, group)
         assert places is not None
         assert [place.host_slot for place in places] == [n if n in held[group] else None for n in range(length)]
+        assert index.chains.probe(packed, group) == bytes(place.residency for place in places)
     across = index.chains.match_across(packed)
     assert across is not None
     blocks = longest(dict(enumerate(held)), length)
@@ -93,13 +94,13 @@ def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
 
 def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
     index = Index([set(), set(range(8)), set()])
-    reader, find = index.chains._index, index.chains._index.find
+    reader, find = index.chains._index, index.chains._index.presence
 
     class Leaving:
         prefix_length = reader.prefix_length
         shown = reader.shown
 
-        def find(self, keys: bytes, group: int) -> object:
+        def presence(self, keys: bytes, group: int) -> object:
             index.put(FULL, 5, 0)
             return find(keys, group)
 
