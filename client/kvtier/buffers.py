@@ -228,9 +228,9 @@ def of_cpu(rows: Rows | PrefixRows) -> Sequence[Bytes]:
 
 
 def picked(rows: Rows, some: NDArray[np.intp]) -> Rows:
-    """The rows with these numbers, not copied."""
-    if len(some) == len(rows):
-        return rows
+    """The rows with these numbers, which rise; not copied."""
+    if len(some) and some[-1] - some[0] == len(some) - 1:
+        return rows[some[0] : some[-1] + 1]
     return rows[some] if isinstance(rows, Pages) else [rows[at] for at in some.tolist()]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, overload
 
 from kvtier import buffers, copies
@@ -293,8 +292,9 @@ class Cache(GroupVerbs):
     ) -> list[BlockResult]:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
-        More than half a tier, or than 1,024 blocks, goes in pieces, each with its ``timeout``. If the parent of a piece
-        is evicted meanwhile, the rest is PARENT_MISSING: an :meth:`acquire` of the parent holds it.
+        Where the cache is mapped, blocks that are stored already are not copied again. More than half a tier, or than
+        1,024 blocks, goes in pieces, each with its ``timeout``. If a parent is evicted meanwhile, it goes on once from
+        the first block that is missing then; the rest is PARENT_MISSING. :meth:`acquire` holds a parent.
 
         Args:
             blocks: an array or tensor a key, of :attr:`block_bytes`, or one whose first axis is the block.
@@ -350,7 +350,7 @@ class Cache(GroupVerbs):
         await in_turn(timeout)
         read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)
         await buffers.run_copy(read.copy, read.nbytes, waits=read.waits)
-        return await _delivered(out, await self.end_get(read, targets, tier, verify, timeout))
+        return await copies.delivered(out, await self.end_get(read, targets, tier, verify, timeout))
 
     def begin_get(
         self, packed: bytes, out: Blocks | None, tier: Tier | None, *, in_cpu: bool = False
@@ -407,7 +407,7 @@ class Cache(GroupVerbs):
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
         place = self.lease_tier(tier)
-        return await _delivered(out, await self._get(self._streamed, place, chain, targets, timeout))
+        return await copies.delivered(out, await self._get(self._streamed, place, chain, targets, timeout))
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
@@ -485,9 +485,13 @@ class Cache(GroupVerbs):
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
         sources = buffers.readable(blocks, len(chain), self.block_bytes, reach)
-        whole = copies.Piece(chain, sources, parent, kept, prompt)
+        whole = copies.Piece.whole(chain, sources, parent, kept, prompt)
         place = self.lease_tier(tier)
-        return await copies.put(self.slots(place), way, place, whole, timeout)
+        return await copies.put(self.slots(place), way, place, whole, self.absent, timeout)
+
+    def absent(self, chain: Sequence[bytes]) -> Sequence[int] | None:
+        """See :data:`kvtier.copies.Absent`."""
+        return self.reader.absent(b"".join(chain), self.group)
 
     def _require_writable(self) -> None:
         if not self._binder.write:
@@ -505,13 +509,3 @@ class Cache(GroupVerbs):
         place = self.lease_tier(tier)
         self._require_mapped(place)
         return await self._holdings.reserve(self, place, count, timeout)
-
-
-async def _delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
-    """What the caller gets: the arrays that it gave, filled, or else the rows."""
-    if out is None:
-        return rows
-    late = buffers.late(out, rows)
-    if late:
-        await buffers.run_copy(partial(buffers.fill, late), sum(len(row) for _, row, _ in late))
-    return [row if row is None else block for block, row in zip(out, rows, strict=False)]

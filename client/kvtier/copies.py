@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -16,7 +17,7 @@ from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
 from kvtier.arrays import Bytes
-from kvtier.buffers import PrefixRows, Rows, of_cpu
+from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
 from kvtier.lease import Owner, ReadLease
 from kvtier.memory.gpu import PASSED
@@ -25,7 +26,7 @@ from kvtier.retention import BlockRetention
 from kvtier.session import Deadline, Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
-from kvtier.wire import packed_keys, tier_to_wire
+from kvtier.wire import packed_keys, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     from kvtier.chains import Prompt
@@ -38,17 +39,31 @@ MAX_PIECE: Final = 1_024
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """A chain, or consecutive keys of one, to be stored. ``blocks``: flat, one a key. ``parent``: the first one's."""
+    """A chain, or some keys of one, to be stored. ``blocks``: flat, one a key, as all but the prompt."""
 
     chain: Sequence[bytes]
     blocks: Rows
-    parent: bytes | None
+    parents: Sequence[bytes]
     kept: BlockRetention
     prompt: Prompt | None
 
-    def part(self, start: int, end: int) -> Piece:
-        parent = self.chain[start - 1] if start else self.parent
-        return Piece(self.chain[start:end], self.blocks[start:end], parent, self.kept[start:end], self.prompt)
+    @classmethod
+    def whole(
+        cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
+    ) -> Piece:
+        """Of a chain. ``parent``: the first one's. Raises :class:`kvtier.errors.InvalidArgument`."""
+        first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
+        return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
+
+    def only(self, places: Sequence[int]) -> Piece:
+        """The keys at these places."""
+        return Piece(
+            [self.chain[place] for place in places],
+            buffers.picked(self.blocks, np.array(places, np.intp)),
+            [self.parents[place] for place in places],
+            self.kept.only(places),
+            self.prompt,
+        )
 
 
 class Way(Protocol):
@@ -114,19 +129,40 @@ def pieces(slots: int, way: Way) -> int:
     return max(1, min(slots // 2, way.max_blocks))
 
 
-async def put(slots: int, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
+Absent: TypeAlias = "Callable[[Sequence[bytes]], Sequence[int] | None]"
+"""Of a chain, the places of the keys that are to be stored; None: only the daemon can tell."""
+
+
+async def put(
+    slots: int, way: Way, tier: Tier, whole: Piece, absent: Absent, timeout: float | None
+) -> list[BlockResult]:
     """See :meth:`kvtier.cache.Cache.put`; ``slots``: of the tier."""
     step, count = pieces(slots, way), len(whole.chain)
-    results: list[BlockResult] = []
-    for start in range(0, count, step):
-        piece = whole.part(start, min(start + step, count))
-        try:
-            results += await way.store(tier, piece, timeout)
-        except LeaseLost:
-            results += await way.store(tier, piece, timeout)  # the caller's arrays are still good
-        if results[-1] is BlockResult.PARENT_MISSING:
+    results, again = [BlockResult.EXISTS] * count, True
+    places = absent(whole.chain)
+    left = deque(range(count) if places is None else places)
+    while left:
+        places = [left.popleft() for _ in range(min(step, len(left)))]
+        stored = await _stored(way, tier, whole.only(places), timeout)
+        for place, result in zip(places, stored, strict=True):
+            results[place] = result
+        if stored[-1] is not BlockResult.PARENT_MISSING:
+            continue
+        orphan = places[stored.index(BlockResult.PARENT_MISSING)]
+        lost = absent(whole.chain) if again and orphan else None  # the first one's parent is not the caller's to store
+        if lost is None:
+            results[orphan:] = [BlockResult.PARENT_MISSING] * (count - orphan)
             break
-    return results + [BlockResult.PARENT_MISSING] * (count - len(results))
+        results[orphan:] = [BlockResult.EXISTS] * (count - orphan)
+        left, again = deque(lost), False
+    return results
+
+
+async def _stored(way: Way, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+    try:
+        return await way.store(tier, piece, timeout)
+    except LeaseLost:
+        return await way.store(tier, piece, timeout)  # the caller's arrays are still good
 
 
 async def get(
@@ -147,6 +183,16 @@ async def get(
         if slots is None:
             break
     return found
+
+
+async def delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
+    """What the caller gets: the arrays or pages that it gave, filled, or else the rows."""
+    if out is None:
+        return rows
+    late = buffers.late(out, rows)
+    if late:
+        await buffers.run_copy(partial(buffers.fill, late), sum(len(row) for _, row, _ in late))
+    return [row if row is None else block for block, row in zip(out, rows, strict=False)]
 
 
 PutCall = StreamUnaryCall[transfer_pb2.PutChunk, transfer_pb2.PutResponse]
@@ -170,7 +216,7 @@ class Streamed:
     async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
         """Sends a piece and has it stored."""
         keys = b"".join(piece.chain)
-        parents = packed_keys([ROOT_PARENT if piece.parent is None else piece.parent, *piece.chain[:-1]], "parent")
+        parents = b"".join(piece.parents)
         blocks = await _gathered(piece.blocks)
         checksums = await _checksums(blocks)
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()

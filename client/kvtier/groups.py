@@ -12,12 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder, Binding
-from kvtier.buffers import Blocks, Rows, of_cpu
+from kvtier.buffers import Blocks, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import copied_out
 from kvtier.errors import InvalidArgument, KvtierError, TooShort, chain_error
@@ -46,10 +45,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class AcrossBlocks:
-    """The arrays of a prefix of ``blocks`` blocks: by window group, those of its last ``len(groups[group])`` blocks."""
+    """A prefix of ``blocks`` blocks: by window group, the arrays of its last ``len(groups[group])`` blocks, or the
+    numbers of the pages that were filled."""
 
     blocks: int
-    groups: Mapping[int, list[NDArray[Any]]]
+    groups: Mapping[int, list[Any]]
+
+    def given(self, out: Mapping[int, Blocks] | None, group: int) -> Blocks | None:
+        """What the caller gave for the blocks of a group; None: nothing."""
+        if out is None or group not in out:
+            return None
+        return out[group][self.blocks - len(self.groups[group]) : self.blocks]
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,8 +77,8 @@ class AcrossRead:
             return None
         if self.asked > self.blocks:
             self.reader.missed_across(self.asked - self.blocks)
-        nothing: dict[int, list[NDArray[Any]]] = {group: [] for group in range(len(self.reader.spec.groups))}
-        return AcrossBlocks(self.blocks, nothing | {read.group: [*of_cpu(read.rows)] for read in self.reads})
+        nothing: dict[int, list[Any]] = {group: [] for group in range(len(self.reader.spec.groups))}
+        return AcrossBlocks(self.blocks, nothing | {read.group: read.rows for read in self.reads})
 
 
 def all_whole(reads: Iterable[Read]) -> bool:
@@ -236,8 +242,9 @@ class AcrossGroups:
             first, step = len(chain) - len(rows), cache.spec.tokens_per_block
             later = retention and retention.after(first, step)
             kept = block_retention(len(rows), step, ranks and ranks[first:], later)
-            piece = copies.Piece(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
-            results[group] = await copies.put(cache.slots(place), cache.way(place), place, piece, timeout)
+            piece = copies.Piece.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
+            way = cache.way(place)
+            results[group] = await copies.put(cache.slots(place), way, place, piece, cache.absent, timeout)
         return results
 
     def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:
@@ -254,38 +261,83 @@ class AcrossGroups:
             for cache in [self._groups[group]]
         }
 
-    async def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
-        """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays.
+    async def get(
+        self,
+        keys: Keys,
+        out: Mapping[int, Blocks] | None = None,
+        *,
+        tier: Tier | None = None,
+        timeout: float | None = None,
+    ) -> AcrossBlocks:
+        """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays, or into ``out``.
 
         Without a call where all of it is in mapped slots, or in ``tier`` if it is given. Else in one piece, so what is
-        longer than the tier has room for comes shorter. Raises :class:`TierFull`, :class:`StaleRead`.
+        longer than the tier has room for comes shorter. ``out``: by group, a block a key, as :meth:`kvtier.Cache.get`
+        takes them; those before a window stay as they are. Raises :class:`TierFull`, :class:`StaleRead`.
         """
         await in_turn(timeout)
-        found = self.begin_get(packed_keys(keys), tier)
-        if found is not None:
-            nbytes, waits = sum(read.nbytes for read in found.reads), any(read.waits for read in found.reads)
-            await buffers.run_copy(found.copy, nbytes, waits=waits)
-            if (blocks := found.result()) is not None:
-                return blocks
+        packed = packed_keys(keys)
+        targets = self.targets(out, len(packed) // KEY_BYTES, tier)
+        read, found = self.begin_get(packed, targets, tier), None
+        if read is not None:
+            nbytes, waits = sum(each.nbytes for each in read.reads), any(each.waits for each in read.reads)
+            await buffers.run_copy(read.copy, nbytes, waits=waits)
+            found = read.result()
+        if found is None:
+            found = await self.end_get(packed, targets, tier, timeout)
+        groups = {group: await copies.delivered(found.given(out, group), rows) for group, rows in found.groups.items()}
+        return AcrossBlocks(found.blocks, groups)
+
+    def targets(self, out: Mapping[int, Blocks] | None, count: int, tier: Tier | None) -> dict[int, Rows]:
+        """Where the caller wants so many blocks, by group. Raises :class:`InvalidArgument`."""
+        self._cache.lease_tier(tier)
+        for group in out or ():
+            if group not in range(len(self._groups)):
+                raise InvalidArgument("out", group, f"groups 0 to {len(self._groups) - 1}")
+        return {
+            group: buffers.writable(blocks, count, cache.block_bytes, cache.reach(tier))
+            for group, blocks in (out or {}).items()
+            for cache in [self._groups[group]]
+        }
+
+    async def end_get(
+        self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None, timeout: float | None
+    ) -> AcrossBlocks:
+        """A get that holds the blocks while it copies them."""
         self.reader.count(calls=1)
         try:
-            lease = await self.acquire(keys, tier, min_blocks=1, timeout=timeout)
+            lease = await self.acquire(packed, tier, min_blocks=1, timeout=timeout)
         except TooShort:
             return AcrossBlocks(0, {group.group: [] for group in self._groups})
         try:
-            copied = {part.cache.group: await _copied(self._groups[part.cache.group], part) for part in lease.groups}
+            copied = {part.cache.group: await self._copied(part, targets) for part in lease.groups}
             return AcrossBlocks(lease.blocks, copied)
         finally:
             await lease.release(stream=PASSED, timeout=timeout)
 
-    def begin_get(self, packed: bytes, tier: Tier | None) -> AcrossRead | None:
-        """A get without a call, to be tried. None: only the daemon can tell. Raises :class:`InvalidArgument`."""
-        self._cache.lease_tier(tier)
+    async def _copied(self, lease: ReadLease, targets: Mapping[int, Rows]) -> list[Any]:
+        group = lease.cache.group
+        into = targets[group][lease.first_block : lease.prefix_length] if group in targets else None
+        if not lease.blocks:
+            return []
+        if lease.memory is None:
+            return await self._groups[group].stream_get(lease.keys, into, tier=lease.tier)
+        rows: Rows = np.empty((lease.blocks, lease.cache.block_bytes), np.uint8) if into is None else into
+        await copied_out(lease, rows)
+        return [*rows]
+
+    def begin_get(self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None) -> AcrossRead | None:
+        """A get without a call, to be tried. None: only the daemon can tell."""
         match = self.reader.match_across(packed)
         if match is None:
             return None
         reads = [
-            self.reader.begin(packed[span.first_block * KEY_BYTES : match.blocks * KEY_BYTES], span.group, tier, None)
+            self.reader.begin(
+                packed[span.first_block * KEY_BYTES : match.blocks * KEY_BYTES],
+                span.group,
+                tier,
+                targets[span.group][span.first_block : match.blocks] if span.group in targets else None,
+            )
             for span in match.groups
             if match.blocks
         ]
@@ -338,13 +390,3 @@ class AcrossGroups:
         lease = AcrossLease(self._cache, keys, parts, chain.matched)
         lease.error = chain_error(chain, min_blocks) if chain.refusal else None
         return lease
-
-
-async def _copied(cache: Cache, lease: ReadLease) -> list[NDArray[Any]]:
-    if not lease.blocks:
-        return []
-    if lease.memory is None:
-        return await cache.stream_get(lease.keys, tier=lease.tier)
-    rows = list(np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8))
-    await copied_out(lease, rows)
-    return [*rows]

@@ -437,7 +437,7 @@ class Holdings:
         lease.require_live()
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
-        request = commit_request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
+        request = commit_request(lease, keys, places, None, piece.parents, None, piece.kept, piece.prompt, release=True)
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(

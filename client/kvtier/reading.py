@@ -117,6 +117,23 @@ class Reader:
     def probe(self, keys: bytes, group: int) -> bytes | None:
         return self._look_up(keys, lambda chains: chains.probe(keys, group))
 
+    def absent(self, keys: bytes, group: int) -> Sequence[int] | None:
+        """Of a chain, the blocks to be stored: of a full-attention group all from the first on that is not there, else
+        each that is not. The daemon is told that those were used which no commit will touch."""
+        mapping = self._current(keys)
+        if mapping is None or not are_distinct(keys):
+            return None
+        there = mapping.chains.presence(keys, group).residency != 0
+        if mapping.chains.is_sliding(group):
+            absent: Sequence[int] = np.flatnonzero(~there).tolist()
+            used = np.flatnonzero(there).tolist()
+        else:
+            absent = range(count_leading(there), len(there))
+            used = [len(there) - 1] if len(there) and not absent else []  # a commit touches what its block stands on
+        if used:
+            self.recency.note(group, [keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] for place in used], 0)
+        return absent
+
     def locate(self, keys: bytes, group: int) -> Locations | None:
         return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 

@@ -106,8 +106,12 @@ class BlockRetention:
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
 
-    def __getitem__(self, blocks: slice) -> BlockRetention:
-        return BlockRetention(self.priorities[blocks], self.durations_ms[blocks])
+    def only(self, blocks: Sequence[int]) -> BlockRetention:
+        """Of these blocks. One that gives no priorities, or no durations, gives none."""
+        return BlockRetention(
+            bytes(self.priorities[block] for block in blocks if self.priorities),
+            tuple(self.durations_ms[block] for block in blocks if self.durations_ms),
+        )
 
 
 def block_retention(

@@ -252,6 +252,18 @@ async def test_a_put_that_a_group_has_no_room_for_can_be_made_again(cache, clien
     assert (await cache.across.match(KEYS[:4])).blocks == 4
 
 
+async def test_a_sliding_group_stores_each_block_that_is_missing(cache):
+    """Its blocks stand for themselves: a later one may be there without those before."""
+    sliding = cache.in_group(0)
+    rows = content(VSWA, 0, KEYS[:6])
+    assert await sliding.put(KEYS[3:4], rows[3:4], parent=KEYS[2]) == [BlockResult.OK]
+    assert await sliding.put(KEYS[5:6], rows[5:6], parent=KEYS[4]) == [BlockResult.OK]
+    wrong = [rows[0] if index in (3, 5) else row for index, row in enumerate(rows)]
+    expected = [BlockResult.EXISTS if index in (3, 5) else BlockResult.OK for index in range(6)]
+    assert await sliding.put(KEYS[:6], wrong) == expected
+    assert_content(VSWA, 0, KEYS[2:6], (await sliding.get(KEYS[:6]))[2:])
+
+
 async def test_a_group_that_refuses_blocks_says_so_and_the_prefix_ends_there(cache):
     results = await cache.across.put(KEYS[4:8], arrays(KEYS[4:8]), parent=KEYS[3])
     assert results[FULL] == [BlockResult.PARENT_MISSING] * 4

@@ -8,6 +8,8 @@ import torch
 
 from kvtier import BlockResult, Client, InvalidArgument, Planes, Tier, connect
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.models import VSWA, assert_content, by_hand, groups_of
+from tests.integration.models import content as content_of
 
 PAGES = 12
 SIZES = (1000, 1400, BLOCK_BYTES - 2400)
@@ -115,6 +117,28 @@ def test_the_synchronous_client_takes_planes(daemon, name, verify):
         target = Planes(arrays())
         assert cache.stream_get(KEYS, target[AT]) == AT
         assert_pages(target, KEYS, AT)
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "unmapped"])
+async def test_all_window_groups_at_once(start_for, mapped):
+    daemon = start_for(VSWA, host=32)
+    keys, at = chain("across", 12), list(range(12))[::-1]
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=32), mapped=mapped)
+        await cache.across.put(keys, {group: content_of(VSWA, group, keys) for group in groups_of(VSWA)})
+        targets = {
+            group: np.zeros((2, 12, VSWA.block_bytes(group) // 2), np.uint8) for group in groups_of(VSWA) if group != 2
+        }
+        out = {group: Planes(list(target))[[*at, 0]] for group, target in targets.items()}
+        found = await cache.across.get([*keys, bytes(32)], out)
+        assert (found.blocks, found.groups[0], found.groups[1]) == (12, at[8:], at)
+        for group, target in targets.items():
+            filled = found.groups[group]
+            assert_content(VSWA, group, keys[-len(filled) :], list(np.concatenate(list(target), axis=1)[filled]))
+        assert not targets[0][:, at[:8]].any(), "what is before the window stays"
+        assert_content(VSWA, 2, keys[5:], found.groups[2])
+        with pytest.raises(InvalidArgument, match="out = 3: must be groups 0 to 2"):
+            await cache.across.get(keys, {3: out[0]})
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, Tier, connect
+from kvtier import BlockResult, Client, Planes, Tier, connect
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.stuck import stuck_disk
@@ -281,6 +282,54 @@ async def test_several_groups_count_what_is_mapped(start_for):
             assert window[:7] == [None] * 7
             assert_content(VSWA, 0, keys[7:11], window[7:])
         await eventually(lambda: cache.across.match(keys), lambda match: match.blocks == 12)
+
+
+async def test_mapped_blocks_are_loaded_into_pages_and_found_stored_without_the_daemon(daemon):
+    """Also from the middle of a chain, and without a lease: nothing of it waits for a call."""
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        plane = np.zeros((8, 3, BLOCK_BYTES // 3), np.uint8)
+        planes = Planes([plane[:, part] for part in range(3)])
+        with paused(daemon):
+            began = time.monotonic()
+            assert await cache.get(MAPPED[1:], planes[[5, 0, 3]]) == [5, 0, 3]
+            assert_bytes(MAPPED[1:], list(plane.reshape(8, -1)[[5, 0, 3]]))
+            assert await cache.probe([*ON_DISK, *MAPPED]) == bytes([4] * 4 + [2 | 4] * 4)
+            assert await cache.put(KEYS, blocks(KEYS)) == [BlockResult.EXISTS] * 8
+            assert time.monotonic() - began < SLACK_S
+            assert cache.reads.calls == 0
+            with pytest.raises(DeadlineExceeded):
+                await cache.put(LONG[:2], blocks(LONG[:2]), timeout=TIMEOUT_S)
+            assert await cache.probe([*ON_DISK, *MAPPED]) == bytes([0] * 4 + [2] * 4)
+        await all_is_given_back(client, cache)
+
+
+async def test_all_groups_are_loaded_into_pages_without_the_daemon(start_for):
+    daemon = start_for(VSWA, host=16, disk=16)
+    keys, at = chain("across", 12), [*range(5, 12), *range(5)]
+    tensors = {group: np.zeros((2, 12, VSWA.block_bytes(group) // 2), np.uint8) for group in groups_of(VSWA)}
+    out = {group: Planes(list(halves))[at] for group, halves in tensors.items()}
+
+    def check(found, calls):
+        assert (found.blocks, calls) == (12, 0)
+        for group, pages in found.groups.items():
+            assert pages == at[12 - len(pages) :]
+            assert_content(VSWA, group, keys[12 - len(pages) :], np.concatenate(list(tensors[group]), axis=1)[pages])
+            tensors[group][:] = 0
+
+    def read(client):
+        cache = client.open_cache("c", VSWA)
+        with paused(daemon):
+            check(cache.across.get(keys, out), cache.reads.calls)
+
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
+        await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
+        with paused(daemon):
+            check(await cache.across.get(keys, out), cache.reads.calls)
+        with await asyncio.to_thread(Client, daemon.address) as synchronous:
+            await asyncio.to_thread(read, synchronous)
 
 
 async def test_a_caller_in_a_hurry_does_not_make_the_daemon_unreachable(daemon):

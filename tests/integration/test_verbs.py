@@ -218,6 +218,40 @@ async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client, nam
             assert (await cache.match(keys)).blocks == 0
 
 
+async def test_a_put_copies_only_what_is_missing(client, name):
+    """It needs no slots for the rest, and looks at none of its bytes."""
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=6))
+    keys, other = chain("grows", 5), chain("other", 3)
+    await cache.put(keys[:2], blocks(keys[:2]))
+    async with cache.acquire(keys[:2], min_blocks=2), cache.reserve(1):
+        rows = [*blocks(other[:2]), *blocks(keys[2:])]
+        assert await cache.put(keys, rows) == [BlockResult.EXISTS] * 2 + [OK] * 3
+        assert await cache.put(keys[1:], rows[1:], parent=keys[0]) == [BlockResult.EXISTS] * 4
+        assert_bytes(keys, await cache.get(keys))
+    assert [listed.parent async for listed in cache.blocks()] == [None, *keys[:-1]]
+    with pytest.raises(InvalidArgument, match="parent"):
+        await cache.put(keys, rows, parent=b"short")
+
+
+async def test_what_a_put_found_stored_counts_as_used(client, name):
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=6))
+    old, new = chain("old", 3), chain("new", 3)
+    for keys in (old, new, old):
+        await cache.put(keys, blocks(keys))
+    async with cache.reserve(3):
+        assert (await cache.prefix_length(old), await cache.prefix_length(new)) == (3, 0)
+
+
+async def test_a_put_whose_parent_is_evicted_starts_again_at_the_first_missing_block(client, name):
+    """The slots that it asks for are those of the blocks that it found stored."""
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+    keys, later = chain("evicted", 4), chain("later", 2)
+    await cache.put(keys[:2], blocks(keys[:2]))
+    await cache.put(later, blocks(later))
+    assert await cache.put(keys, blocks(keys)) == [OK] * 4
+    assert_bytes(keys, await cache.get(keys))
+
+
 async def test_move_up_is_a_prefetch_and_down_a_demotion(cache):
     await put(cache, KEYS, Tier.HOST)
     assert await cache.move([*KEYS, *chain("absent", 1)], Tier.DEVICE) == [OK] * 4 + [BlockResult.NOT_FOUND]

@@ -249,14 +249,24 @@ class AcrossGroups(Twin[groups.AcrossGroups]):
         return self.thread.run(lambda: self.inner.put(packed, sources, tier=tier, **kept))
 
     @like(groups.AcrossGroups.get)
-    def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
+    def get(
+        self,
+        keys: Keys,
+        out: Mapping[int, Blocks] | None = None,
+        *,
+        tier: Tier | None = None,
+        timeout: float | None = None,
+    ) -> AcrossBlocks:
         packed = _asked(self.thread, keys, timeout)
-        read = self.inner.begin_get(packed, tier)
+        targets = self.inner.targets(out, len(packed) // KEY_BYTES, tier)
+        read, found = self.inner.begin_get(packed, targets, tier), None
         if read is not None:
             read.copy()
-            if (found := read.result()) is not None:
-                return found
-        return self.thread.run(lambda: self.inner.get(packed, tier=tier, timeout=timeout))
+            found = read.result()
+        if found is None:
+            found = self.thread.run(lambda: self.inner.end_get(packed, targets, tier, timeout))
+        groups = {group: _delivered(found.given(out, group), rows) for group, rows in found.groups.items()}
+        return AcrossBlocks(found.blocks, groups)
 
 
 class Cache(Twin[cache.Cache]):

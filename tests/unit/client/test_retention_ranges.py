@@ -70,5 +70,5 @@ def test_each_block_has_the_range_of_its_first_token(retention: Retention, block
 @given(retentions(), st.integers(1, 12), st.integers(1, 12))
 def test_a_chain_in_pieces_is_the_chain(retention: Retention, first: int, second: int) -> None:
     whole = retention.of_blocks(first + second, 16)
-    assert whole[:first] == retention.of_blocks(first, 16)
-    assert whole[first:] == retention.after(first, 16).of_blocks(second, 16)
+    assert whole.only(range(first)) == retention.of_blocks(first, 16)
+    assert whole.only(range(first, first + second)) == retention.after(first, 16).of_blocks(second, 16)

@@ -37,10 +37,11 @@ SEAMS = {
         "way",
         "reach",
         "begin_get",
+        "absent",
         "end_get",
     },  # of its client: the way to call the first is open_cache
     aio.AsyncClient: {"work"},
-    groups.AcrossGroups: {"reader", "begin_get", "sources"},
+    groups.AcrossGroups: {"reader", "begin_get", "end_get", "sources", "targets"},
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }
