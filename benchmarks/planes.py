@@ -14,8 +14,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import median
 from typing import Final
@@ -33,57 +32,52 @@ PIECES: Final = 64
 NBYTES: Final = 64 << 20
 
 
-@contextmanager
-def beside(threads: int) -> Iterator[None]:
-    over = threading.Event()
-
-    def compute() -> None:
-        while not over.is_set():
-            sum(range(200))
-
-    running = [threading.Thread(target=compute) for _ in range(threads)]
-    for thread in running:
-        thread.start()
-    yield
-    over.set()
-    for thread in running:
-        thread.join()
-
-
 def seconds(copy: Callable[[], None]) -> float:
     started = time.perf_counter()
     copy()
     return time.perf_counter() - started
 
 
-def copies(arena: Arena, slots: list[int], block_bytes: int, *, gather: bool) -> list[Callable[[], None]]:
-    blocks, views = len(slots), [arena.view(Tier.HOST, 0, slot, write=True)[0] for slot in slots]
+def copies(arena: Arena, slots: list[int], block_bytes: int, way: str) -> list[Callable[[], None]]:
+    blocks, (pool,) = len(slots), arena.pools(Tier.HOST, 0)
     parts = [np.random.randint(0, 256, (2 * blocks, block_bytes // PIECES), np.uint8) for _ in range(PIECES)]
-    whole = np.random.randint(0, 256, (blocks, block_bytes), np.uint8)
     pages = Planes(parts)[random.sample(range(2 * blocks), blocks)]
-    copy = arena.write if gather else arena.read
+    whole = np.random.randint(0, 256, (blocks, block_bytes), np.uint8)
+    copy = {"gather": arena.write, "scatter": arena.read}[way]
 
     def memcpy() -> None:
-        for view, row in zip(views, whole, strict=True):
-            np.copyto(view, row) if gather else np.copyto(row, view)
+        for slot, row in zip(slots, whole, strict=True):
+            np.copyto(*(pool[slot], row)[:: 1 if way == "gather" else -1])
 
     return [lambda: copy(Tier.HOST, 0, slots, pages), memcpy, lambda: copy(Tier.HOST, 0, slots, whole)]
+
+
+def measured(works: Sequence[Callable[[], None]], rounds: int, busy: bool) -> list[float]:
+    """The median rate of each, in GB/s."""
+    over = threading.Event()
+    if not busy:
+        over.set()  # the neighbour ends at once
+    neighbour = threading.Thread(target=lambda: all(sum(range(200)) for _ in iter(over.is_set, True)))
+    neighbour.start()
+    times = [[seconds(work) for work in works] for _ in range(rounds + 2)][2:]
+    over.set()
+    neighbour.join()
+    return [NBYTES / median(each) / 1e9 for each in zip(*times, strict=True)]
 
 
 async def main(rounds: int) -> None:
     print(f"{'MiB':>4} {'way':8} {'':6}{'planes':>8}{'memcpy':>8}{'ratio':>7}{'array':>8}{'ratio':>7}")
     for mebibytes in (1, 2, 4):
-        block_bytes = mebibytes << 20
-        blocks = NBYTES // block_bytes
-        async with place(replay_spec(block_bytes), TierSlots(0, 2 * blocks, 0)) as here:
-            for gather, busy in product((True, False), (False, True)):
-                async with here.cache.reserve(2 * blocks, Tier.HOST) as lease:
-                    works = copies(lease.arena, random.sample(lease.slots, blocks), block_bytes, gather=gather)
-                    with beside(busy):
-                        times = [[seconds(work) for work in works] for _ in range(rounds + 2)][2:]
-                planes, memcpy, array = (NBYTES / median(each) / 1e9 for each in zip(*times, strict=True))
-                case = f"{mebibytes:4} {'gather' if gather else 'scatter':8} {'busy' if busy else 'quiet':6}"
-                print(f"{case}{planes:8.1f}{memcpy:8.2f}{planes / memcpy:7.2f}{array:8.1f}{planes / array:7.2f}")
+        blocks = NBYTES // (mebibytes << 20)
+        async with (
+            place(replay_spec(mebibytes << 20), TierSlots(0, 2 * blocks, 0)) as here,
+            here.cache.reserve(2 * blocks, Tier.HOST) as lease,
+        ):
+            for way, busy in product(("gather", "scatter"), (False, True)):
+                works = copies(lease.arena, random.sample(lease.slots, blocks), mebibytes << 20, way)
+                planes, memcpy, array = measured(works, rounds, busy)
+                case = f"{mebibytes:4} {way:8} {'busy' if busy else 'quiet':6}{planes:8.1f}"
+                print(f"{case}{memcpy:8.2f}{planes / memcpy:7.2f}{array:8.2f}{planes / array:7.2f}")
 
 
 if __name__ == "__main__":
