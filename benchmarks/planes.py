@@ -1,6 +1,6 @@
 """What it costs to gather blocks from an engine's planes and to scatter them, beside copies of blocks in one piece.
 
-    python -m benchmarks.planes [--rounds 15]
+    python -m benchmarks.planes
 
 32 layers with K and V each: 64 pieces a block. Slots and pages are taken at random, 64 MiB a copy. The copies of one
 round follow each other; the table has medians, in GB/s. ``memcpy``: one thread's copies, block by block. ``array``: the
@@ -9,7 +9,6 @@ client's copy of one array with all blocks, with two threads. ``busy``: beside a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import threading
@@ -30,6 +29,7 @@ from kvtier.types import Tier
 
 PIECES: Final = 64
 NBYTES: Final = 64 << 20
+ROUNDS: Final = 15
 
 
 def seconds(copy: Callable[[], None]) -> float:
@@ -52,20 +52,20 @@ def copies(arena: Arena, slots: list[int], block_bytes: int, way: str) -> list[C
     return [lambda: copy(Tier.HOST, 0, slots, pages), memcpy, lambda: copy(Tier.HOST, 0, slots, whole)]
 
 
-def measured(works: Sequence[Callable[[], None]], rounds: int, busy: bool) -> list[float]:
+def measured(works: Sequence[Callable[[], None]], busy: bool) -> list[float]:
     """The median rate of each, in GB/s."""
     over = threading.Event()
     if not busy:
         over.set()  # the neighbour ends at once
     neighbour = threading.Thread(target=lambda: all(sum(range(200)) for _ in iter(over.is_set, True)))
     neighbour.start()
-    times = [[seconds(work) for work in works] for _ in range(rounds + 2)][2:]
+    times = [[seconds(work) for work in works] for _ in range(ROUNDS + 2)][2:]
     over.set()
     neighbour.join()
     return [NBYTES / median(each) / 1e9 for each in zip(*times, strict=True)]
 
 
-async def main(rounds: int) -> None:
+async def main() -> None:
     print(f"{'MiB':>4} {'way':8} {'':6}{'planes':>8}{'memcpy':>8}{'ratio':>7}{'array':>8}{'ratio':>7}")
     for mebibytes in (1, 2, 4):
         blocks = NBYTES // (mebibytes << 20)
@@ -75,12 +75,10 @@ async def main(rounds: int) -> None:
         ):
             for way, busy in product(("gather", "scatter"), (False, True)):
                 works = copies(lease.arena, random.sample(lease.slots, blocks), mebibytes << 20, way)
-                planes, memcpy, array = measured(works, rounds, busy)
+                planes, memcpy, array = measured(works, busy)
                 case = f"{mebibytes:4} {way:8} {'busy' if busy else 'quiet':6}{planes:8.1f}"
                 print(f"{case}{memcpy:8.2f}{planes / memcpy:7.2f}{array:8.2f}{planes / array:7.2f}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    asyncio.run(main(parser.parse_args().rounds))
+    asyncio.run(main())
