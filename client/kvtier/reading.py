@@ -124,7 +124,7 @@ class Reader:
         if mapping is None or not are_distinct(keys):
             return None
         there = mapping.chains.presence(keys, group).residency != 0
-        if mapping.chains.is_sliding(group):
+        if mapping.chains.is_sliding(group) or self.spec.groups[group].flat:
             absent: Sequence[int] = np.flatnonzero(~there).tolist()
             used = np.flatnonzero(there).tolist()
         else:

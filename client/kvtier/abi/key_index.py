@@ -341,8 +341,9 @@ class IndexReader:
         groups = heads.view("<u2")[some * (ENTRIES_OFFSET // 2) + GROUPS_OFFSET // 2 + numbers]
         places = starts[some] + numbers * _ENTRY_WORDS
         its, wanted = self._keys[places], keys.view(_KEY).reshape(-1)[some]
-        right = (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
-        right &= (groups == group) & (tiers != 0)
+        right = (groups == group) & (tiers != 0)
+        if its.tobytes() != wanted.tobytes():  # a tag is not a key
+            right &= (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
         to, words = rows[some], self._entry_words
         where = [word[places] for word in words] if isinstance(found, Found) else []
         after = self._whole[starts]
