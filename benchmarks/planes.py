@@ -39,15 +39,15 @@ def seconds(copy: Callable[[], None]) -> float:
 
 
 def copies(arena: Arena, slots: list[int], block_bytes: int, way: str) -> list[Callable[[], None]]:
-    blocks, (pool,) = len(slots), arena.pools(Tier.HOST, 0)
+    blocks, views = len(slots), [arena.view(Tier.HOST, 0, slot, write=True)[0] for slot in slots]
     parts = [np.random.randint(0, 256, (2 * blocks, block_bytes // PIECES), np.uint8) for _ in range(PIECES)]
     pages = Planes(parts)[random.sample(range(2 * blocks), blocks)]
     whole = np.random.randint(0, 256, (blocks, block_bytes), np.uint8)
     copy = {"gather": arena.write, "scatter": arena.read}[way]
 
     def memcpy() -> None:
-        for slot, row in zip(slots, whole, strict=True):
-            np.copyto(*(pool[slot], row)[:: 1 if way == "gather" else -1])
+        for view, row in zip(views, whole, strict=True):
+            np.copyto(view, row) if way == "gather" else np.copyto(row, view)
 
     return [lambda: copy(Tier.HOST, 0, slots, pages), memcpy, lambda: copy(Tier.HOST, 0, slots, whole)]
 
