@@ -25,6 +25,7 @@ import torch
 from kvtier import Client, Tier
 from kvtier.cli import main
 from kvtierd.main import main as daemon_main
+from tests.connectors import tiny
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.test_cli import DEADLINE_S
 
@@ -36,6 +37,7 @@ PAGES = (
     "docs/security.md",
     "docs/events.md",
     "docs/gpu.md",
+    "docs/engines.md",
 )
 HOW = {"runnable", "check-config", "by-hand"}
 
@@ -86,6 +88,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
+        ("docs/engines.md", "python"),
     }
 
 
@@ -159,6 +162,12 @@ def test_a_router_s_first_steps(environment, tmp_path):
     said = run_page("docs/events.md", environment, tmp_path)
     assert "0 blocks are stored" in said
     assert "exact at" in said
+
+
+def test_transformers_computes_a_prompt_once(environment, tmp_path):
+    tiny.save(tmp_path / "my-model")
+    said = run_page("docs/engines.md", environment, tmp_path)
+    assert said == "0 tokens loaded, 32 stored\n32 tokens loaded, 48 stored\n"
 
 
 async def test_the_example_for_a_gpu(daemon, monkeypatch, capsys):

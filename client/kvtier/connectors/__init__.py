@@ -1,0 +1,1 @@
+"""What lets engines keep their KV cache in kvtier: a module for each, which imports its engine."""

@@ -1,0 +1,215 @@
+"""transformers: keys and values of prompts, kept in kvtier from one ``generate`` to the next, in whichever process.
+
+::
+
+    store = PrefixStore(client, model)
+    cache, known = store.load_prefix(ids)
+    done = model.generate(ids, cache=cache, return_dict_in_generate=True)
+    store.save_prefix(done.cache, done.sequences)
+
+Older versions call ``cache`` ``past_key_values``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers import cache_utils
+
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.chains import Prompt
+from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.sync import Client
+from kvtier.types import BlockResult, CacheOptions, WritePolicy
+from kvtier.wire import Budgets
+
+Ids: TypeAlias = "torch.Tensor | Sequence[int]"
+"""The tokens of one prompt: [tokens] or [1, tokens]."""
+
+_SUPPORTED: Final = (
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.StaticLayer,
+    cache_utils.StaticSlidingWindowLayer,
+)
+"""Layers that keep keys and values and no other state."""
+_SAMPLED: Final = 64
+"""Values of each weight that go into the identity of a model."""
+_PAUSE_S: Final = 30.0
+"""Between a save that failed and the next attempt: each may wait for its whole timeout."""
+
+log: Final = logging.getLogger("kvtier.connectors.transformers")
+
+
+@dataclass(slots=True, frozen=True)
+class States:
+    """The keys, or the values, of one layer: [1, heads, tokens, size]."""
+
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device = field(compare=False)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> States:
+        return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * self.size * self.dtype.itemsize
+
+    def view(self, part: torch.Tensor) -> torch.Tensor:
+        """Their bytes in blocks, [blocks, bytes], as [heads, blocks, tokens of a block, size]."""
+        return part.view(self.dtype).view(len(part), self.heads, -1, self.size).transpose(0, 1)
+
+
+class PrefixStore:
+    """The prefixes of one model in a kvtier cache of its own, whose name says which model, dtype and attention.
+
+    Its methods raise only for arguments that make no sense. Where kvtier fails, a warning is logged, nothing is loaded
+    or saved, and the model computes what it lacks.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: transformers.PreTrainedModel,
+        *,
+        tokens_per_block: int = 16,
+        budgets: Budgets | None = None,
+        timeout: float = 2.0,
+    ) -> None:
+        """Runs the model on one token, which shows what its layers keep.
+
+        Args:
+            budgets: of a new cache, as in :meth:`kvtier.AsyncClient.open_cache`.
+            timeout: seconds that a load or a save waits for the daemon.
+        Raises: :class:`InvalidArgument` for a model whose layers keep anything but keys and values,
+            :class:`kvtier.abi.spec.SpecError`, and what opening a cache raises.
+        """
+        with torch.no_grad():
+            done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
+        past = done["cache"] if "cache" in done else done.get("past_key_values")
+        self._states: Final = [States.of(states) for states in _tensors("model", past)]
+        self._tokens: Final = tokens_per_block
+        self._timeout: Final = timeout
+        self._save_from = 0.0
+        spec = self._spec(model)
+        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{spec.model[:64]}-{spec.fingerprint().hex()[:16]}").lstrip("-")
+        options = CacheOptions(write_policy=WritePolicy.THROUGH)
+        self.cache: Final = client.open_cache(name, spec, budgets=budgets, options=options)
+
+    def load_prefix(self, ids: Ids, scope: Scope = PLAIN) -> tuple[transformers.DynamicCache, int]:
+        """The longest stored prefix of a prompt, of all its tokens but the last, and how many tokens it has.
+
+        Raises :class:`InvalidArgument`.
+        """
+        keys = self.cache.prompt(_flat(ids)[:-1], scope).keys
+        rows = torch.empty((0, self.cache.block_bytes), dtype=torch.uint8)
+        try:
+            if count := self.cache.prefix_length(keys, timeout=self._timeout):
+                rows = rows.new_empty((count, self.cache.block_bytes))
+                rows = rows[: len(self.cache.get(keys[: count * KEY_BYTES], rows, timeout=self._timeout))]
+        except KvtierError as error:
+            log.warning("no prefix is loaded: %s", error)
+            rows = rows[:0]
+        past = transformers.DynamicCache()
+        if len(rows):
+            tensors = [states.view(part).flatten(1, 2)[None].to(states.device) for states, part in self._parts(rows)]
+            for layer, (key_states, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
+                past.update(key_states, values, layer)
+        return past, len(rows) * self._tokens
+
+    def save_prefix(self, past: transformers.Cache, ids: Ids, scope: Scope = PLAIN) -> int:
+        """Stores the full blocks of a prompt that are not stored yet; returns how many tokens of it are stored now.
+
+        Args:
+            past: what the model kept of the prompt, after a prefill or after ``generate``.
+            ids: tokens from the prompt's first one on; those that ``past`` does not hold are left out.
+        Raises: :class:`InvalidArgument` for a ``past`` that lacks first tokens of the prompt, which a sliding window
+            drops unless the model was given a ``DynamicCache()``, or that is of several prompts or another model.
+        """
+        tensors = _tensors("past", past)
+        if [States.of(tensor) for tensor in tensors] != self._states:
+            raise InvalidArgument("past", f"{len(tensors) // 2} layers", f"of the model of cache {self.cache.name}")
+        prompt = self.cache.prompt(_flat(ids)[: int(past.get_seq_length())], scope)
+        stored, count = 0, len(prompt.keys) // KEY_BYTES
+        try:
+            stored = self.cache.prefix_length(prompt.keys, timeout=self._timeout)
+            if stored < count and time.monotonic() >= self._save_from:
+                stored += self._put(prompt, tensors, stored, count)
+        except KvtierError as error:
+            log.warning("no prefix is saved for %d s: %s", _PAUSE_S, error)
+            self._save_from = time.monotonic() + _PAUSE_S
+        return stored * self._tokens
+
+    def _put(self, prompt: Prompt, tensors: Sequence[torch.Tensor], first: int, last: int) -> int:
+        """Stores blocks [first, last) of a prompt; returns how many."""
+        rows = torch.empty((last - first, self.cache.block_bytes), dtype=torch.uint8)
+        for (states, part), tensor in zip(self._parts(rows), tensors, strict=True):
+            of_blocks = tensor[0, :, first * self._tokens : last * self._tokens].detach()
+            states.view(part).copy_(of_blocks.reshape(states.heads, len(rows), self._tokens, states.size))
+        keys, parent = prompt.keys[first * KEY_BYTES :], prompt.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]
+        results = self.cache.put(keys, rows, parent=parent or None, prompt=prompt, timeout=self._timeout)
+        return sum(result is not BlockResult.PARENT_MISSING for result in results)
+
+    def _parts(self, rows: torch.Tensor) -> list[tuple[States, torch.Tensor]]:
+        """Blocks, [blocks, bytes], cut into keys and values of every layer in turn."""
+        sizes = [states.token_bytes * self._tokens for states in self._states]
+        return list(zip(self._states, torch.split(rows, sizes, dim=1), strict=True))
+
+    def _spec(self, model: transformers.PreTrainedModel) -> CacheSpec:
+        """One opaque pool. What the bytes depend on is in the identity."""
+        config = model.config
+        digest = hashlib.sha256(config.to_json_string().encode())
+        for name, weight in model.named_parameters():
+            if not weight.is_meta:  # where a part of the model is offloaded
+                values = weight.detach().reshape(-1)
+                sample = values[:: max(1, len(values) // _SAMPLED)].contiguous().view(torch.uint8)
+                digest.update(name.encode() + sample.cpu().numpy().tobytes())
+        identity = {
+            "engine": f"transformers {transformers.__version__}",
+            "attention": str(config._attn_implementation),
+            "dtype": str(self._states[0].dtype),
+            "model": digest.hexdigest(),
+        }
+        pool = PoolSpec.opaque(self._tokens * sum(states.token_bytes for states in self._states))
+        groups = (WindowGroupSpec(pools=(pool,)),)
+        return CacheSpec(
+            Path(config.name_or_path).name or config.model_type, "uint8", self._tokens, 0, 1, groups, identity
+        )
+
+
+def _tensors(name: str, past: object) -> list[torch.Tensor]:
+    """Keys and values of every layer in turn. Raises :class:`InvalidArgument`, which names the argument."""
+    tensors: list[torch.Tensor] = []
+    for number, layer in enumerate(getattr(past, "layers", ())):
+        where = f"{name}.layers[{number}]"
+        if type(layer) not in _SUPPORTED or layer.keys is None:
+            raise InvalidArgument(where, type(layer).__name__, "a layer with keys and values and no other state")
+        batch, _, kept, _ = layer.keys.shape
+        if batch != 1:
+            raise InvalidArgument(where, f"{batch} prompts", "of one prompt")
+        if kept < (seen := int(layer.get_seq_length())):
+            raise InvalidArgument(where, f"the last {kept} of {seen} tokens", "all of them, as in a DynamicCache()")
+        tensors += (layer.keys, layer.values)
+    if not tensors:
+        raise InvalidArgument(name, type(past).__name__, "a decoder and its cache of keys and values")
+    return tensors
+
+
+def _flat(ids: Ids) -> NDArray[np.integer[Any]]:
+    tokens: NDArray[np.integer[Any]] = torch.as_tensor(ids).numpy(force=True)
+    return tokens[0] if tokens.ndim == 2 and len(tokens) == 1 else tokens

@@ -1,0 +1,5 @@
+"""Daemons for the tests of connectors: those of the integration tests."""
+
+from tests.integration.conftest import pool, start_daemon
+
+__all__ = ["pool", "start_daemon"]
