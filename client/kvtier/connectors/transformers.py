@@ -31,6 +31,7 @@ from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.chains import Prompt
 from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.planes import Pages, Planes
 from kvtier.sync import Client
 from kvtier.types import BlockResult, CacheOptions, WritePolicy
 from kvtier.wire import Budgets
@@ -70,9 +71,8 @@ class States:
     def token_bytes(self) -> int:
         return self.heads * self.size * self.dtype.itemsize
 
-    def view(self, part: torch.Tensor) -> torch.Tensor:
-        """Their bytes in blocks, [blocks, bytes], as [heads, blocks, tokens of a block, size]."""
-        return part.view(self.dtype).view(len(part), self.heads, -1, self.size).transpose(0, 1)
+    def empty(self, tokens: int) -> torch.Tensor:
+        return torch.empty((1, self.heads, tokens, self.size), dtype=self.dtype, device=self.device)
 
 
 class PrefixStore:
@@ -103,6 +103,8 @@ class PrefixStore:
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
         past = done["cache"] if "cache" in done else done.get("past_key_values")
         self._states: Final = [States.of(states) for states in _tensors("model", past)]
+        if len(devices := {str(states.device) for states in self._states}) > 1:
+            raise InvalidArgument("model", f"layers on {', '.join(sorted(devices))}", "on one device")
         self._tokens: Final = tokens_per_block
         self._timeout: Final = timeout
         self._save_from = 0.0
@@ -117,20 +119,21 @@ class PrefixStore:
         Raises :class:`InvalidArgument`.
         """
         keys = self.cache.prompt(_flat(ids)[:-1], scope).keys
-        rows = torch.empty((0, self.cache.block_bytes), dtype=torch.uint8)
+        past = transformers.DynamicCache()
         try:
-            if count := self.cache.prefix_length(keys, timeout=self._timeout):
-                rows = rows.new_empty((count, self.cache.block_bytes))
-                rows = rows[: len(self.cache.get(keys[: count * KEY_BYTES], rows, timeout=self._timeout))]
+            found = self.cache.prefix_length(keys, timeout=self._timeout)
+            if not found:
+                return past, 0
+            tensors = [states.empty(found * self._tokens) for states in self._states]
+            pages = self._pages(tensors, 0, found)
+            known = len(self.cache.get(keys[: found * KEY_BYTES], pages, timeout=self._timeout)) * self._tokens
         except KvtierError as error:
             log.warning("no prefix is loaded: %s", error)
-            rows = rows[:0]
-        past = transformers.DynamicCache()
-        if len(rows):
-            tensors = [states.view(part).flatten(1, 2)[None].to(states.device) for states, part in self._parts(rows)]
+            return past, 0
+        if known:
             for layer, (key_states, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
-                past.update(key_states, values, layer)
-        return past, len(rows) * self._tokens
+                past.update(key_states[:, :, :known], values[:, :, :known], layer)
+        return past, known
 
     def save_prefix(self, past: transformers.Cache, ids: Ids, scope: Scope = PLAIN) -> int:
         """Stores the full blocks of a prompt that are not stored yet; returns how many tokens of it are stored now.
@@ -157,18 +160,16 @@ class PrefixStore:
 
     def _put(self, prompt: Prompt, tensors: Sequence[torch.Tensor], first: int, last: int) -> int:
         """Stores blocks [first, last) of a prompt; returns how many."""
-        rows = torch.empty((last - first, self.cache.block_bytes), dtype=torch.uint8)
-        for (states, part), tensor in zip(self._parts(rows), tensors, strict=True):
-            of_blocks = tensor[0, :, first * self._tokens : last * self._tokens].detach()
-            states.view(part).copy_(of_blocks.reshape(states.heads, len(rows), self._tokens, states.size))
         keys, parent = prompt.keys[first * KEY_BYTES :], prompt.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]
-        results = self.cache.put(keys, rows, parent=parent or None, prompt=prompt, timeout=self._timeout)
+        pages = self._pages(tensors, first, last)
+        results = self.cache.put(keys, pages, parent=parent or None, prompt=prompt, timeout=self._timeout)
         return sum(result is not BlockResult.PARENT_MISSING for result in results)
 
-    def _parts(self, rows: torch.Tensor) -> list[tuple[States, torch.Tensor]]:
-        """Blocks, [blocks, bytes], cut into keys and values of every layer in turn."""
-        sizes = [states.token_bytes * self._tokens for states in self._states]
-        return list(zip(self._states, torch.split(rows, sizes, dim=1), strict=True))
+    def _pages(self, tensors: Sequence[torch.Tensor], first: int, last: int) -> Pages:
+        """Blocks [first, last) of tensors [1, heads, tokens, size]; each head of a block is one run of bytes."""
+        tokens = slice(first * self._tokens, last * self._tokens)
+        heads = [head[tokens] for tensor in tensors for head in tensor.detach().contiguous()[0]]
+        return Planes([head.view(last - first, -1) for head in heads])[range(last - first)]
 
     def _spec(self, model: transformers.PreTrainedModel) -> CacheSpec:
         """One opaque pool. What the bytes depend on is in the identity."""
