@@ -220,7 +220,7 @@ def test_arguments_that_make_no_sense_change_nothing(daemon):
         with pytest.raises(InvalidArgument, match="2 dimensions"):
             store.save_prefix(prefill(model)[1], ids)
         assert store.load_prefix(PROMPT)[1] == 0
-        with pytest.raises(ValueError, match="tokens_per_block = 0"):
+        with pytest.raises(InvalidArgument, match="tokens_per_block = 0"):
             PrefixStore(client, model, tokens_per_block=0)
         with pytest.raises(InvalidArgument, match=r"model\.layers\[0\] = LinearAttention"):
             PrefixStore(client, tiny.recurrent())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,8 @@ from numpy.typing import NDArray
 from transformers import cache_utils
 
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
-from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.chains import Prompt
+from kvtier.engine import Layout, PageGroup, Plane
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.planes import Pages, Planes
 from kvtier.sync import Client
@@ -96,8 +95,8 @@ class PrefixStore:
         Args:
             budgets: of a new cache, as in :meth:`kvtier.AsyncClient.open_cache`.
             timeout: seconds that a load or a save waits for the daemon.
-        Raises: :class:`InvalidArgument` for a model whose layers keep anything but keys and values,
-            :class:`kvtier.abi.spec.SpecError`, and what opening a cache raises.
+        Raises: :class:`InvalidArgument` for a model whose layers keep anything but keys and values, and what opening a
+            cache raises.
         """
         with torch.no_grad():
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
@@ -108,10 +107,9 @@ class PrefixStore:
         self._tokens: Final = tokens_per_block
         self._timeout: Final = timeout
         self._save_from = 0.0
-        spec = self._spec(model)
-        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{spec.model[:64]}-{spec.fingerprint().hex()[:16]}").lstrip("-")
+        layout = self._layout(model)
         options = CacheOptions(write_policy=WritePolicy.THROUGH)
-        self.cache: Final = client.open_cache(name, spec, budgets=budgets, options=options)
+        self.cache: Final = client.open_cache(layout.cache(), layout.spec, budgets=budgets, options=options)
 
     def load_prefix(self, ids: Ids, scope: Scope = PLAIN) -> tuple[transformers.DynamicCache, int]:
         """The longest stored prefix of a prompt, of all its tokens but the last, and how many tokens it has.
@@ -171,8 +169,8 @@ class PrefixStore:
         heads = [head[tokens] for tensor in tensors for head in tensor.detach().contiguous()[0]]
         return Planes([head.view(last - first, -1) for head in heads])[range(last - first)]
 
-    def _spec(self, model: transformers.PreTrainedModel) -> CacheSpec:
-        """One opaque pool. What the bytes depend on is in the identity."""
+    def _layout(self, model: transformers.PreTrainedModel) -> Layout:
+        """What the bytes depend on is in its identity."""
         config = model.config
         digest = hashlib.sha256(config.to_json_string().encode())
         for name, weight in model.named_parameters():
@@ -186,11 +184,9 @@ class PrefixStore:
             "dtype": str(self._states[0].dtype),
             "model": digest.hexdigest(),
         }
-        pool = PoolSpec.opaque(self._tokens * sum(states.token_bytes for states in self._states))
-        groups = (WindowGroupSpec(pools=(pool,)),)
-        return CacheSpec(
-            Path(config.name_or_path).name or config.model_type, "uint8", self._tokens, 0, 1, groups, identity
-        )
+        nbytes = self._tokens * sum(states.token_bytes for states in self._states)
+        name = Path(config.name_or_path).name or config.model_type
+        return Layout(name, self._tokens, (PageGroup((Plane("all", nbytes),)),), identity=identity)
 
 
 def _tensors(name: str, past: object) -> list[torch.Tensor]:
