@@ -17,7 +17,7 @@ FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
 
 def results(measurement):
     """Of a measurement of sizes that the command does not take."""
-    code = f"from kvtier.bench import gpu, host; from kvtier.cli.bench import tell; tell({measurement}, True)"
+    code = f"from kvtier.bench import engine, gpu, host; from kvtier.cli.bench import tell; tell({measurement}, True)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     by_name: dict[str, list[dict[str, Any]]] = {}
     for result in json.loads(done.stdout):
@@ -58,6 +58,25 @@ def test_scale():
         smallest, larger = found[name]
         assert (smallest["params"]["blocks"], smallest["ratio"]) == (10_000, 1.0)
         assert (larger["params"]["blocks"], larger["floor"]) == (12_000, smallest["value"])
+
+
+def test_engine_steps():
+    found = results("engine.steps(20, 1)")
+    assert set(found) == {"engine.step.p50", "engine.step.p99"}
+    for each in found.values():
+        assert [result["params"] for result in each] == [
+            {"blocks": 20, "daemon": state} for state in ("runs", "stopped")
+        ]
+
+
+def test_engine_copies():
+    found = results("engine.copies(2, 2, 32, 16, 'bfloat16', 1, [1e-3, 1e12])")
+    assert set(found) == {"engine.save", "engine.load", "engine.break_even"}
+    assert found["engine.save"][0]["params"] == {"planes": 4, "block_bytes": 4 * 2 * 32 * 16 * 2}
+    assert all(result["floor"] > 0 for name in ("engine.save", "engine.load") for result in found[name])
+    (slow,) = found["engine.break_even"]
+    assert slow["params"]["tokens_per_second"] == 1e-3, "at the other speed no load wins"
+    assert slow["value"] == 16, "a single block"
 
 
 def test_gpu_on_the_fake(monkeypatch):

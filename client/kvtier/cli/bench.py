@@ -11,6 +11,8 @@ from typing import Any, Final
 import click
 from rich.table import Table
 
+from kvtier.abi.spec import DTYPE_BYTES
+from kvtier.bench import engine as engine_bench
 from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
 from kvtier.bench.host import Result
@@ -118,3 +120,32 @@ def scale(rounds: int, disk_dir: Path | None, as_json: bool) -> None:
 def gpu(device: str, rounds: int, as_json: bool) -> None:
     """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
     tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), as_json)
+
+
+@bench.command()
+@click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--head-size", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Of a block.")
+@click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True)
+@click.option("--blocks", type=click.IntRange(min=1), default=1000, show_default=True, help="Of the prompt of a step.")
+@click.option(
+    "--tokens-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    multiple=True,
+    default=(1_000, 10_000, 100_000),
+    show_default=True,
+    help="That the model computes of a prompt.  Repeatable.",
+)
+@_ROUNDS
+@_JSON
+def engine(blocks: int, rounds: int, as_json: bool, **shape: Any) -> None:
+    """Time an engine's scheduler and worker: a step, saves and loads, and the prefix from which on a load wins."""
+
+    async def results() -> AsyncIterator[Result]:
+        async for result in engine_bench.steps(blocks, rounds):
+            yield result
+        async for result in engine_bench.copies(**shape, rounds=rounds):
+            yield result
+
+    tell(results(), as_json)
