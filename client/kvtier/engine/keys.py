@@ -54,6 +54,8 @@ class KeyChain(ABC):
 
     def pick(self, blocks: Sequence[int]) -> bytes:
         """The keys of these blocks, packed."""
+        if blocks and blocks[-1] - blocks[0] + 1 == len(blocks):
+            return self.span(blocks[0], blocks[-1] + 1)
         return np.frombuffer(self._keys, _KEY)[blocks].tobytes() if blocks else b""
 
     def parents(self, blocks: Sequence[int]) -> bytes:
