@@ -9,6 +9,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+torch.set_num_threads(1)  # several spin for each other where cores are busy, and the matrices are small
+
 VOCABULARY: Final = 512
 SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
