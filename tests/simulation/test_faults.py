@@ -13,9 +13,9 @@ from tests.simulation.walk import WalkFailed, walk
 
 STEPS_A_WALK: Final = 1_000
 MOST_STEPS: Final = 40_000
-RARE: Final = {"stuck_parents_kept": 80_000, "lost_block_waited_for": 80_000}
-"""More steps, where what the fault breaks is done in one walk of many: a whole subtree that has to go, bytes that are
-lost while a call waits for them."""
+RARE: Final = dict.fromkeys(("stuck_parents_kept", "lost_block_waited_for", "lost_disk_waited_for"), 80_000)
+"""More steps, where what the fault breaks is done in one walk of many: a whole subtree that has to go, bytes or a disk
+that are lost while a call waits for them."""
 SILENT_WALKS: Final = 20 if LONG else 5
 
 
