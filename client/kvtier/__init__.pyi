@@ -73,4 +73,5 @@ from kvtier.wire import (
     Locations as Locations,
     Match as Match,
     ReadCounts as ReadCounts,
+    TokenMatch as TokenMatch,
 )

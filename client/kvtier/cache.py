@@ -157,15 +157,17 @@ class Cache(GroupVerbs):
         *,
         salt_id: int | None = None,
         vocab_size: int | None = None,
+        partial: bool = False,
     ) -> Prompt:
-        """The full blocks of a prompt: their keys, those of :func:`kvtier.chain_keys`, and what events tell of them.
+        """The blocks of a prompt: their keys, those of :func:`kvtier.chain_keys`, and what events tell of them.
 
         A cache with the option ``event_hash`` or ``keep_tokens`` wants it handed to ``put`` or ``commit``. ``salt_id``
         and ``vocab_size``: what some hashes need beside a salt or multimodal items (see
-        :func:`kvtier.event_hashes`). Raises :class:`InvalidArgument`.
+        :func:`kvtier.event_hashes`). ``partial``: the tokens that do not fill a block are a block of their own, the
+        last. Raises :class:`InvalidArgument`.
         """
         step = self.spec.tokens_per_block
-        return Prompt(token_ids, step, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size)
+        return Prompt(token_ids, step, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size, partial=partial)
 
     # -- leases ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ goes down; it is never a minimum of separate matches, since a longer prefix may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -94,7 +94,7 @@ def longest(bound: int, windows: Collection[Window]) -> int | None:
 
 
 class Prompt:
-    """The full blocks of a prompt; :attr:`keys` name them. Made by :meth:`kvtier.Cache.prompt`.
+    """The blocks of a prompt; :attr:`keys` name them. Made by :meth:`kvtier.Cache.prompt`.
 
     Handed to ``put`` or ``commit`` beside some or all of these keys, it gives the cache what its options keep: event
     hashes, which are computed here, and token ids.
@@ -109,29 +109,48 @@ class Prompt:
         *,
         salt_id: int | None = None,
         vocab_size: int | None = None,
+        partial: bool = False,
     ) -> None:
         """See :meth:`kvtier.Cache.prompt`."""
         try:
-            self.keys: Final = chain_keys(token_ids, tokens_per_block, scope, extra_ids)
+            self.keys: Final = chain_keys(token_ids, tokens_per_block, scope, extra_ids, partial=partial)
             self._tokens = token_array(token_ids)
             self._extra_ids = None if extra_ids is None else extra_id_array(extra_ids, len(self._tokens))
         except FieldError as error:
             raise InvalidArgument(error.field, error.value, error.limit) from error
+        self.scope: Final = scope
+        self.partial_tokens: Final = len(self._tokens) % tokens_per_block if partial else 0
+        """Of the last block, where that is partial; 0 = all blocks are full."""
         self._tokens_per_block = tokens_per_block
-        self._scope = scope
         self._salt_id = salt_id
         self._vocab_size = vocab_size
         self._place_of = {key: place for place, key in enumerate(split_keys(self.keys))}
         self._hashes: dict[str, bytes] = {}
 
     def __len__(self) -> int:
-        """The number of full blocks."""
+        """The number of blocks."""
         return len(self._place_of)
+
+    def tokens(self, blocks: int) -> int:
+        """How many tokens its first blocks have."""
+        return min(blocks * self._tokens_per_block, len(self._tokens))
+
+    def following(self, blocks: int) -> bytes:
+        """Token ids that follow its first blocks, u32 each: fewer than a block's, up to the first that has an extra id
+        or belongs to an item."""
+        start = blocks * self._tokens_per_block
+        end = start + self._tokens_per_block - 1
+        items = covered_blocks(self.scope, len(self._tokens), self._tokens_per_block).get(blocks, ())
+        ends = [start + item.position for item in items]
+        if self._extra_ids is not None:
+            ends += (start + np.flatnonzero(self._extra_ids[start:end])).tolist()
+        return self._tokens[start : min([end, *ends])].tobytes()
 
     def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]:
         """Fields of a ``CommitRequest`` for packed keys of this prompt, as the options of the cache want them.
 
-        Raises :class:`InvalidArgument` for a key of another prompt, or if a hash needs an argument that is missing.
+        Raises :class:`InvalidArgument` for a key of another prompt, for one that follows that of a partial block, or if
+        a hash needs an argument that is missing.
         """
         try:
             places = [self._place_of[key] for key in split_keys(keys)]
@@ -153,30 +172,39 @@ class Prompt:
                     algorithm,
                     self._tokens,
                     self._tokens_per_block,
-                    self._scope,
+                    self.scope,
                     self._extra_ids,
                     salt_id=self._salt_id,
                     vocab_size=self._vocab_size,
+                    partial=self.partial_tokens > 0,
                 )
             except FieldError as error:
                 raise InvalidArgument(error.field, error.value, error.limit) from error
         return self._hashes[algorithm]
 
     def _token_fields(self, places: list[int]) -> dict[str, Any]:
-        blocks, width = len(self), self._tokens_per_block
-        fields: dict[str, Any] = {"tokens": self._tokens[: blocks * width].reshape(blocks, width)[places].tobytes()}
+        scope, count = self.scope, self.tokens(len(self))
+        fields: dict[str, Any] = {"tokens": self._rows(self._tokens[:count], places)}
         if self._extra_ids is not None:
-            fields["token_extra_ids"] = self._extra_ids[: blocks * width].reshape(blocks, width)[places].tobytes()
-        if self._scope.lora_id is not None:
-            fields["lora_id"] = self._scope.lora_id
-        if self._scope.salt is not None:
-            fields["cache_salt"] = self._scope.salt
-        covered = covered_blocks(self._scope, blocks, width)
+            fields["token_extra_ids"] = self._rows(self._extra_ids[:count], places)
+        if self.partial_tokens and len(self) - 1 in places:
+            if places[-1] != len(self) - 1:
+                raise InvalidArgument("keys", "a key after that of the partial block", "that one last")
+            fields["partial_tokens"] = self.partial_tokens
+        if scope.lora_id is not None:
+            fields["lora_id"] = scope.lora_id
+        if scope.salt is not None:
+            fields["cache_salt"] = scope.salt
+        covered = covered_blocks(scope, count, self._tokens_per_block)
         items = [(number, item) for number, place in enumerate(places) for item in covered.get(place, ())]
         fields["mm_digests"] = b"".join(item.digest for _, item in items)
         fields["mm_blocks"] = [number for number, _ in items]
         fields["mm_offsets"] = [item.offset for _, item in items]
         return fields
+
+    def _rows(self, values: NDArray[Any], places: Iterable[int]) -> bytes:
+        width = self._tokens_per_block
+        return b"".join([values[place * width : (place + 1) * width].tobytes() for place in places])
 
 
 _TRIES: Final = 3

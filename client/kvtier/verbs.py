@@ -9,6 +9,7 @@ import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
+from kvtier.chains import Prompt
 from kvtier.errors import require_within
 from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
@@ -25,6 +26,7 @@ from kvtier.wire import (
     Page,
     ReadCounts,
     ResetReport,
+    TokenMatch,
     cursor_from_wire,
     packed_keys,
     split_keys,
@@ -95,6 +97,34 @@ class GroupVerbs:
         reply = await self._ask_locate(b"".join(once), timeout)
         residency = dict(zip(once, reply.residency, strict=True))
         return bytes(residency[key] for key in each)
+
+    async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> TokenMatch:
+        """How many tokens of a prompt are stored: :meth:`match` of its keys, and of the block after those the most that
+        another block begins with, or that a partial one has. No side effect.
+
+        That block is looked for, by a call, only in a full-attention group of a cache with the option ``keep_tokens``,
+        and not while the daemon does not answer. Its keys are those of the same scope, without extra ids and items.
+        """
+        found = await self.match(prompt.keys, timeout=timeout)
+        tokens, keys, residency = prompt.tokens(found.blocks), prompt.keys[: found.blocks * KEY_BYTES], found.residency
+        partial, group = tokens % self._binder.spec.tokens_per_block, self._binder.spec.groups[self.group]
+        kept = self._binder.binding.info.options.keep_tokens and self._binder.session.reachable
+        following = prompt.following(found.blocks)
+        if following and kept and not (partial or group.window_tokens or group.flat):
+            scope = prompt.scope
+            request = blocks_pb2.MatchRequest(
+                group=self.group,
+                keys=keys[-KEY_BYTES:],
+                tokens=following,
+                lora_id=scope.lora_id,
+                cache_salt=scope.salt,
+            )
+            reply = await self._call_match(request, timeout)
+            if reply.partial_key:
+                partial, keys = reply.partial_tokens, keys + reply.partial_key
+                residency += bytes([reply.partial_residency])
+                tokens += partial
+        return TokenMatch(tokens, len(keys) // KEY_BYTES - (partial > 0), partial, keys, residency)
 
     async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         """Tier, slot and generation of each key. No side effect."""
@@ -228,6 +258,8 @@ class GroupVerbs:
         return await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))
 
     async def _ask_match(self, packed: bytes, timeout: float | None) -> blocks_pb2.MatchResponse:
+        return await self._call_match(blocks_pb2.MatchRequest(group=self.group, keys=packed), timeout)
+
+    async def _call_match(self, request: blocks_pb2.MatchRequest, timeout: float | None) -> blocks_pb2.MatchResponse:
         self.reader.count(calls=1)
-        request = blocks_pb2.MatchRequest(group=self.group, keys=packed)
         return await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))

@@ -85,6 +85,21 @@ class Match:
 
 
 @dataclass(slots=True, frozen=True)
+class TokenMatch:
+    """A stored prefix of ``tokens`` tokens, in the blocks that ``keys`` name: a chain to be acquired, or got.
+
+    Of the last block only the first ``partial_tokens`` count, of the ``blocks`` before it all; 0: it has no such block.
+    The bytes of its other tokens, if it has any, are another prompt's. ``residency``: one byte a key.
+    """
+
+    tokens: int
+    blocks: int
+    partial_tokens: int
+    keys: bytes
+    residency: bytes
+
+
+@dataclass(slots=True, frozen=True)
 class Location:
     """Where one key's bytes are. Slot and generation are None where the residency does not name the tier."""
 

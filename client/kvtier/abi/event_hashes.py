@@ -67,10 +67,12 @@ def event_hashes(
     *,
     salt_id: int | None = None,
     vocab_size: int | None = None,
+    partial: bool = False,
 ) -> bytes:
     """The hashes of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x ``HASH_BYTES``.
 
     Args:
+        partial: the tokens that are left have a hash of their own.
         salt_id: TensorRT-LLM's number for ``scope.salt``, as its ``get_cache_salt_id`` makes it.
         vocab_size: needed by the v2 algorithms if the scope has multimodal items.
 
@@ -87,9 +89,10 @@ def event_hashes(
     for field, value in (("scope.lora_id", scope.lora_id), ("salt_id", salt_id)):
         ids.append(None if value is None else require_int(field, value, 0, 2**64 - 1, KeyChainError))
     tokens = token_array(token_ids)
-    blocks = len(tokens) // tokens_per_block
-    extra = None if extra_ids is None else extra_id_array(extra_ids, len(tokens))
-    covered = covered_blocks(scope, blocks, tokens_per_block)
+    count = len(tokens) if partial else len(tokens) // tokens_per_block * tokens_per_block
+    extra = None if extra_ids is None else extra_id_array(extra_ids, len(tokens))[:count]
+    covered = covered_blocks(scope, count, tokens_per_block)
+    tokens = tokens[:count]
     if algorithm == V1_BLOCK_KEY:
         return _v1(tokens, tokens_per_block, ids, extra, covered)
     if extra is not None:
@@ -105,9 +108,10 @@ def _v1(tokens: NDArray[np.uint32], step: int, ids: list[int | None], extra: U64
     lora, salt = ([] if value is None else _parts64(np.array([value], np.uint64)).tolist() for value in ids)
     hashes: list[int] = []
     parent = 0
-    for block in range(len(tokens) // step):
-        seed = step ^ (parent * _PARENT & _MASK)
-        own = parts[block * step : (block + 1) * step].reshape(-1).tolist()
+    for block in range(-(-len(tokens) // step)):
+        rows = parts[block * step : (block + 1) * step]
+        seed = len(rows) ^ (parent * _PARENT & _MASK)
+        own = rows.reshape(-1).tolist()
         items = [part for item in covered.get(block, ()) for part in _item_parts(item)]
         for part in (*([] if hashes else salt), *own, *lora, *items):
             seed ^= (part + (seed << 6 & _MASK) + (seed >> 2)) & _MASK
@@ -143,7 +147,7 @@ def _v2(
     root = struct.pack("<B", sum((value is not None) << bit for bit, value in enumerate(ids)))
     parent = hashlib.sha256(root + b"".join(struct.pack("<Q", value) for value in ids if value is not None)).digest()
     digests = []
-    for block in range(len(tokens) // step):
+    for block in range(-(-len(tokens) // step)):
         payload = tokens[block * step : (block + 1) * step].tobytes()
         for item in reversed(covered.get(block, ())):
             start, end = item.position * 4, (item.position + item.tokens) * 4

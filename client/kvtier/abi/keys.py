@@ -16,7 +16,13 @@ covers in part, has::
                 ‖ u32 number of items ‖ each: 32 bytes digest ‖ u64 place in the item of its first token in the block
                                             ‖ u32 place in the block of that token ‖ u32 how many tokens it has here
 
-So blocks before an item are shared by prompts that differ only in it. A root is never a block: it only separates
+So blocks before an item are shared by prompts that differ only in it. A partial block, which has fewer tokens than a
+block has room for, ends the extension with::
+
+    b"kvtier.partial" ‖ u32 number of tokens
+
+so no other block, longer or shorter, is hashed from the same bytes: their lengths modulo 4 and these last bytes differ.
+A root is never a block: it only separates
 scopes. Keys travel packed, 32 bytes each, without separator.
 """
 
@@ -42,6 +48,7 @@ TokenIds = NDArray[np.integer[Any]] | Sequence[int]
 
 _SCOPE_VERSION: Final = 1
 _EXTENSION: Final = b"kvtier.block"
+_PARTIAL: Final = b"kvtier.partial"
 
 
 class KeyChainError(FieldError):
@@ -99,11 +106,16 @@ def root(scope: Scope) -> bytes:
 
 
 def chain_keys(
-    token_ids: TokenIds, tokens_per_block: int, scope: Scope = PLAIN, extra_ids: TokenIds | None = None
+    token_ids: TokenIds,
+    tokens_per_block: int,
+    scope: Scope = PLAIN,
+    extra_ids: TokenIds | None = None,
+    *,
+    partial: bool = False,
 ) -> bytes:
     """The keys of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x 32 bytes.
 
-    The keys of a prefix are a prefix of the keys.
+    The keys of a prefix are a prefix of the keys. ``partial``: the tokens that are left have a key of their own.
 
     Args:
         token_ids: integers from 0 to 2^32-1.
@@ -113,20 +125,23 @@ def chain_keys(
     """
     require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
     tokens = np.ascontiguousarray(_as_unsigned("token_ids", token_ids, MAX_TOKEN_ID), "<u4")
-    extensions = _extensions(len(tokens), tokens_per_block, scope, extra_ids)
+    count, left = divmod(len(tokens), tokens_per_block)
+    full = count * tokens_per_block
+    extensions = _extensions(len(tokens), len(tokens) if partial else full, tokens_per_block, scope, extra_ids)
     parent = root(scope)
-    count = len(tokens) // tokens_per_block
-    if not count:
-        return b""
-    blocks: list[bytes] = tokens[: count * tokens_per_block].view(f"V{tokens_per_block * 4}").tolist()
+    blocks: list[bytes] = tokens[:full].view(f"V{tokens_per_block * 4}").tolist() if count else []
+    if partial and left:
+        blocks.append(tokens[full:].tobytes())
     for number, extension in extensions.items():
         blocks[number] += extension
+    if len(blocks) > count:
+        blocks[count] += _PARTIAL + struct.pack("<I", left)
     sha256 = hashlib.sha256
     return b"".join([parent := sha256(parent + block).digest() for block in blocks])
 
 
-def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int, list[Covered]]:
-    """What multimodal items cover of a prompt's first ``blocks`` blocks, by block. Raises :class:`KeyChainError`."""
+def covered_blocks(scope: Scope, tokens: int, tokens_per_block: int) -> dict[int, list[Covered]]:
+    """What multimodal items cover of a prompt's first ``tokens`` tokens, by block. Raises :class:`KeyChainError`."""
     found: dict[int, list[Covered]] = {}
     free = 0
     for number, item in enumerate(scope.multimodal):
@@ -135,7 +150,8 @@ def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int
             raise KeyChainError(f"{field}.digest", f"{len(item.digest)} bytes", f"{DIGEST_BYTES} bytes")
         first = require_int(f"{field}.first_token", item.first_token, free, MAX_TOKEN_ID, KeyChainError)
         end = free = first + require_int(f"{field}.tokens", item.tokens, 1, MAX_TOKEN_ID, KeyChainError)
-        for block in range(first // tokens_per_block, min(blocks, -(-end // tokens_per_block))):
+        end = min(end, tokens)
+        for block in range(first // tokens_per_block, -(-end // tokens_per_block) if first < end else 0):
             start = block * tokens_per_block
             here = max(first, start)
             count = min(end, start + tokens_per_block) - here
@@ -156,14 +172,16 @@ def extra_id_array(extra_ids: TokenIds, tokens: int) -> NDArray[np.uint64]:
     return ids
 
 
-def _extensions(tokens: int, tokens_per_block: int, scope: Scope, extra_ids: TokenIds | None) -> dict[int, bytes]:
-    """The extensions, by block."""
-    blocks = tokens // tokens_per_block
-    covered = covered_blocks(scope, blocks, tokens_per_block) if scope.multimodal else {}
+def _extensions(
+    tokens: int, counted: int, tokens_per_block: int, scope: Scope, extra_ids: TokenIds | None
+) -> dict[int, bytes]:
+    """The extensions, by block. ``counted``: how many tokens are in blocks."""
+    covered = covered_blocks(scope, counted, tokens_per_block) if scope.multimodal else {}
     extra: dict[int, bytes] = {}
     if extra_ids is not None:
-        rows = extra_id_array(extra_ids, tokens)[: blocks * tokens_per_block].reshape(blocks, tokens_per_block)
-        extra = {block: rows[block].tobytes() for block in np.flatnonzero(rows.any(axis=1)).tolist()}
+        ids = extra_id_array(extra_ids, tokens)[:counted]
+        blocks = np.unique(np.flatnonzero(ids) // tokens_per_block).tolist()
+        extra = {block: ids[block * tokens_per_block : (block + 1) * tokens_per_block].tobytes() for block in blocks}
     return {
         block: _EXTENSION
         + struct.pack("<B", block in extra)

@@ -72,7 +72,7 @@ class BlockResult(IntEnum):
     EXISTS = 1
     """commit: an equal key is indexed; the old block was kept, the new slot freed."""
     PARENT_MISSING = 2
-    """commit: the parent is not indexed; the slot stays blank and leased."""
+    """commit: the parent is not indexed, or is a partial block; the slot stays blank and leased."""
     NOT_FOUND = 3
     """move, drop: the key is not indexed."""
     HELD = 4

@@ -121,7 +121,7 @@ class Group:
         kind = EventType.STORED if isinstance(item, SnapshotSlice) else item.type
         known, keys = self.blocks, split_keys(item.packed_keys)
         if kind is EventType.STORED:
-            return self._put(_stored(item, tokens))
+            return self._put(_stored(item, tokens, self.tokens_per_block))
         if kind is EventType.UPDATED:
             rows = zip(keys, item.residency, strict=True)
             return self._put(replace(known[key], residency=residency) for key, residency in rows if key in known)
@@ -288,20 +288,22 @@ def _extra_keys(block: Block, lora_name: str | None) -> list[str] | None:
     return [key for key in (lora_name, *block.items, salt) if key is not None] or None
 
 
-def _stored(item: Event | SnapshotSlice, with_tokens: bool) -> Iterator[Block]:
-    """The blocks of an item. With ``event_hash``, blocks without a hash, and their children, are left out."""
+def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: int) -> Iterator[Block]:
+    """The blocks of an item. With ``event_hash``, blocks without a hash, and their children, are left out. So are
+    partial blocks, which vLLM does not have, where the tokens of blocks are told here."""
     keys, parents = split_keys(item.packed_keys), split_keys(item.packed_parents)
     names, parent_names = keys, parents
     if item.event_hash:
         names, parent_names = _cut(item.packed_hashes, len(keys)), _cut(item.packed_parent_hashes, len(keys))
-    tokens: Sequence[BlockTokens | None] = item.tokens if with_tokens and item.tokens else [None] * len(keys)
+    tokens: Sequence[BlockTokens | None] = item.tokens or [None] * len(keys)
     rows = zip(keys, parents, names, parent_names, item.residency, tokens, strict=True)
     for key, parent, name, parent_name, residency, prompt in rows:
         root = parent == ROOT_PARENT
-        if not any(name) or not (root or any(parent_name)):
+        partial = prompt is not None and 0 < len(prompt.token_ids) < tokens_per_block
+        if partial or not any(name) or not (root or any(parent_name)):
             continue
         block = Block(key, None if root else parent, name, None if root else parent_name, residency)
-        if prompt is not None and prompt.token_ids:
+        if with_tokens and prompt is not None and prompt.token_ids:
             items = tuple(digest.hex() for digest, _ in prompt.items)
             ids = array("I", prompt.token_ids)
             block = replace(block, token_ids=ids, lora_id=prompt.lora_id, cache_salt=prompt.cache_salt, items=items)

@@ -289,6 +289,7 @@ class Cache(Twin[cache.Cache]):
     lease_tier = answers(cache.Cache.lease_tier)
     prompt = answers(cache.Cache.prompt)
 
+    match_tokens = waits(cache.Cache.match_tokens)
     move = waits(cache.Cache.move)
     drop = waits(cache.Cache.drop)
     set_retention = waits(cache.Cache.set_retention)

@@ -49,12 +49,22 @@ class MatchRequest(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     ACROSS_GROUPS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LORA_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     keys: builtins.bytes
     """a chain, the root first"""
     across_groups: builtins.bool
     """over all window groups; group must be 0"""
+    tokens: builtins.bytes
+    """Of a full-attention group in a cache that keeps tokens: token ids that follow the keys, u32 little-endian, fewer than
+    a block's. None of them has an extra id or belongs to a multimodal item.
+    """
+    lora_id: builtins.int
+    """with tokens, as in the commit of the blocks"""
+    cache_salt: builtins.str
     def __init__(
         self,
         *,
@@ -62,8 +72,16 @@ class MatchRequest(google.protobuf.message.Message):
         group: builtins.int = ...,
         keys: builtins.bytes = ...,
         across_groups: builtins.bool = ...,
+        tokens: builtins.bytes = ...,
+        lora_id: builtins.int | None = ...,
+        cache_salt: builtins.str | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["across_groups", b"across_groups", "cache_id", b"cache_id", "group", b"group", "keys", b"keys"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "across_groups", b"across_groups", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "group", b"group", "keys", b"keys", "lora_id", b"lora_id", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lora_id", b"_lora_id"]) -> typing.Literal["lora_id"] | None: ...
 
 global___MatchRequest = MatchRequest
 
@@ -99,10 +117,20 @@ class MatchResponse(google.protobuf.message.Message):
     RESIDENCY_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    PARTIAL_KEY_FIELD_NUMBER: builtins.int
+    PARTIAL_TOKENS_FIELD_NUMBER: builtins.int
+    PARTIAL_RESIDENCY_FIELD_NUMBER: builtins.int
     blocks: builtins.int
     """length of the prefix"""
     residency: builtins.bytes
     """one byte a block of the prefix, 0 = absent, before a sliding window; empty across groups"""
+    partial_key: builtins.bytes
+    """Where all keys match: the block under the last of them, or the root, that begins with the longest run of the request's
+    tokens, among the newest 1,024. Blocks with extra ids or multimodal items are passed over. No key: there is none.
+    """
+    partial_tokens: builtins.int
+    """how many tokens of that block are the request's; the others, if it has any, are not"""
+    partial_residency: builtins.int
     @property
     def as_of_event(self) -> global___Cursor: ...
     @property
@@ -116,9 +144,12 @@ class MatchResponse(google.protobuf.message.Message):
         residency: builtins.bytes = ...,
         as_of_event: global___Cursor | None = ...,
         groups: collections.abc.Iterable[global___GroupMatch] | None = ...,
+        partial_key: builtins.bytes = ...,
+        partial_tokens: builtins.int = ...,
+        partial_residency: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "partial_key", b"partial_key", "partial_residency", b"partial_residency", "partial_tokens", b"partial_tokens", "residency", b"residency"]) -> None: ...
 
 global___MatchResponse = MatchResponse
 
@@ -342,6 +373,7 @@ class CommitRequest(google.protobuf.message.Message):
     MM_OFFSETS_FIELD_NUMBER: builtins.int
     DURATIONS_MS_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
+    PARTIAL_TOKENS_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     LET_GO_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
@@ -358,7 +390,7 @@ class CommitRequest(google.protobuf.message.Message):
     one a block, big-endian, 8 or 32 bytes as the algorithm has them; none: without
     """
     tokens: builtins.bytes
-    """token ids, u32 little-endian, tokens_per_block a block; none: without"""
+    """token ids, u32 little-endian, tokens_per_block a block, or partial_tokens; none: without"""
     token_extra_ids: builtins.bytes
     """with tokens: u64 little-endian, one a token; none: no token has one"""
     lora_id: builtins.int
@@ -368,6 +400,11 @@ class CommitRequest(google.protobuf.message.Message):
     """with tokens: multimodal items, once for each block they cover, 32 bytes each"""
     checksums: builtins.bytes
     """xxh3-128 of each block's bytes, 16 bytes a block, for a cache with CacheOptions.checksum "commit"; none: without."""
+    partial_tokens: builtins.int
+    """How many tokens the last block of the call has, where it is a partial block; 0 = as many as every other. A partial
+    block is never a parent. When a block is committed that begins with the tokens of a partial one under the same parent,
+    that one's priority becomes 0.
+    """
     release: builtins.bool
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""
     let_go: builtins.bool
@@ -408,11 +445,12 @@ class CommitRequest(google.protobuf.message.Message):
         mm_offsets: collections.abc.Iterable[builtins.int] | None = ...,
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
         checksums: builtins.bytes = ...,
+        partial_tokens: builtins.int = ...,
         release: builtins.bool = ...,
         let_go: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "checksums", b"checksums", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "let_go", b"let_go", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "partial_tokens", b"partial_tokens", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload

@@ -144,7 +144,7 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_RESULT_EXISTS: _BlockResult.ValueType  # 1
     """commit: an equal key is indexed; the old block was kept, the new slot freed"""
     BLOCK_RESULT_PARENT_MISSING: _BlockResult.ValueType  # 2
-    """commit: the parent is not indexed; the slot stays blank and leased"""
+    """commit: the parent is not indexed, or partial; the slot stays blank and leased"""
     BLOCK_RESULT_NOT_FOUND: _BlockResult.ValueType  # 3
     """move, drop: the key is not indexed"""
     BLOCK_RESULT_HELD: _BlockResult.ValueType  # 4
@@ -167,7 +167,7 @@ BLOCK_RESULT_OK: BlockResult.ValueType  # 0
 BLOCK_RESULT_EXISTS: BlockResult.ValueType  # 1
 """commit: an equal key is indexed; the old block was kept, the new slot freed"""
 BLOCK_RESULT_PARENT_MISSING: BlockResult.ValueType  # 2
-"""commit: the parent is not indexed; the slot stays blank and leased"""
+"""commit: the parent is not indexed, or partial; the slot stays blank and leased"""
 BLOCK_RESULT_NOT_FOUND: BlockResult.ValueType  # 3
 """move, drop: the key is not indexed"""
 BLOCK_RESULT_HELD: BlockResult.ValueType  # 4

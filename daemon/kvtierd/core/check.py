@@ -12,7 +12,7 @@ from kvtierd.core.block import DOWNWARDS, UPWARDS, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
 from kvtierd.core.groups import AcrossTicket
-from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.ids import NO_LABEL, GroupId, SlotId, Tier
 from kvtierd.core.leases import FetchTicket, Lease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import DEFAULT_PRIORITY, WritePolicy
@@ -173,6 +173,8 @@ class _Checker:
             parent = block.parent
             if self.state.shape.sliding and (parent is not None or block.first_child is not None):
                 raise _broken(5, f"sliding block {block} has relatives")
+            if self.state.is_partial(block) and block.first_child is not None:
+                raise _broken(5, f"partial block {block} has children")
             if parent is not None:
                 if not parent.indexed:
                     raise _broken(5, f"block {block} is indexed, its parent {parent} is not")
@@ -181,6 +183,12 @@ class _Checker:
             for child in block.children:
                 if not child.indexed or child.parent is not block:
                     raise _broken(5, f"block {block} has a stray child")
+
+        roots = (block for block in self.state.index if block.parent_key is None)
+        if {block for block in roots if (block.traits.label or NO_LABEL).tokens} != set(
+            self.state.index.children(None)
+        ):
+            raise _broken(5, "a root with tokens is not listed, or another block is")
 
     def order(self) -> None:
         """5: effective priority is the highest of own and children's; no parent ranks under its child."""

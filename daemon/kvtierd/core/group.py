@@ -14,7 +14,7 @@ from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Bloc
 from kvtierd.core.errors import InvariantViolation, TierOffline
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, Candidates, Priorities
-from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, MoveId, SessionId, SlotId, Tier, Traits
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.index import BlockIndex, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
@@ -445,8 +445,16 @@ class GroupState:
     # -- existence -------------------------------------------------------------------------------------------------
 
     def unsupported(self, parent_key: Key | None) -> bool:
-        """What a block under this parent would stand on is not indexed."""
-        return parent_key is not None and not self._sliding and self.index.get(parent_key) is None
+        """What a block under this parent would stand on is not indexed, or is a partial block."""
+        if parent_key is None or self._sliding:
+            return False
+        parent = self.index.get(parent_key)
+        return parent is None or self.is_partial(parent)
+
+    def is_partial(self, block: Block) -> bool:
+        """It has fewer tokens than a block has room for, and no children."""
+        label = block.traits.label
+        return label is not None and 0 < len(label.tokens) < TOKEN_BYTES * self.shape.tokens_per_block
 
     def insert(self, key: Key, parent_key: Key | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
         """Indexes a new block whose bytes are READY in a slot of memory that is not FREE.

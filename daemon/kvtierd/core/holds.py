@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import COMMIT
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import SEVERAL, Key, SlotId, traits_of
+from kvtierd.core.ids import NO_LABEL, SEVERAL, Key, Label, SlotId, traits_of
 from kvtierd.core.leases import Lease
+from kvtierd.core.policy import MIN_PRIORITY
 from kvtierd.core.reclaim import Background
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
 from kvtierd.core.transfers import EXISTS, OK, PARENT_CONFLICT, PARENT_MISSING, BlockResult, CommitItem
+
+_SIBLINGS: Final = 64
+"""A new block is compared with so many others of its parent, the newest."""
 
 
 class Holding:
@@ -28,8 +33,9 @@ class Holding:
 
     def store(self, lease: Lease, items: Sequence[CommitItem], *, hold: bool) -> tuple[BlockResult, ...]:
         """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the lease lets go of the
-        slot; where the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found
-        or made are used. ``hold``: the lease holds the blocks made. All other leases over their slots do in any case.
+        slot; where the parent is not indexed or is a partial block, or is not that of the equal key, the slot stays
+        blank. All blocks found or made are used. ``hold``: the lease holds the blocks made. All other leases over their
+        slots do in any case.
 
         Raises :class:`BadArgument` where a slot is not a blank one of the lease.
         """
@@ -54,6 +60,8 @@ class Holding:
             else:
                 block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, COMMIT)
                 made.append(block)
+                if label is not None and label.tokens and not self._sliding:
+                    self._outgrow(block, label)
                 if not hold:
                     del lease.blank[slot]
                     state.disown(tier, slot)
@@ -67,6 +75,15 @@ class Holding:
         self._background.committed(made)
         state.touch(reversed(used))
         return tuple(results)
+
+    def _outgrow(self, block: Block, label: Label) -> None:
+        """Partial blocks with which the new one begins are of no more use: they are the first to go. They do not go at
+        once: one on disk survives a crash that the new one, which is not there yet, does not."""
+        for sibling in islice(self._state.index.children(block.parent), _SIBLINGS):
+            other = sibling.traits.label or NO_LABEL
+            begins = other.scope == label.scope and label.tokens.startswith(other.tokens)
+            if begins and sibling is not block and self._state.is_partial(sibling):
+                self._state.retain(sibling, MIN_PRIORITY, 0, COMMIT)
 
     def _keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
         """A commit of a block that exists: it stays, and the lease lets go of the slot."""

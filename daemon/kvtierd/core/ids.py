@@ -40,21 +40,24 @@ dozens of times a block: hence such names beside its enumerations."""
 EVENT_HASH_BYTES: Final = (0, 8, 32)
 """Lengths that an event hash may have: none, 64 bits, a digest."""
 
+TOKEN_BYTES: Final = 4
 MAX_TOKEN_BYTES: Final = 1 << 16
 CHECKSUM_BYTES: Final = 16
 
 
 @dataclass(slots=True, frozen=True)
 class Label:
-    """How others know the block; the core only passes it on.
+    """How others know the block.
 
-    ``event_hash``: the name that events give it besides its key. ``tokens``: packed, opaque, at most
-    ``MAX_TOKEN_BYTES``. ``checksum``: of its bytes when it was committed, ``CHECKSUM_BYTES``.
+    ``event_hash``: the name that events give it besides its key. ``tokens``: its token ids, ``TOKEN_BYTES`` each.
+    ``checksum``: of its bytes when it was committed, ``CHECKSUM_BYTES``. ``scope``: what besides the token ids decides
+    its bytes, packed, opaque. Tokens and scope are at most ``MAX_TOKEN_BYTES``.
     """
 
     event_hash: bytes = b""
     tokens: bytes = b""
     checksum: bytes = b""
+    scope: bytes = b""
 
 
 NO_LABEL: Final = Label()

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Final
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.ids import Key, Tier
+from kvtierd.core.ids import NO_LABEL, Key, Tier
 
 
 class BlockIndex:
@@ -20,7 +20,7 @@ class BlockIndex:
     and a page costs O(log n) plus its length plus the departed it skips.
     """
 
-    __slots__ = ("_blocks", "_last", "_numbers", "_order", "get")
+    __slots__ = ("_blocks", "_last", "_numbers", "_order", "_roots", "get")
 
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
@@ -30,6 +30,8 @@ class BlockIndex:
         self._numbers = array("Q")
         """Of the blocks in the order list."""
         self._last = 0
+        self._roots: dict[Block, None] = {}
+        """Those whose tokens are known."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -42,14 +44,21 @@ class BlockIndex:
         self._blocks[block.key] = block
         self._order.append(block)
         self._numbers.append(self._last)
+        if block.parent_key is None and (block.traits.label or NO_LABEL).tokens:
+            self._roots[block] = None
 
     def remove(self, block: Block) -> None:
         """The block is indexed until its caller says otherwise."""
         del self._blocks[block.key]
+        self._roots.pop(block, None)
         if len(self._order) > 2 * len(self._blocks) + 64:
             living = [one.indexed for one in self._order]
             self._numbers = array("Q", compress(self._numbers, living))
             self._order = list(compress(self._order, living))
+
+    def children(self, parent: Block | None) -> Iterator[Block]:
+        """Of a block, or the roots whose tokens are known; the newest first."""
+        return reversed(self._roots) if parent is None else parent.children
 
     def before(self, number: int, limit: int) -> tuple[list[Block], int]:
         """At most ``limit`` blocks with numbers under this one, the newest first, and the number to go on from (0:

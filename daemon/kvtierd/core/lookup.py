@@ -12,9 +12,9 @@ from itertools import accumulate, islice
 
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import Key
+from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key
 from kvtierd.core.index import Pins
-from kvtierd.core.transfers import Listing, ListingRow, Location
+from kvtierd.core.transfers import Listing, ListingRow, Location, PartialMatch
 
 Limit = Callable[[int], int]
 """Of a length: that length, where it will do, else the greatest lower one that may. Asked for falling lengths only."""
@@ -151,6 +151,18 @@ def _longest(state: GroupState, keys: Sequence[Key]) -> tuple[int, Block | None]
         else:
             known, last = middle + 1, block
     return known, last
+
+
+def partial(state: GroupState, parent_key: Key | None, tokens: bytes, scope: bytes) -> PartialMatch | None:
+    """Of a block's children, or of the roots, the one that begins with the longest run of these tokens in this scope.
+    The newest ones are looked at, at most ``Policy.blocks_a_call``."""
+    parent = state.index.get(parent_key) if parent_key is not None else None
+    best, run = None, 0
+    for child in islice(state.index.children(parent), state.policy.blocks_a_call):
+        label = child.traits.label or NO_LABEL
+        while run < len(tokens) and label.scope == scope and label.tokens.startswith(tokens[: run + TOKEN_BYTES]):
+            best, run = child, run + TOKEN_BYTES
+    return None if best is None else PartialMatch(best.key, run // TOKEN_BYTES, best.residency)
 
 
 def locate(state: GroupState, keys: Sequence[Key]) -> list[Location]:

@@ -109,9 +109,14 @@ class BlockManager:
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 
-    def match(self, group: GroupId, keys: Sequence[Key]) -> Match:
-        residencies = lookup.residencies(self._window(group).state, keys)
-        return Match(len(residencies), residencies)
+    def match(self, group: GroupId, keys: Sequence[Key], tokens: bytes = b"", scope: bytes = b"") -> Match:
+        """The longest prefix of a chain. Of a full group, where that is the whole chain, also the block that begins
+        with the longest run of ``tokens``, which follow it."""
+        state = self._window(group).state
+        residencies = lookup.residencies(state, keys)
+        whole = tokens and len(residencies) == len(keys)
+        partial = lookup.partial(state, keys[-1] if keys else None, tokens, scope) if whole else None
+        return Match(len(residencies), residencies, partial)
 
     def match_across(self, keys: Sequence[Key]) -> AcrossMatch:
         """The longest prefix of a chain that every group can serve, each with the blocks that it needs for that."""

@@ -224,11 +224,24 @@ PARENT_CONFLICT: Final = BlockResult.PARENT_CONFLICT
 
 
 @dataclass(slots=True, frozen=True)
+class PartialMatch:
+    """A block of which the first ``tokens`` continue a chain, and others follow, or none."""
+
+    key: Key
+    tokens: int
+    residency: int
+
+
+@dataclass(slots=True, frozen=True)
 class Match:
-    """The longest stored prefix: its length and each block's residency set, 0 = absent, before a sliding window."""
+    """The longest stored prefix: its length and each block's residency set, 0 = absent, before a sliding window.
+
+    ``partial``: what continues it, where that was asked for.
+    """
 
     blocks: int
     residency: tuple[int, ...]
+    partial: PartialMatch | None = None
 
 
 @dataclass(slots=True, frozen=True)

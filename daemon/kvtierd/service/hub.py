@@ -17,8 +17,6 @@ from math import inf
 from operator import attrgetter, itemgetter
 from typing import Final, Self
 
-from google.protobuf.message import DecodeError
-
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2, events_pb2
@@ -444,11 +442,11 @@ def have_tokens(labels: Sequence[Label | None]) -> bool:
 
 
 def _tokens(label: Label | None) -> events_pb2.BlockTokens:
-    """None of a block whose record on disk no longer has what was written: nothing verifies that part of it."""
-    try:
-        return events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens)
-    except DecodeError:
+    if label is None:
         return events_pb2.BlockTokens()
+    message = events_pb2.BlockTokens.FromString(label.scope)
+    message.token_ids = label.tokens
+    return message
 
 
 def _hash(label: Label | None, size: int) -> bytes:

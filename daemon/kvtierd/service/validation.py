@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Final, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
-from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, Key, Label, Tier, rows
+from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, Key, Label, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.core.transfers import CommitItem
 from kvtierd.service.cache import Cache
@@ -145,10 +145,25 @@ def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequenc
 
 
 MAX_SALT_BYTES: Final = 1024
-_TOKEN_BYTES: Final = 4
 _EXTRA_ID_BYTES: Final = 8
-_ONLY_WITH_TOKENS: Final = ("token_extra_ids", "mm_digests", "mm_blocks", "mm_offsets")
+_ONLY_WITH_TOKENS: Final = ("partial_tokens", "token_extra_ids", "mm_digests", "mm_blocks", "mm_offsets")
 _ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
+
+
+def following(cache: Cache, group: int, request: blocks_pb2.MatchRequest) -> tuple[bytes, bytes]:
+    """The token ids that follow a match's keys, fewer than a block's, and their scope. Raises INVALID_ARGUMENT."""
+    if not request.tokens:
+        _require_no_scope(request)
+        return b"", b""
+    if not cache.options.keep_tokens:
+        raise bad_argument("tokens", "some", f"none: cache {cache.name} keeps no tokens")
+    of = cache.spec.groups[group]
+    if request.across_groups or of.window_tokens or of.flat:
+        raise bad_argument("tokens", "some", "none, except for one full-attention group")
+    most = (cache.spec.tokens_per_block - 1) * TOKEN_BYTES
+    if len(request.tokens) > most or len(request.tokens) % TOKEN_BYTES:
+        raise bad_argument("tokens", f"{len(request.tokens)} bytes", f"{TOKEN_BYTES} bytes a token, at most {most}")
+    return request.tokens, events_pb2.BlockTokens(**_scope(request)).SerializeToString()
 
 
 def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
@@ -157,42 +172,50 @@ def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Seque
         _require_no_scope(request)
         return [None] * count
     options, width = cache.options, cache.spec.tokens_per_block
+    if request.partial_tokens >= width:
+        raise bad_argument("partial_tokens", request.partial_tokens, f"0 to {width - 1}")
+    last = request.partial_tokens or width
     size = HASH_BYTES.get(options.event_hash, 0)
     of = f"{size} bytes a block" if size else f"none: cache {cache.name} has no event_hash"
     hashes = _rows("event_hashes", request.event_hashes, size, count, of)
-    size = width * _TOKEN_BYTES if options.keep_tokens else 0
-    of = f"{size} bytes a block of {width} tokens" if size else f"none: cache {cache.name} keeps no tokens"
-    ids = _rows("tokens", request.tokens, size, count, of)
+    size = TOKEN_BYTES if options.keep_tokens else 0
+    of = f"{width * size} bytes a block of {width} tokens" if size else f"none: cache {cache.name} keeps no tokens"
+    ids = _rows("tokens", request.tokens, width * size, count, of, last * size)
     size = options.checksum_bytes
     of = f"{size} bytes a block" if size else f"none: cache {cache.name} has no checksum from the commit on"
     checksums = _rows("checksums", request.checksums, size, count, of)
     if request.tokens:
-        tokens = [message.SerializeToString() for message in _messages(request, ids, width)]
-        if (longest := max(map(len, tokens))) > MAX_TOKEN_BYTES:
+        scopes = [message.SerializeToString() for message in _scopes(request, count, width, last)]
+        longest = max(len(own) + len(scope) for own, scope in zip(ids, scopes, strict=True))
+        if longest > MAX_TOKEN_BYTES:
             raise bad_argument("tokens", f"{longest} bytes", f"at most {MAX_TOKEN_BYTES} bytes a block")
     else:
         _require_no_scope(request)
-        tokens = ids
-    return [Label(*row) if any(row) else None for row in zip(hashes, tokens, checksums, strict=True)]
+        scopes = ids
+    return [Label(*row) if any(row) else None for row in zip(hashes, ids, checksums, scopes, strict=True)]
 
 
-def _require_no_scope(request: blocks_pb2.CommitRequest) -> None:
-    given = [field for field in _ONLY_WITH_TOKENS if getattr(request, field)]
+def _require_no_scope(request: blocks_pb2.CommitRequest | blocks_pb2.MatchRequest) -> None:
+    given = [field for field in _ONLY_WITH_TOKENS if getattr(request, field, None)]
     given += [field for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)]
     if given:
         raise bad_argument(given[0], "some", "none without tokens")
 
 
-def _messages(request: blocks_pb2.CommitRequest, ids: Sequence[bytes], width: int) -> Sequence[events_pb2.BlockTokens]:
+def _scope(request: blocks_pb2.CommitRequest | blocks_pb2.MatchRequest) -> dict[str, Any]:
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise bad_argument("cache_salt", request.cache_salt, f"at most {MAX_SALT_BYTES} bytes of UTF-8")
-    scope = {field: getattr(request, field) for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)}
+    return {field: getattr(request, field) for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)}
+
+
+def _scopes(request: blocks_pb2.CommitRequest, count: int, width: int, last: int) -> Sequence[events_pb2.BlockTokens]:
+    """All of each block's but its token ids. ``last``: how many tokens the last one has."""
     size = width * _EXTRA_ID_BYTES
-    extra_ids = _rows("token_extra_ids", request.token_extra_ids, size, len(ids), f"{size} bytes a block")
-    messages = [
-        events_pb2.BlockTokens(token_ids=own, extra_ids=extra if any(extra) else b"", **scope)
-        for own, extra in zip(ids, extra_ids, strict=True)
-    ]
+    extra_ids = _rows(
+        "token_extra_ids", request.token_extra_ids, size, count, f"{size} bytes a block", last * _EXTRA_ID_BYTES
+    )
+    scope = _scope(request)
+    messages = [events_pb2.BlockTokens(extra_ids=extra if any(extra) else b"", **scope) for extra in extra_ids]
     blocks, offsets = request.mm_blocks, request.mm_offsets
     if len(offsets) != len(blocks):
         raise bad_argument("mm_offsets", f"{len(offsets)} offsets", f"{len(blocks)}, one each of mm_blocks")
@@ -209,10 +232,10 @@ def _messages(request: blocks_pb2.CommitRequest, ids: Sequence[bytes], width: in
     return messages
 
 
-def _rows(field: str, packed: bytes, size: int, count: int, limit: str) -> list[bytes]:
-    """``packed`` cut into ``count`` rows of ``size`` bytes; empty rows if the field is empty."""
+def _rows(field: str, packed: bytes, size: int, count: int, limit: str, last: int | None = None) -> list[bytes]:
+    """``packed`` cut into ``count`` rows of ``size`` bytes, the last of ``last``; empty rows if the field is empty."""
     if not packed:
         return [b""] * count
-    if len(packed) != count * size:
+    if len(packed) != count * size - (0 if last is None else size - last):
         raise bad_argument(field, f"{len(packed)} bytes", limit)
     return [packed[start : start + size] for start in range(0, len(packed), size)]

@@ -16,16 +16,17 @@ PLACED = bytes.fromhex(
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
 )
-BARE = bytes.fromhex("01 01 23 00") + PLACED + bytes(16)
+BARE = bytes.fromhex("01 01 23 00") + PLACED + bytes(8) + bytes.fromhex("c294d3380580062d") + bytes(12)
 FULL = (
     bytes.fromhex("01 01 5a 08")
     + PLACED
-    + bytes.fromhex("0c000000 e8030000 0010a5d4e8000000")
+    + bytes.fromhex("0c000000 05000000 a78087f3c7126939 e8030000 0010a5d4e8000000")
     + b"\x11\x22\x33\x44\x55\x66\x77\x88"
     + b"three tokens"
+    + b"scope"
 )
 PLACE = (SlotId(7), 5, 12288, b"\xaa" * 16)
-TRAITS = Traits(90, 1000, 1_000_000_000_000, Label(bytes.fromhex("1122334455667788"), b"three tokens"))
+TRAITS = Traits(90, 1000, 1_000_000_000_000, Label(bytes.fromhex("1122334455667788"), b"three tokens", scope=b"scope"))
 
 
 def decoded(values: list[bytes]) -> list[Traits]:
@@ -54,9 +55,18 @@ def test_a_label_of_each_kind_comes_back() -> None:
         Label(bytes(range(32))),
         Label(tokens=b"tokens", checksum=bytes(range(16))),
         Label(bytes(range(8)), bytes(MAX_TOKEN_BYTES)),
+        Label(tokens=b"tokens", checksum=bytes(range(16)), scope=b"scope"),
     ]
     values = [records.encode_record(*PLACE, None, Traits(35, label=label)) for label in labels]
     assert [traits.label for traits in decoded(values)] == labels
+
+
+@pytest.mark.parametrize("place", [-1, -6, records.HEAD_BYTES + 8])
+def test_tokens_that_are_not_those_written_are_left_out(place: int) -> None:
+    """They decide what is reused of a block, so a flipped bit must not give another prompt's bytes."""
+    damaged = bytearray(FULL)
+    damaged[place] ^= 1
+    assert decoded([bytes(damaged)])[0].label == Label(bytes.fromhex("1122334455667788"))
 
 
 ODD_HASH = BARE[:3] + b"\x05" + BARE[4:] + b"12345"

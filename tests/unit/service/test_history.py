@@ -22,7 +22,7 @@ from tests.unit.event_log.runs import MB
 HEADERS = {CacheId(1): CacheHeader("one"), CacheId(2): CacheHeader("two")}
 RING_BYTES = 5000
 """For some fifty events."""
-LONG = Label(b"", events_pb2.BlockTokens(token_ids=bytes(400)).SerializeToString())
+LONG = Label(b"", bytes(400))
 PATIENCE_S = 10.0
 
 
@@ -260,8 +260,7 @@ async def batches(now: Life, wanted: EventFilter, until: int) -> list[events_pb2
 
 
 async def test_filters_and_rights_hold_for_what_the_log_tells(tmp_path: Path) -> None:
-    tokens = events_pb2.BlockTokens(token_ids=b"secret!!")
-    label = Label(b"", tokens.SerializeToString())
+    label = Label(b"", b"secret!!")
     async with life(tmp_path / "log") as now:
         await now.publish(300, lambda number: event(number, cache=1 + number % 2, label=label))
         await now.logged()

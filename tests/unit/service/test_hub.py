@@ -64,18 +64,6 @@ async def test_events_that_cannot_be_told_are_a_hole_and_keep_no_other_from_bein
     assert [record.args for record in caplog.records] == [(3, 3)]
 
 
-async def test_of_tokens_that_are_damaged_only_they_are_left_out() -> None:
-    """They come from a record on disk, of which nothing verifies this part."""
-    ring = hub()
-    ring.publish([event(1, 2, Label(b"", b"\xff\xff")), event(2)])
-    await readable(ring, 2)
-    run = ring._in_memory(0)
-    assert run is not None
-    damaged, whole = events_pb2.WatchBatch.FromString(run.private).events
-    assert (len(damaged.keys), list(damaged.tokens)) == (64, [events_pb2.BlockTokens()] * 2)
-    assert len(whole.keys) == 32
-
-
 @pytest.mark.parametrize(("watchers", "apart_s"), [(1, BUSY_S), (20, 20 * SHARE_S)])
 async def test_under_load_watchers_are_woken_the_less_often_the_more_there_are(watchers: int, apart_s: float) -> None:
     ring, loop, wakes, last = hub(), asyncio.get_running_loop(), 0, 0

@@ -152,12 +152,17 @@ class BlocksService:
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
+        tokens, scope = validation.following(cache, group, request)
         if request.across_groups:
             return self._match_across(cache, group, keys)
-        found = self._engine.manager(cache.id).match(group, keys)
-        return blocks_pb2.MatchResponse(
+        found = self._engine.manager(cache.id).match(group, keys, tokens, scope)
+        response = blocks_pb2.MatchResponse(
             blocks=found.blocks, residency=bytes(found.residency), as_of_event=self._now_cursor()
         )
+        if found.partial is not None:
+            response.partial_key, response.partial_tokens = found.partial.key, found.partial.tokens
+            response.partial_residency = found.partial.residency
+        return response
 
     async def locate(self, session: Session, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
         cache, group = self._place(session, request.cache_id, request.group)

@@ -7,9 +7,9 @@ records-<group>     the block key, 32    ``record``: u8 version = 1, u8 flags (b
                                          checksum of its commit), u8 priority,
                                          u8 length of the event hash, u32 slot, u64 last use when written, u64
                                          bytes of the record in the slab, 16 bytes checksum, 32 bytes parent (zeros
-                                         if none), u32 length of the tokens, u32 duration in ms, u64 deadline in
-                                         ns; then the event hash, the checksum of its commit,
-                                         16 bytes, and the tokens
+                                         if none), u32 length of the tokens, u32 length of the scope, u64 xxh3-64 of
+                                         both, u32 duration in ms, u64 deadline in ns; then the event hash, the
+                                         checksum of its commit, 16 bytes, the tokens and the scope
 touches-<group>     u64 big-endian,      ``touches``: u8 version = 1, 7 bytes 0, u64 first, then u32 slots: the n-th
                     rising               slot was used at ``first`` + n
 recency-<group>     u32 big-endian,      ``recency``: u64 last use of up to ``RECENCY_SLOTS`` slots from this one on;
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -54,7 +55,7 @@ Slots = NDArray[np.uint32]
 
 _HAS_PARENT: Final = 1
 _HAS_CHECKSUM: Final = 2
-_HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQ")
+_HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQIQ")
 HEAD_BYTES: Final = _HEAD.size
 _TOUCHES_VERSION: Final = 1
 _TOUCHES: Final = struct.Struct("<B7xQ")
@@ -71,6 +72,8 @@ RECORD_DTYPE: Final = np.dtype(
         ("checksum", f"V{CHECKSUM_BYTES}"),
         ("parent", f"V{KEY_BYTES}"),
         ("token_bytes", "<u4"),
+        ("scope_bytes", "<u4"),
+        ("label_checksum", "<u8"),
         ("duration_ms", "<u4"),
         ("deadline_ns", "<u8"),
     ]
@@ -94,10 +97,17 @@ def encode_record(slot: SlotId, last_use: int, size: int, checksum: bytes, paren
         checksum,
         parent or b"",
         len(label.tokens),
+        len(label.scope),
+        _label_checksum(label),
         duration_ms,
         deadline_ns,
     )
-    return head + label.event_hash + label.checksum + label.tokens
+    return head + label.event_hash + label.checksum + label.tokens + label.scope
+
+
+def _label_checksum(label: Label) -> int:
+    """Tokens decide what is reused of a block, and nothing else verifies them."""
+    return xxhash.xxh3_64_intdigest(label.tokens + label.scope)
 
 
 def restated(value: bytes, traits: Traits) -> bytes:
@@ -114,7 +124,8 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
     rows = np.frombuffer(b"".join(heads), RECORD_DTYPE).copy()
-    hash_bytes, token_bytes = rows["hash_bytes"].astype(np.int64), rows["token_bytes"].astype(np.int64)
+    hash_bytes = rows["hash_bytes"].astype(np.int64)
+    token_bytes = rows["token_bytes"].astype(np.int64) + rows["scope_bytes"]
     checksum_bytes = _checksum_bytes(rows)
     sizes_fit = np.isin(hash_bytes, EVENT_HASH_BYTES) & (token_bytes <= MAX_TOKEN_BYTES)
     whole = (
@@ -125,13 +136,17 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
 
 
 def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.intp]) -> list[Traits]:
-    """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out."""
+    """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out. Tokens that
+    are not what was written are left out, too."""
     labels: list[Label | None] = [None] * len(rows)
     hash_ends = HEAD_BYTES + rows["hash_bytes"].astype(np.int64)
     ends = hash_ends + _checksum_bytes(rows)
-    for place in np.flatnonzero(ends - HEAD_BYTES + rows["token_bytes"]).tolist():
-        value, hash_end, end = values[int(places[place])], hash_ends[place], ends[place]
-        labels[place] = Label(value[HEAD_BYTES:hash_end], value[end:], value[hash_end:end])
+    token_ends = ends + rows["token_bytes"]
+    for place in np.flatnonzero(token_ends - HEAD_BYTES).tolist():
+        value, hash_end, end, token_end = values[int(places[place])], hash_ends[place], ends[place], token_ends[place]
+        label = Label(value[HEAD_BYTES:hash_end], value[end:token_end], value[hash_end:end], value[token_end:])
+        intact = _label_checksum(label) == rows["label_checksum"][place]
+        labels[place] = label if intact else replace(label, tokens=b"", scope=b"")
     columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
     return list(rows_of(Traits, *columns, labels))
 
