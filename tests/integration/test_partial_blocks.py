@@ -165,6 +165,17 @@ async def test_a_partial_block_that_has_grown_is_the_first_to_go(cache):
     assert_bytes(split_keys(shorter.keys), await cache.get(shorter.keys))
 
 
+async def test_room_is_made_of_it_before_anything_else(client, name):
+    cache = await client.open_cache(name, **opening())
+    partial, whole = await put(cache, IDS[: WIDTH + 3]), await put(cache, IDS)
+    kept = await put(cache, [1, 2, 3])
+    async with cache.reserve(cache.slots(Tier.HOST) - 4):
+        assert await cache.prefix_length(partial.keys) == 1
+        assert await cache.prefix_length(whole.keys) == 3
+        assert await cache.prefix_length(kept.keys) == 1
+    assert [row.residency async for row in cache.blocks()] == 4 * [Tier.HOST.bit], "it was not copied to disk"
+
+
 async def test_a_partial_block_of_another_scope_has_not_grown(cache):
     mine = await put(cache, IDS[:3], Scope(salt="mine"))
     await put(cache, IDS[:WIDTH])

@@ -101,6 +101,14 @@ def _long(value):
     return (value ^ value >> 31) + 0x9E3779B9
 
 
+@pytest.mark.parametrize("algorithm", HASH_BYTES)
+def test_a_partial_block_is_hashed_over_the_tokens_that_it_has(algorithm):
+    size = HASH_BYTES[algorithm]
+    assert event_hashes(algorithm, TOKENS[:3], 4, partial=True) == event_hashes(algorithm, TOKENS[:3], 3)
+    assert event_hashes(algorithm, TOKENS[:7], 4, partial=True)[:size] == event_hashes(algorithm, TOKENS[:7], 4)
+    assert event_hashes(algorithm, TOKENS, 4, partial=True) == event_hashes(algorithm, TOKENS, 4)
+
+
 def test_v1_mixes_in_items_and_extra_ids_as_documented():
     """One block of two tokens; the image covers the second, which is its third."""
     scope = Scope(9, multimodal=(MultimodalItem(DIGEST, 1, 5),))

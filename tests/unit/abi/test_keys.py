@@ -127,6 +127,38 @@ def test_an_extra_id_changes_its_block_and_all_after(ids, step, data):
     assert all(a != b for a, b in zip(before[at // step :], after[at // step :], strict=True))
 
 
+@given(tokens, st.integers(2, 6), scopes)
+def test_a_partial_block_has_the_documented_key_and_no_other_block_has_it(ids, step, scope):
+    full, left = divmod(len(ids), step)
+    keys = split(chain_keys(ids, step, scope, partial=True))
+    assert b"".join(keys[:full]) == chain_keys(ids, step, scope)
+    assert len(keys) == full + (left > 0)
+    if left and not scope.multimodal:
+        above = keys[full - 1] if full else root(scope)
+        own = np.array(ids[full * step :], "<u4").tobytes()
+        assert keys[full] == hashlib.sha256(above + own + b"kvtier.partial" + left.to_bytes(4, "little")).digest()
+    shorter = {key for count in range(len(ids)) for key in split(chain_keys(ids[:count], step, scope, partial=True))}
+    others = shorter | set(split(chain_keys(ids, max(left, 1), scope)))
+    assert left == 0 or keys[full] not in others
+
+
+def test_no_full_block_is_hashed_from_the_bytes_of_a_partial_one():
+    """Its tokens may be any numbers, those of the ending of a partial block among them."""
+    ending = b"kvtier.partial" + (1).to_bytes(4, "little")
+    spelled = np.frombuffer((5).to_bytes(4, "little") + ending + bytes(2), "<u4")
+    partial = chain_keys([5], len(spelled), partial=True)
+    assert partial != chain_keys(spelled, len(spelled))
+    assert partial == hashlib.sha256(root(Scope()) + spelled.tobytes()[: 4 + len(ending)]).digest()
+
+
+def test_of_an_item_a_partial_block_knows_what_it_has_of_it():
+    long, short = (Scope(multimodal=(MultimodalItem(b"i" * 32, 5, tokens),)) for tokens in (4, 2))
+    ids, extra = range(7), [0, 0, 0, 0, 0, 0, 9]
+    assert chain_keys(ids, 4, long, partial=True) == chain_keys(ids, 4, short, partial=True)
+    assert chain_keys(range(5), 4, long, partial=True) == chain_keys(range(5), 4, partial=True)
+    assert chain_keys(ids, 4, extra_ids=extra, partial=True)[32:] != chain_keys(ids, 4, partial=True)[32:]
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.uint16, np.uint64, np.dtype(">i4")])
 def test_keys_do_not_depend_on_how_tokens_are_held(dtype):
     ids = [0, 1, 300, 65535, 5, 6]

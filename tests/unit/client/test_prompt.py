@@ -12,6 +12,7 @@ IDS = list(range(100, 111))
 EXTRA = [0, 0, 0, 0, 0, 2**64 - 1, 0, 0, 0, 0, 0]
 IMAGE = Scope(7, "tenant", (MultimodalItem(b"i" * 32, 2, 5),))
 HASHED = CacheOptions(event_hash="v1_block_key")
+KEPT_ALONE = CacheOptions(keep_tokens=True)
 KEPT = CacheOptions(event_hash="v2_sha256", keep_tokens=True)
 
 
@@ -53,6 +54,39 @@ def test_extra_ids_are_told() -> None:
     prompt = Prompt(IDS, 4, Scope(), EXTRA)
     told = prompt.told(prompt.keys, CacheOptions(keep_tokens=True))
     assert told["token_extra_ids"] == np.array(EXTRA[:8], "<u8").tobytes()
+
+
+def test_a_partial_block_is_told_with_the_tokens_that_it_has() -> None:
+    prompt = Prompt(IDS, 4, IMAGE, EXTRA, salt_id=1, partial=True)
+    keys = split(prompt.keys)
+    assert (len(prompt), prompt.partial_tokens, prompt.tokens(2), prompt.tokens(3)) == (3, 3, 8, 11)
+    told = prompt.told(keys[1] + keys[2], CacheOptions(event_hash="v1_block_key", keep_tokens=True))
+    assert told["tokens"] == np.array(IDS[4:], "<u4").tobytes()
+    assert told["token_extra_ids"] == np.array(EXTRA[4:], "<u8").tobytes()
+    assert (told["partial_tokens"], told["mm_blocks"], len(told["event_hashes"])) == (3, [0], 16)
+    assert "partial_tokens" not in prompt.told(keys[0], KEPT_ALONE)
+    assert Prompt(IDS[:8], 4, partial=True).keys == chain_keys(IDS, 4)
+    with pytest.raises(InvalidArgument) as refused:
+        prompt.told(keys[2] + keys[1], KEPT_ALONE)
+    assert refused.value.field == "keys"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "blocks", "tokens"),
+    [
+        (Prompt(IDS, 4), 0, IDS[:3]),
+        (Prompt(IDS, 4), 2, IDS[8:]),
+        (Prompt(IDS, 4, partial=True), 3, []),
+        (Prompt(IDS, 4, IMAGE), 0, IDS[:2]),
+        (Prompt(IDS, 4, IMAGE), 1, []),
+        (Prompt(IDS, 4, Scope(), EXTRA), 1, IDS[4:5]),
+        (Prompt(IDS, 1), 3, []),
+    ],
+)
+def test_the_tokens_that_follow_end_before_those_that_ids_alone_do_not_name(
+    prompt: Prompt, blocks: int, tokens: list[int]
+) -> None:
+    assert prompt.following(blocks) == np.array(tokens, "<u4").tobytes()
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,11 @@ def test_tokens_extra_ids_items_and_salt() -> None:
     ]
 
 
+def test_a_partial_block_has_fewer_tokens() -> None:
+    (only,) = data(stored(0, 1, parents=[None, 0], tokens=(BlockTokens((1, 2)), BlockTokens((3,)))))
+    assert [[token["token_id"] for token in block["tokens"]] for block in only["blocks"]] == [[1, 2], [3]]
+
+
 def test_digests_are_shown_in_hex() -> None:
     digest = bytes(range(32))
     named: dict[str, Any] = {"event_hash": "v2_sha256", "packed_hashes": digest, "packed_parent_hashes": bytes(32)}

@@ -128,6 +128,14 @@ def test_a_block_that_moves_takes_its_tokens_along() -> None:
     assert isinstance(there, BlockStored) and there.token_ids == [7, 8]
 
 
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_partial_block_is_none_of_vllms(tokens: bool) -> None:
+    of_prompt = (BlockTokens((1, 2)), BlockTokens((3,)))
+    events = begun(options=Options(PLACE, tokens=tokens))
+    (only,) = told(events, stored(0, 1, parents=[None, 0], tokens=of_prompt), updated(1, residency=HOST))
+    assert isinstance(only, BlockStored) and only.block_hashes == [number(KEYS[0])]
+
+
 def test_cleared_removes_one_by_one_and_says_so_where_nothing_is_left_of_any_group() -> None:
     other = replace(stored(0, parents=[None]), group=1)
     events = begun(stored(0, parents=[None]), other)

@@ -148,6 +148,10 @@ async def test_tokens_are_sent_to_those_alone_who_may_see_them_in_that_cache(
         (TOLD, FIELDS | {"mm_offsets": [1]}, "mm_offsets"),
         (TOLD, FIELDS | {"mm_blocks": [1, 0]}, "mm_blocks[1]"),
         (TOLD, FIELDS | {"mm_blocks": [1, 3]}, "mm_blocks[1]"),
+        (TOLD, FIELDS | {"partial_tokens": 3}, "tokens"),
+        (TOLD, FIELDS | {"partial_tokens": TOKENS}, "partial_tokens"),
+        (TOLD, {"partial_tokens": 3}, "partial_tokens"),
+        (TOLD, FIELDS | {"tokens": b"".join(IDS)[: -4 * TOKENS + 12], "partial_tokens": 3}, "token_extra_ids"),
     ],
 )
 async def test_what_does_not_fit_refuses_the_whole_commit(
@@ -157,3 +161,43 @@ async def test_what_does_not_fit_refuses_the_whole_commit(
     code, detail = await client.refusal(client.blocks.Commit, request)
     assert (code, detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
     assert await events(client, events_pb2.EVENT_TYPE_STORED) == []
+
+
+FIRST = IDS[0][:-4]
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "field"),
+    [
+        (NAMED, {"tokens": FIRST}, "tokens"),
+        (TOLD, {"tokens": IDS[0]}, "tokens"),
+        (TOLD, {"tokens": FIRST[1:]}, "tokens"),
+        (TOLD, {"tokens": FIRST, "across_groups": True}, "tokens"),
+        (TOLD, {"tokens": FIRST, "cache_salt": "x" * 1025}, "cache_salt"),
+        (TOLD, {"lora_id": 0}, "lora_id"),
+        (TOLD, {"cache_salt": ""}, "cache_salt"),
+    ],
+)
+async def test_tokens_that_no_block_could_begin_with_refuse_a_match(
+    client: Client, options: caches_pb2.CacheOptions, fields: dict[str, Any], field: str
+) -> None:
+    request = blocks_pb2.MatchRequest(cache_id=await client.open(options=options), **fields)
+    code, detail = await client.refusal(client.blocks.Match, request)
+    assert (code, detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_a_match_in_part_follows_a_chain_that_matches_whole(client: Client) -> None:
+    cache = await client.open(options=TOLD)
+    await store(client, cache, tokens=b"".join(IDS))
+
+    async def match(*keys: bytes, tokens: bytes) -> tuple[int, bytes, int, int]:
+        request = blocks_pb2.MatchRequest(cache_id=cache, keys=b"".join(keys), tokens=tokens)
+        told: blocks_pb2.MatchResponse = await client.call(client.blocks.Match, request)
+        return told.blocks, told.partial_key, told.partial_tokens, told.partial_residency
+
+    host = 1 << common_pb2.TIER_HOST - 1
+    assert await match(KEYS[0], tokens=IDS[1][:12]) == (1, KEYS[1], 3, host)
+    assert await match(KEYS[0], tokens=IDS[1][:12] + IDS[2][:8]) == (1, KEYS[1], 3, host)
+    assert await match(tokens=IDS[0][:4]) == (0, KEYS[0], 1, host)
+    assert await match(KEYS[0], tokens=IDS[2][:12]) == (1, b"", 0, 0)
+    assert await match(KEYS[0], b"x" * 32, tokens=IDS[1][:12]) == (1, b"", 0, 0), "the tokens follow another block"
