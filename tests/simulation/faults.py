@@ -310,6 +310,8 @@ FAULTS: Final = {
         Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "span", _too_short),)),
         Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
+        Fault("partial_blocks_take_children", ((GroupState, "is_partial", _answers(False)),)),
+        Fault("outgrown_blocks_stay", ((Holding, "_outgrow", _does_nothing),)),
         Fault("part_left_behind", ((AcrossGroups, "_let_go", _lets_go_of_one_part),)),
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from kvtierd.core.ids import Key, Label
 from tests.simulation.chooser import Chooser
@@ -14,9 +15,15 @@ def key(number: int) -> Key:
     return Key(hashlib.sha256(number.to_bytes(4, "little")).digest())
 
 
+FIRST_TOKEN: Final = bytes(4)
+"""All begin with it, so a block that has no other is a prefix of every other."""
+
+
 def label_of(key: Key) -> Label | None:
-    """What is told of a block besides its key; of some blocks nothing."""
-    return Label(key[:8], key[8:], key[:16] if key[1] % 2 else b"") if key[0] % 4 else None
+    """What is told of a block besides its key; of some blocks nothing. Some have one token: where a block has room for
+    more, these are partial."""
+    tokens = FIRST_TOKEN + (key[8:] if key[2] % 9 else b"")
+    return Label(key[:8], tokens, key[:16] if key[1] % 2 else b"") if key[0] % 4 else None
 
 
 def hash_of(key: Key) -> Label | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvtierd.core.events import BlockChange
@@ -13,7 +13,7 @@ from kvtierd.core.outcome import Move, SlotRef
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.transfers import BlockResult, CommitItem, ListingRow
 from tests.simulation.disk import Disk
-from tests.simulation.forest import Forest
+from tests.simulation.forest import FIRST_TOKEN, Forest, label_of
 from tests.simulation.memory import ROT, Memory
 from tests.simulation.mirror import Mirror
 from tests.simulation.mover import Mover
@@ -96,12 +96,29 @@ class Site:
             if item.key in stored:
                 same = stored[item.key] == item.parent
                 expected.append(BlockResult.EXISTS if same else BlockResult.PARENT_CONFLICT)
-            elif item.parent is not None and item.parent not in stored and not self.plan.sliding:
+            elif item.parent is not None and not self.plan.sliding and not self._is_parent(item.parent, stored):
                 expected.append(BlockResult.PARENT_MISSING)
             else:
                 expected.append(BlockResult.OK)
                 stored[item.key] = item.parent
         return expected
+
+    def _is_parent(self, key: Key, stored: Collection[Key]) -> bool:
+        return key in stored and not self._is_partial(key)
+
+    def _is_partial(self, key: Key) -> bool:
+        label = self.mirror.label_of(key) if key in self.mirror.blocks else label_of(key)
+        return label is not None and 0 < len(label.tokens) < len(FIRST_TOKEN) * self.plan.tokens_per_block
+
+    def outgrown(self, item: CommitItem, earlier: Iterable[CommitItem]) -> list[Key]:
+        """Partial blocks beside one that has just been stored. ``earlier``: what the same call has stored."""
+        if self.plan.sliding or item.label is None:
+            return []
+        beside = {key: change.parent for key, change in self.mirror.blocks.items()}
+        beside |= {one.key: one.parent for one in earlier}
+        return [
+            key for key, parent in beside.items() if key != item.key and parent == item.parent and self._is_partial(key)
+        ]
 
     def surviving(self) -> set[Key]:
         """Blocks that a restart must find on disk."""

@@ -55,6 +55,7 @@ HAPPENS: Final = (
     "commit for several",
     "joined",
     "given back in part",
+    "a partial block was outgrown",
     "retain OK",
     "retain NOT_FOUND",
     "pin OK",

@@ -18,7 +18,7 @@ from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, 
 from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
-from kvtierd.core.policy import MAX_PRIORITY, GroupShape, WritePolicy
+from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WritePolicy
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
@@ -140,6 +140,7 @@ class World:
         expected = site.expected_commit(items)
         results, outcome = self.core.commit(holding.session, holding.id, items, self.now, hold=hold, release=release)
         require(list(results) == expected, f"commit answers {results}, not {expected}")
+        stored: list[CommitItem] = []
         for item, result in zip(items, results, strict=True):
             self.seen[f"commit {result.name}"] += 1
             if result is BlockResult.OK:
@@ -151,6 +152,10 @@ class World:
                     else:
                         self.clients.committed(writer, item.slot, item.key, item.parent)
                 site.retentions.give(item.key, item.priority, item.duration_ms, self.now)
+                stored.append(item)
+                for key in site.outgrown(item, stored):
+                    self.seen["a partial block was outgrown"] += 1
+                    site.retentions.give(key, MIN_PRIORITY, 0, self.now)
             elif result is BlockResult.EXISTS:
                 self.clients.found_stored(holding, item.slot, item.key, item.parent)
         if release:
