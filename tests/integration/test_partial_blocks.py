@@ -21,6 +21,7 @@ from kvtier import (
     TokenMatch,
     connect,
 )
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
 
@@ -72,6 +73,8 @@ async def test_the_first_block_of_a_prompt_matches_in_part(cache):
     found = await cache.match_tokens(cache.prompt([*IDS[:4], 1]))
     assert found == TokenMatch(4, 0, 4, stored.keys, HOST)
     assert (await cache.match_tokens(cache.prompt(IDS[:1]))).tokens == 1
+    await cache.drop(stored.keys)
+    assert (await cache.match_tokens(cache.prompt(IDS[:1]))).tokens == 0
     for nothing in ([], [1, 2, 3], list(range(100))):
         assert await cache.match_tokens(cache.prompt(nothing)) == TokenMatch(0, 0, 0, b"", b"")
 
@@ -210,6 +213,19 @@ async def test_a_partial_block_is_told_of_as_stored(client, cache):
             if isinstance(item, Event) and item.event_id > before and item.type is EventType.STORED:
                 assert item.tokens[0].token_ids == tuple(IDS[:5])
                 return
+
+
+async def test_while_no_daemon_answers_whole_blocks_count(start_daemon):
+    daemon = start_daemon(host=64)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("alone", SPEC, options=KEPT)
+        await put(cache, IDS[: 2 * WIDTH])
+        swapped = await put(cache, IDS[: WIDTH + 3])
+        await asyncio.to_thread(daemon.kill)
+        with pytest.raises((DaemonUnavailable, DeadlineExceeded)):
+            await cache.match_tokens(cache.prompt(IDS[: 2 * WIDTH - 1]), timeout=0.2)
+        assert (await cache.match_tokens(cache.prompt(IDS[: 2 * WIDTH - 1]))).tokens == WIDTH
+        assert (await cache.match_tokens(swapped)).tokens == WIDTH + 3
 
 
 def test_the_synchronous_client_asks_in_tokens(daemon, name):
