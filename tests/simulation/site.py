@@ -112,13 +112,11 @@ class Site:
 
     def outgrown(self, item: CommitItem, earlier: Iterable[CommitItem]) -> list[Key]:
         """Partial blocks beside one that has just been stored. ``earlier``: what the same call has stored."""
-        if self.plan.sliding or item.label is None:
+        if self.plan.sliding or item.label is None or self._is_partial(item.key):
             return []
         beside = {key: change.parent for key, change in self.mirror.blocks.items()}
         beside |= {one.key: one.parent for one in earlier}
-        return [
-            key for key, parent in beside.items() if key != item.key and parent == item.parent and self._is_partial(key)
-        ]
+        return [key for key, parent in beside.items() if parent == item.parent and self._is_partial(key)]
 
     def surviving(self) -> set[Key]:
         """Blocks that a restart must find on disk."""

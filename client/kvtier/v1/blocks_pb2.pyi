@@ -403,7 +403,7 @@ class CommitRequest(google.protobuf.message.Message):
     partial_tokens: builtins.int
     """How many tokens the last block of the call has, where it is a partial block; 0 = as many as every other. A partial
     block is never a parent. When a block is committed that begins with the tokens of a partial one under the same parent,
-    that one's priority becomes 0.
+    that one's priority becomes 0, where it is among the newest 32 there.
     """
     release: builtins.bool
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""

@@ -19,7 +19,7 @@ from kvtierd.core.reclaim import Background
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
 from kvtierd.core.transfers import EXISTS, OK, PARENT_CONFLICT, PARENT_MISSING, BlockResult, CommitItem
 
-_SIBLINGS: Final = 64
+_SIBLINGS: Final = 32
 """A new block is compared with so many others of its parent, the newest."""
 
 
@@ -81,8 +81,8 @@ class Holding:
         once: one on disk survives a crash that the new one, which is not there yet, does not."""
         for sibling in islice(self._state.index.children(block.parent), _SIBLINGS):
             other = sibling.traits.label or NO_LABEL
-            begins = other.scope == label.scope and label.tokens.startswith(other.tokens)
-            if begins and sibling is not block and self._state.is_partial(sibling):
+            shorter = 0 < len(other.tokens) < len(label.tokens)
+            if shorter and other.scope == label.scope and label.tokens.startswith(other.tokens):
                 self._state.retain(sibling, MIN_PRIORITY, 0, COMMIT)
 
     def _keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
