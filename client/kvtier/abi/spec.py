@@ -132,6 +132,11 @@ class WindowGroupSpec:
     flat: bool = False
     sink_tokens: int = 0
 
+    @property
+    def opaque(self) -> bool:
+        """Its blocks are an engine's pages, each of which may be where the next sequence goes on."""
+        return all(pool.block_bytes for pool in self.pools)
+
 
 @dataclass(slots=True, frozen=True)
 class CacheSpec:

@@ -200,6 +200,11 @@ def test_one_group_gets_all() -> None:
     assert split(one, 10 * one.record_bytes(0) + 1) == (10,)
 
 
+def test_groups_of_opaque_pages_get_as_many_slots_each() -> None:
+    pages = WindowGroupSpec(0, (PoolSpec.opaque(4096),)), WindowGroupSpec(64, (PoolSpec.opaque(8192),))
+    assert split(CacheSpec("m", "uint8", 16, groups=pages), 30 * 12288) == (30, 30)
+
+
 def test_a_sliding_group_gets_no_more_than_a_sequence_keeps() -> None:
     """gpt-oss-like: layers alternate between full attention and a window of 128 tokens."""
     both = spec((0, 3), (128, 3))
