@@ -294,15 +294,14 @@ class Cache(GroupVerbs):
     ) -> list[BlockResult]:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
-        Where the cache is mapped, blocks that are stored already are not copied again. More than half a tier, or than
-        1,024 blocks, goes in pieces, each with its ``timeout``. If a parent is evicted meanwhile, it goes on once from
-        the first block that is missing then; the rest is PARENT_MISSING. :meth:`acquire` holds a parent.
+        In mapped memory, stored blocks are not copied again. More than half a tier, or 1,024 blocks, goes in pieces,
+        each with its ``timeout``. If a parent is evicted meanwhile, the rest is tried once more, else PARENT_MISSING.
 
         Args:
             blocks: an array or tensor a key, of :attr:`block_bytes`, or one whose first axis is the block.
             parent: key of the block before the first one; None: it is a root.
             prompt: what the keys are of, for events that tell more. ``retention``: instead of ``priorities``.
-        Raises: :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
+        Raises: :class:`InvalidArgument`, :class:`TierFull`.
         """
         packed = packed_keys(keys)
         place = self.lease_tier(tier)

@@ -217,15 +217,14 @@ class WriteLease(Lease):
         stream: Stream | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
-        """Makes slots blocks: immutable, reusable, still held by this lease. One result a key. Where several hold the
-        slots, one of them commits when all have written.
+        """Makes slots blocks: immutable, reusable, still held. One result a key; the slot of an EXISTS goes back. Where
+        several hold the slots, one of them commits when all have written.
 
         Args:
             parent: of the first key; each other key stands under the one before. ``parents``: one a key instead.
             priorities: 0 to 100, one for all or one a key. ``retention``: instead. ``prompt``: what the keys are of.
-            at: indices of the slots; default: the first blank ones. A slot whose result is EXISTS has gone back.
-            hold: False lets go of the new blocks at once. ``release``: the whole lease ends with the call; else
-                PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
+            at: indices of the slots; default: the first blank ones. ``hold``: False lets go of the new blocks at once.
+            release: the lease ends with the call; else PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
             stream: on a GPU, the call is sent once this has passed. Who gives up later may have made blocks.
         Raises: :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast, overload
+from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
 
 import numpy as np
 from google.protobuf.message import Message
@@ -37,10 +37,6 @@ from kvtier.types import (
     WritePolicy,
 )
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
-
-if TYPE_CHECKING:
-    from kvtier.chains import Prompt
-    from kvtier.lease import WriteLease
 
 T = TypeVar("T")
 
@@ -410,15 +406,41 @@ def same_fields(answer: Callable[..., T], message: Message, **converted: object)
     return answer(**converted, **{name: getattr(message, name) for name in names})
 
 
+class Bound(Protocol):
+    """A cache in a session."""
+
+    @property
+    def cache_id(self) -> int: ...
+
+    @property
+    def info(self) -> CacheInfo: ...
+
+
+class Filled(Protocol):
+    """A lease whose slots are to be committed."""
+
+    id: int
+    slots: tuple[int, ...]
+
+    @property
+    def binding(self) -> Bound: ...
+
+
+class Telling(Protocol):
+    """What the keys are of."""
+
+    def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]: ...
+
+
 def commit_request(
-    lease: WriteLease,
+    lease: Filled,
     keys: Keys,
     indices: Sequence[int],
     parent: bytes | None,
     parents: Sequence[bytes | None] | None,
     priorities: int | Sequence[int] | None,
     retention: Retention | BlockRetention | None,
-    prompt: Prompt | None,
+    prompt: Telling | None,
     release: bool,
 ) -> blocks_pb2.CommitRequest:
     """A commit but for its number. Raises :class:`InvalidArgument`."""
@@ -426,7 +448,7 @@ def commit_request(
     count = len(packed) // KEY_BYTES
     if count > len(indices):
         raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
-    kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
+    kept = block_retention(count, lease.binding.info.spec.tokens_per_block, priorities, retention)
     parents_of_all = _packed_parents(packed, parent, parents)
     told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
     return blocks_pb2.CommitRequest(
