@@ -224,20 +224,20 @@ class Pages:
         Piece by piece with the interpreter's lock: numpy would let go of it at each piece, and beside a busy thread
         wait 5 ms to have it back. A thread that keeps the lock for long when it gets it, gets it as much later again.
         """
-        by_pool: list[list[tuple[slice, memoryview, int, int]]] = [[] for _ in pools]
+        alike: dict[tuple[int, int, int], list[tuple[slice, memoryview]]] = {}
         for pool, at, plane, begin, nbytes in self._cuts([pool.shape[1] for pool in pools], len(slots)):
-            memory = cast(memoryview, plane.memory)[begin:]
-            by_pool[pool].append((slice(at, at + nbytes), memory, plane.stride, nbytes))
+            piece = slice(at, at + nbytes), cast(memoryview, plane.memory)[begin:]
+            alike.setdefault((pool, plane.stride, nbytes), []).append(piece)
         begun, turn = time.perf_counter(), _TURN_S
         for slot, page in zip(slots, self, strict=True):
-            for slots_of, cuts in zip(pools, by_pool, strict=True):
-                part = slots_of[slot].data
+            for (pool, stride, nbytes), pieces in alike.items():
+                part, here = pools[pool][slot].data, slice(page * stride, page * stride + nbytes)
                 if to_slots:
-                    for place, memory, stride, nbytes in cuts:
-                        part[place] = memory[(first := page * stride) : first + nbytes]
+                    for there, memory in pieces:
+                        part[there] = memory[here]
                 else:
-                    for place, memory, stride, nbytes in cuts:
-                        memory[(first := page * stride) : first + nbytes] = part[place]
+                    for there, memory in pieces:
+                        memory[here] = part[there]
             now = time.perf_counter()
             if now - begun > turn:
                 time.sleep(0)
