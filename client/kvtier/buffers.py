@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.abi.attention import Needed
 from kvtier.arrays import (
     Bytes,
     CudaArray,
@@ -225,6 +226,13 @@ def late(out: Blocks, rows: PrefixRows) -> list[Late]:
 def of_cpu(rows: Rows | PrefixRows) -> Sequence[Bytes]:
     """The same ones, of which none was taken where it lies on a GPU: they are not for slots there."""
     return cast("Sequence[Bytes]", rows)
+
+
+def for_needed(rows: Rows, needed: Needed) -> Rows:
+    """Of rows, one a block of a chain, those of the blocks needed."""
+    if not needed.sinks:
+        return rows[needed.first : needed.stop]
+    return picked(rows, np.r_[: needed.sinks, needed.first : needed.stop])
 
 
 def picked(rows: Rows, some: NDArray[np.intp]) -> Rows:

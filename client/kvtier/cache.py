@@ -337,7 +337,7 @@ class Cache(GroupVerbs):
         verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
-        """The longest stored prefix of a chain, copied out: an array a block, None for one before a sliding window.
+        """The longest stored prefix of a chain, copied out: an array a block, None for one that a window does not need.
 
         Mapped slots are copied without a call; if the daemon is silent, nothing else comes. It makes the rest ready in
         ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole, of at most
@@ -385,10 +385,11 @@ class Cache(GroupVerbs):
                 if not rows or self._session.reachable:  # reachable: the daemon itself has refused
                     raise
         if verify and rows and self.mapped:  # a stream brings its own checksums
-            first = sum(row is None for row in rows)
-            keys, copied = read.keys[first * KEY_BYTES :], buffers.of_cpu(rows[first:])
-            good = first + await verified(self._binder, self.group, keys, copied, self._deadline(timeout))
-            if good < len(rows):
+            pairs = zip(split_keys(read.keys), rows, strict=False)
+            keys = b"".join(key for key, row in pairs if row is not None)
+            copied: PrefixRows = [row for row in rows if row is not None]
+            good = await verified(self._binder, self.group, keys, buffers.of_cpu(copied), self._deadline(timeout))
+            if good < len(copied):
                 good = 0 if self._sliding else good
                 rows = rows[:good] + await rest(good, self._streamed)
         return rows
@@ -461,7 +462,7 @@ class Cache(GroupVerbs):
 
     @property
     def _sliding(self) -> bool:
-        return self.spec.groups[self.group].window_tokens > 0
+        return self.spec.attention(self.group).span > 0
 
     async def _get(
         self, way: copies.Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None

@@ -1,8 +1,9 @@
 """How long a prefix every window group can serve: the walk, whoever says which blocks are there.
 
 The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w tokens
-those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block). It starts at the full groups' bound and
-goes down; it is never a minimum of separate matches, since a longer prefix may be there where a shorter one is not.
+those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block), and its sinks. It starts at the full
+groups' bound and goes down; it is never a minimum of separate matches, since a longer prefix may be there where a
+shorter one is not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.key_index import Asked, Found, IndexReader, Presence
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
@@ -29,25 +31,16 @@ LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.boo
 """Of blocks [start, stop) of the chain: residency, 0 = absent, and whether an absence is sure."""
 
 
-def spans(windows: Sequence[int], tokens_per_block: int) -> tuple[int, ...]:
-    """By group: how many blocks cover its window of so many tokens; 0 = all, as with full attention."""
-    return tuple(-(-window // tokens_per_block) for window in windows)
-
-
-def first_block(length: int, span: int) -> int:
-    """The first block that a prefix of so many needs; ``span``: as in :func:`spans`."""
-    return max(0, length - span) if span else 0
-
-
 class Window:
-    """A group's side of a match of at most ``bound`` blocks, of which it needs the last ``span``; 0 = all.
+    """A group's side of a match of at most ``bound`` blocks.
 
-    Looks up every key once, and no more than it must, from the end on.
+    Looks up no more keys than it must: the sinks, then from the end on.
     """
 
-    def __init__(self, look_up: LookUp, span: int, bound: int) -> None:
+    def __init__(self, look_up: LookUp, attention: Attention, bound: int) -> None:
         self._find = look_up
-        self._span = span
+        self._attention = attention
+        self._sinks_known = not attention.sinks
         self._low = bound
         """From here up to ``bound`` all is looked up."""
         self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
@@ -55,13 +48,22 @@ class Window:
 
     def residency(self, length: int) -> bytes:
         """Of the blocks that a prefix of so many needs; they have been looked up."""
-        return self._residency[first_block(length, self._span) : length].tobytes()
+        return self._attention.needs(length).cut(self._residency.tobytes())
 
     def unbroken(self, length: int) -> int | None:
         """That length, where no block is missing of what it needs, else the greatest lower one that may do. None: that
         cannot be told."""
+        if not self._sinks_known:
+            self._sinks_known = True
+            sinks, sure = self._find(0, min(self._attention.sinks, length))
+            self._residency[: len(sinks)] = sinks
+            kept = count_leading(sinks != 0)
+            if kept < len(sinks):
+                if not sure[kept]:
+                    return None
+                length = kept
         while True:
-            first = first_block(length, self._span)
+            first = self._attention.first_block(length)
             self._look_up(first)
             holes = np.flatnonzero(self._residency[first:length] == 0)
             if not len(holes):
@@ -76,7 +78,7 @@ class Window:
         if first >= self._low:
             return
         known = len(self._residency) - self._low
-        start = max(0, min(first, self._low - max(self._span, _LEAST_LOOKED_UP, known)))
+        start = max(0, min(first, self._low - max(self._attention.span, _LEAST_LOOKED_UP, known)))
         self._residency[start : self._low], self._sure[start : self._low] = self._find(start, self._low)
         self._low = start
 
@@ -222,12 +224,9 @@ class Chains:
         block counts wherever it is."""
         self._index: Final = index
         self._bits: Final = None if only is None else np.uint8(sum(tier.bit for tier in only))
-        self._spans: Final = spans([group.window_tokens for group in spec.groups], spec.tokens_per_block)
-        """By group: how many blocks cover its window; 0 = all."""
+        self.attentions: Final = [spec.attention(group) for group in range(len(spec.groups))]
+        """By group: what it needs of a sequence."""
         self.block_bytes: Final = [spec.block_bytes(group) for group in range(len(spec.groups))]
-
-    def is_sliding(self, group: int) -> bool:
-        return self._spans[group] > 0
 
     def find(self, keys: bytes, group: int) -> Found:
         return self._counting(self._index.find(keys, group))
@@ -243,12 +242,14 @@ class Chains:
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
         """The longest prefix of the chain that the group can serve."""
-        bound = len(keys) // KEY_BYTES
-        if self.is_sliding(group):
-            return Window(self._look_up(keys, group), self._spans[group], bound).unbroken(bound)
-        if self._bits is None:
+        bound, attention = len(keys) // KEY_BYTES, self.attentions[group]
+        if attention.span:
+            return Window(self._look_up(keys, group), attention, bound).unbroken(bound)
+        if self._bits is None and attention.chained:
             return self._index.prefix_length(keys, group)
-        return count_leading(self.presence(keys, group).residency != 0)
+        found = self.presence(keys, group)
+        length = count_leading(found.residency != 0)
+        return length if length == bound or found.sure[length] else None
 
     def match(self, keys: bytes, group: int) -> Match | None:
         as_of, bound = self._as_of(), self.prefix_length(keys, group)
@@ -256,20 +257,19 @@ class Chains:
             return None
         found = self.presence(keys[: bound * KEY_BYTES], group)
         here = Window(
-            lambda start, stop: (found.residency[start:stop], found.sure[start:stop]), self._spans[group], bound
+            lambda start, stop: (found.residency[start:stop], found.sure[start:stop]), self.attentions[group], bound
         )
         length = here.unbroken(bound)  # shorter, where blocks have left meanwhile
         if length is None or not found.sure[:length].all():
             return None
         return Match(length, found.residency[:length].tobytes(), as_of)
 
-    def wanted(self, keys: bytes, group: int) -> range | None:
+    def wanted(self, keys: bytes, group: int) -> Needed | None:
         """Of a chain, the blocks to be copied: of a full-attention group all that are there, else what the longest
         prefix needs."""
-        if not self.is_sliding(group):
-            return range(len(keys) // KEY_BYTES)
-        length = self.prefix_length(keys, group)
-        return None if length is None else range(first_block(length, self._spans[group]), length)
+        attention = self.attentions[group]
+        length = self.prefix_length(keys, group) if attention.span else len(keys) // KEY_BYTES
+        return None if length is None else attention.needs(length)
 
     def match_across(self, keys: bytes) -> AcrossMatch | None:
         """See :meth:`kvtier.groups.AcrossGroups.match`."""
@@ -278,9 +278,8 @@ class Chains:
             found = self._spans_of(keys)
             if found is None:
                 return None
-            length = found[0].first_block + len(found[0].residency)
             if all(all(span.residency) for span in found):
-                return AcrossMatch(length, found, as_of)
+                return AcrossMatch(found[0].blocks, found, as_of)
         return None
 
     def probe(self, keys: bytes, group: int) -> bytes | None:
@@ -306,13 +305,15 @@ class Chains:
 
     def _walk(self, keys: bytes) -> tuple[int, dict[int, Window]] | None:
         bound: int | None = len(keys) // KEY_BYTES
-        for group, span in enumerate(self._spans):
-            if not span and bound:
+        for group, attention in enumerate(self.attentions):
+            if not attention.span and bound:
                 bound = self.prefix_length(keys[: bound * KEY_BYTES], group)
         if bound is None:
             return None
         windows = {
-            group: Window(self._look_up(keys, group), span, bound) for group, span in enumerate(self._spans) if span
+            group: Window(self._look_up(keys, group), attention, bound)
+            for group, attention in enumerate(self.attentions)
+            if attention.span
         }
         length = longest(bound, windows.values())
         return None if length is None else (length, windows)
@@ -324,10 +325,10 @@ class Chains:
             return None
         length, windows = walked
         return tuple(
-            GroupSpan(group, first_block(length, span), windows[group].residency(length))
-            if span
+            GroupSpan(group, needed.first, windows[group].residency(length), needed.sinks)
+            if group in windows
             else GroupSpan(group, 0, self.presence(keys[: length * KEY_BYTES], group).residency.tobytes())
-            for group, span in enumerate(self._spans)
+            for group, needed in enumerate(attention.needs(length) for attention in self.attentions)
         )
 
     def _look_up(self, keys: bytes, group: int) -> LookUp:

@@ -19,7 +19,7 @@ from kvtier.arena import Binder, Binding
 from kvtier.arrays import Bytes
 from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
-from kvtier.lease import Owner, ReadLease
+from kvtier.lease import Owner, ReadLease, granted
 from kvtier.memory.gpu import PASSED
 from kvtier.planes import Pages
 from kvtier.retention import BlockRetention
@@ -106,10 +106,10 @@ class Mapped:
         if lease.error is not None:
             raise lease.error
         try:
-            into = None if targets is None else targets[lease.first_block : lease.prefix_length]
+            into = None if targets is None else buffers.for_needed(targets, lease.needed)
             rows: Rows = np.empty((lease.blocks, cache.block_bytes), np.uint8) if into is None else into
             await copied_out(lease, rows)
-            return [*[None] * lease.first_block, *rows]
+            return [*lease.needed.spread([*rows])]
         finally:
             await cache.release(lease, stream=PASSED, timeout=timeout)
 
@@ -310,9 +310,9 @@ async def _download(
     found = first.header.found
     if found.refusal:
         raise chain_error(found, 1)
-    before = max(0, found.blocks - len(found.found_in))
-    into = None if targets is None else targets[before : found.blocks]
-    rows = list(np.empty((found.blocks - before, block_bytes), np.uint8) if into is None else into)
+    needed = granted(found, len(found.found_in))
+    into = None if targets is None else needed.pick(targets)
+    rows = list(np.empty((len(found.found_in), block_bytes), np.uint8) if into is None else into)
     progress = Progress(len(rows), block_bytes)
     checksums = b""
     async for chunk in chunks:
@@ -326,7 +326,7 @@ async def _download(
     if not progress.finished:
         raise DaemonError(f"a stream that ended in block {progress.block} of {len(rows)}", reason="BAD_ANSWER")
     _require_equal(await _checksums(rows), checksums)
-    return [*[None] * before, *rows]
+    return [*needed.spread(rows)]
 
 
 async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:

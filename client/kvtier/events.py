@@ -39,7 +39,7 @@ class Event:
     ``event_hash``: the cache's option; ``packed_hashes``: all of 8 or all of 32 bytes, zeros for a block without.
     ``tokens`` (stored only): one a block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is
     full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, and
-    ``all_window_tokens``, one a window group.
+    ``all_window_tokens``, ``all_sink_tokens``, ``all_flat``, one a window group.
     """
 
     epoch: int
@@ -66,6 +66,8 @@ class Event:
     window_tokens: int = 0
     tokens_per_block: int = 0
     all_window_tokens: tuple[int, ...] = ()
+    all_sink_tokens: tuple[int, ...] = ()
+    all_flat: tuple[bool, ...] = ()
 
     @property
     def cursor(self) -> Cursor:
@@ -119,6 +121,8 @@ class SnapshotSlice:
     window_tokens: int = 0
     tokens_per_block: int = 0
     all_window_tokens: tuple[int, ...] = ()
+    all_sink_tokens: tuple[int, ...] = ()
+    all_flat: tuple[bool, ...] = ()
 
     @property
     def keys(self) -> list[bytes]:
@@ -224,6 +228,8 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         window_tokens=message.window_tokens,
         tokens_per_block=message.tokens_per_block,
         all_window_tokens=tuple(message.all_window_tokens) if created else (),
+        all_sink_tokens=tuple(message.all_sink_tokens) if created else (),
+        all_flat=tuple(message.all_flat) if created else (),
     )
 
 
@@ -237,6 +243,8 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
         packed_parent_hashes=message.parent_hashes,
         tokens=_tokens(message.tokens),
         all_window_tokens=tuple(message.all_window_tokens),
+        all_sink_tokens=tuple(message.all_sink_tokens),
+        all_flat=tuple(message.all_flat),
     )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from kvtier import buffers, copies
+from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, Rows
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, frozen=True)
 class AcrossBlocks:
     """A prefix of ``blocks`` blocks: by window group, the arrays of its last ``len(groups[group])`` blocks, or the
-    numbers of the pages that were filled."""
+    numbers of the pages that were filled; None between the sinks of a window and the window."""
 
     blocks: int
     groups: Mapping[int, list[Any]]
@@ -78,7 +80,7 @@ class AcrossRead:
         if self.asked > self.blocks:
             self.reader.missed_across(self.asked - self.blocks)
         nothing: dict[int, list[Any]] = {group: [] for group in range(len(self.reader.spec.groups))}
-        return AcrossBlocks(self.blocks, nothing | {read.group: read.rows for read in self.reads})
+        return AcrossBlocks(self.blocks, nothing | {read.group: _tail(read.rows) for read in self.reads})
 
 
 def all_whole(reads: Iterable[Read]) -> bool:
@@ -163,7 +165,9 @@ class AcrossGroups:
         self.reader.count(calls=1)
         request = blocks_pb2.MatchRequest(keys=packed, across_groups=True)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
-        spans = tuple(GroupSpan(span.group, span.first_block, span.residency) for span in reply.groups)
+        spans = tuple(
+            GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
+        )
         return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event))
 
     def acquire(
@@ -317,14 +321,15 @@ class AcrossGroups:
 
     async def _copied(self, lease: ReadLease, targets: Mapping[int, Rows]) -> list[Any]:
         group = lease.cache.group
-        into = targets[group][lease.first_block : lease.prefix_length] if group in targets else None
+        into = buffers.for_needed(targets[group], lease.needed) if group in targets else None
         if not lease.blocks:
             return []
         if lease.memory is None:
-            return await self._groups[group].stream_get(lease.keys, into, tier=lease.tier)
+            streamed = await self._groups[group].stream_get(lease.keys, into, tier=lease.tier)
+            return _tail(lease.needed.spread(streamed))
         rows: Rows = np.empty((lease.blocks, lease.cache.block_bytes), np.uint8) if into is None else into
         await copied_out(lease, rows)
-        return [*rows]
+        return _tail(lease.needed.spread([*rows]))
 
     def begin_get(self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None) -> AcrossRead | None:
         """A get without a call, to be tried. None: only the daemon can tell."""
@@ -333,10 +338,10 @@ class AcrossGroups:
             return None
         reads = [
             self.reader.begin(
-                packed[span.first_block * KEY_BYTES : match.blocks * KEY_BYTES],
+                packed[: match.blocks * KEY_BYTES],
                 span.group,
                 tier,
-                targets[span.group][span.first_block : match.blocks] if span.group in targets else None,
+                targets[span.group][: match.blocks] if span.group in targets else None,
             )
             for span in match.groups
             if match.blocks
@@ -378,15 +383,21 @@ class AcrossGroups:
                 tier,
                 part.lease_id,
                 part.slots,
-                keys=keys[part.first_block : part.first_block + len(part.slots)],
+                keys=needed.pick(keys),
                 generations=part.generations,
                 found_in=part.found_in,
                 matched=chain.matched,
                 error=None,
-                first_block=part.first_block,
+                needed=needed,
             )
             for part in chain.groups
+            for needed in [Needed(part.sink_blocks, part.first_block, chain.blocks)]
         ]
         lease = AcrossLease(self._cache, keys, parts, chain.matched)
         lease.error = chain_error(chain, min_blocks) if chain.refusal else None
         return lease
+
+
+def _tail(rows: Sequence[Any]) -> list[Any]:
+    """From the first that is there on."""
+    return list(dropwhile(lambda row: row is None, rows))

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvtier import buffers
 from kvtier.abi.attach import lease_secret
+from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Arena, Binder, Binding, send
@@ -272,13 +273,13 @@ class ReadLease(Lease):
         found_in: bytes,
         matched: int,
         error: KvtierError | None,
-        first_block: int = 0,
+        needed: Needed,
     ) -> None:
         super().__init__(cache, holdings, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
         """Of the blocks that are held."""
-        self.first_block = first_block
-        """Where in the chain they begin: above 0 only in a sliding window group."""
+        self.needed = needed
+        """Where in the chain they are."""
         self.generations = np.array(generations, dtype=np.uint64)
         self.found_in = found_in
         """Residency set at the moment of the match, one byte a key."""
@@ -298,14 +299,24 @@ class ReadLease(Lease):
         return len(self.slots) - len(self._given_back)
 
     @property
+    def first_block(self) -> int:
+        """Where in the chain the blocks held begin, but for its sinks: above 0 only in a sliding window group."""
+        return self.needed.first
+
+    @property
+    def sink_blocks(self) -> int:
+        """How many first blocks of the chain a window with sinks holds besides; slots and keys begin with them."""
+        return self.needed.sinks
+
+    @property
     def prefix_length(self) -> int:
-        """Length of the prefix that was acquired. Of a sliding group its last blocks are held, which its window
-        needs."""
-        return self.first_block + len(self.slots)
+        """Length of the prefix that was acquired. Of a sliding group its sinks are held, and its last blocks, which its
+        window needs."""
+        return self.needed.stop
 
     def ticket(self) -> ReadTicket:
         """See :meth:`WriteLease.ticket`."""
-        told = tuple(self.generations.tolist()), self.found_in, self.matched, self.first_block
+        told = tuple(self.generations.tolist()), self.found_in, self.matched, self.needed
         return ReadTicket(*self._shown(), self.keys, *told)
 
     def unchanged(self) -> bool:
@@ -313,6 +324,11 @@ class ReadLease(Lease):
         held = np.delete(np.arange(len(self.slots)), [*self._given_back])
         now = self.arena.generations(self.tier, self.cache.group, np.array(self.slots, dtype=np.intp)[held])
         return bool(np.array_equal(now, self.generations[held]))
+
+
+def granted(chain: blocks_pb2.AcquiredChain, count: int) -> Needed:
+    """Which blocks of a chain the ``count`` that are held are."""
+    return Needed(chain.sink_blocks, chain.blocks - count + chain.sink_blocks, chain.blocks)
 
 
 _log = logging.getLogger(__name__)
@@ -377,15 +393,15 @@ class Holdings:
                 tier,
                 chain.lease_id,
                 chain.slots,
-                keys=split_keys(keys[first * KEY_BYTES : chain.blocks * KEY_BYTES]),
+                keys=split_keys(needed.cut(keys, KEY_BYTES)),
                 generations=chain.generations,
                 found_in=chain.found_in,
                 matched=chain.matched,
                 error=chain_error(chain, min_blocks) if chain.refusal else None,
-                first_block=first,
+                needed=needed,
             )
             for keys, chain in zip(packed, reply.chains, strict=True)
-            for first in [chain.blocks - len(chain.slots)]
+            for needed in [granted(chain, len(chain.slots))]
         ]
         self.keep(lease for lease in leases if lease.id)
         return leases
@@ -404,7 +420,7 @@ class Holdings:
                 found_in=ticket.found_in,
                 matched=ticket.matched,
                 error=None,
-                first_block=ticket.first_block,
+                needed=ticket.needed,
             )
         lease._narrow(frozenset(reply.blank), frozenset(reply.held))
         self.keep([lease])

@@ -22,6 +22,7 @@ from grpc.aio import AioRpcError, UsageError
 from numpy.typing import NDArray
 
 from kvtier import buffers
+from kvtier.abi.attention import Needed
 from kvtier.abi.key_index import Found
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
@@ -124,7 +125,7 @@ class Reader:
         if mapping is None or not are_distinct(keys):
             return None
         there = mapping.chains.presence(keys, group).residency != 0
-        if mapping.chains.is_sliding(group) or self.spec.groups[group].flat:
+        if not mapping.chains.attentions[group].chained:
             absent: Sequence[int] = np.flatnonzero(~there).tolist()
             used = np.flatnonzero(there).tolist()
         else:
@@ -156,13 +157,13 @@ class Reader:
         mapping = self._current(keys)
         wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
         if wanted is None:
-            mapping, wanted = None, range(len(keys) // KEY_BYTES)
+            mapping, wanted = None, Needed(stop=len(keys) // KEY_BYTES)
         return Read(self, mapping, keys, wanted, group, tier, targets)
 
     def read(self, read: Read) -> None:
         """Blocks were copied: counts them, and has the daemon told."""
         misses = 0 if read.whole or not read.done else read.asked - read.blocks
-        self.count(hits=read.blocks - read.first, misses=misses, reuses=read.reuses)
+        self.count(hits=read.there, misses=misses, reuses=read.reuses)
         if read.blocks or misses:
             self.recency.note(read.group, read.used(), misses)
 
@@ -188,8 +189,7 @@ class Reader:
 class Read:
     """The ``wanted`` blocks of a chain on their way out of mapped slots: the first of them, or a whole window.
 
-    ``blocks``: the length of the prefix that can be copied, and after :meth:`copy` of that which was. ``first``: the
-    first block that it needs.
+    ``there``: how many of them can be copied, and after :meth:`copy` how many were.
     """
 
     def __init__(
@@ -197,36 +197,42 @@ class Read:
         reader: Reader,
         mapping: Mapping | None,
         keys: bytes,
-        wanted: range,
+        wanted: Needed,
         group: int,
         tier: Tier | None,
         targets: Rows | None,
     ) -> None:
         self.group: Final = group
         self.asked: Final = len(keys) // KEY_BYTES
-        self.blocks = self.first = wanted.start
+        self.there = 0
         self.reuses = 0
-        self._end: Final = wanted.stop
-        self._sliding: Final = mapping is not None and mapping.chains.is_sliding(group)
+        self._wanted: Final = wanted
+        self._attention: Final = reader.spec.attention(group)
         self._reader: Final = reader
         self._mapping: Final = mapping
         self.keys: Final = keys
-        self._start = self.first
-        """The blocks before it have been copied and compared."""
+        self._keys: Final = wanted.cut(keys, KEY_BYTES)
+        """Of the wanted blocks."""
+        self._start = 0
+        """So many of the wanted blocks have been copied and compared."""
         self._current = True
         self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
         self._bits: Final = sum(tier.bit for tier in self._tiers)
         self._found: Found = self._look_up() if mapping else Found.nothing(self.asked, sure=False)
         block_bytes = mapping.chains.block_bytes[group] if mapping else 0
-        count = self.blocks - self.first
-        self.nbytes: Final = count * block_bytes
-        into = None if targets is None else targets[self.first : self.blocks]
-        self._rows: Rows = np.empty((count, block_bytes), np.uint8) if into is None else into
+        self.nbytes: Final = self.there * block_bytes
+        into = None if targets is None else buffers.for_needed(targets, wanted)[: self.there]
+        self._rows: Rows = np.empty((self.there, block_bytes), np.uint8) if into is None else into
+
+    @property
+    def blocks(self) -> int:
+        """Length of the prefix that can be copied, or was. A part of a window is of no use."""
+        return self._wanted.stop if self.there and self._attention.span else self.there
 
     @property
     def rows(self) -> PrefixRows:
         """What was copied."""
-        return [*[None] * self.first, *self._rows[: self.blocks - self.first]]
+        return [*self._wanted.spread([*self._rows[: self.there]])] if self.there else []
 
     @property
     def whole(self) -> bool:
@@ -236,10 +242,10 @@ class Read:
     @property
     def done(self) -> bool:
         """All of the chain that is stored is there, so there is nothing to ask the daemon for."""
-        if self._mapping is None or self.blocks == self._end or not self._current:
+        if self._mapping is None or self.blocks == self._wanted.stop or not self._current:
             return self._mapping is not None and self._current
-        following = self.blocks - self._start
-        return not self._sliding and bool(self._found.sure[following]) and self._found.residency[following] == 0
+        following = self.there - self._start
+        return not self._attention.span and bool(self._found.sure[following]) and self._found.residency[following] == 0
 
     @property
     def waits(self) -> bool:
@@ -249,25 +255,25 @@ class Read:
         )
 
     def used(self) -> Sequence[bytes]:
-        """The keys that tell the daemon which blocks were read: of a full-attention group the last one."""
-        ends = range(self.blocks * KEY_BYTES, self.first * KEY_BYTES, -KEY_BYTES)
-        if not self._sliding:
+        """The keys that tell the daemon which blocks were read: of a chain in a full-attention group the last one."""
+        ends = range(self.there * KEY_BYTES, 0, -KEY_BYTES)
+        if self._attention.chained:
             ends = ends[:1]
-        return [self.keys[end - KEY_BYTES : end] for end in ends]
+        return [self._keys[end - KEY_BYTES : end] for end in ends]
 
     def copy(self) -> None:
-        """Copies, in any thread, for as long as the bytes take; cuts :attr:`blocks` to those that were there to the
+        """Copies, in any thread, for as long as the bytes take; cuts :attr:`there` to those that were there to the
         end."""
         if self._mapping is None:
             return
-        most = self.blocks
+        most = self.there
         for _ in range(_TRIES):
-            void = self._copy(self._rows[self._start - self.first : self.blocks - self.first])
+            void = self._copy(self._rows[self._start : self.there])
             if not len(void):
                 break
             self._start += int(void[0])
             self._found = self._look_up()
-            self.blocks = min(self.blocks, most)
+            self.there = min(self.there, most)
         else:
             self._cut(self._start)
         if not self._mapping.current:
@@ -275,15 +281,14 @@ class Read:
             self._cut(0)
         self._reader.read(self)
 
-    def _cut(self, blocks: int) -> None:
-        """Of the prefix so much can be copied; a part of a window is of no use."""
-        self.blocks = 0 if self._sliding and blocks < self._end else blocks
-        self.first = min(self.first, self.blocks)
+    def _cut(self, there: int) -> None:
+        """So many of the wanted blocks can be copied; a part of a window is of no use."""
+        self.there = 0 if self._attention.span and there * KEY_BYTES < len(self._keys) else there
 
     def _look_up(self) -> Found:
         """Where the blocks from ``_start`` on are now; sets how many of them can be copied."""
         assert self._mapping is not None
-        found = self._mapping.chains.find(self.keys[self._start * KEY_BYTES : self._end * KEY_BYTES], self.group)
+        found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
         self._cut(self._start + count_leading(found.residency & self._bits != 0))
         return found
 

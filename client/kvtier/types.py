@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
@@ -61,7 +62,7 @@ class ReadTicket(LeaseTicket):
     generations: tuple[int, ...]
     found_in: bytes
     matched: int
-    first_block: int
+    needed: Needed
 
 
 def tiers_of(residency: int) -> Iterator[Tier]:

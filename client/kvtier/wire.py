@@ -153,11 +153,18 @@ class Locations(Sequence[Location]):
 
 @dataclass(slots=True, frozen=True)
 class GroupSpan:
-    """Blocks ``[first_block, first_block + len(residency))`` of a chain in one window group, a residency byte each."""
+    """What one window group has of a prefix, a residency byte a block: ``sink_blocks`` first blocks of the chain, and
+    those from ``first_block`` to its end."""
 
     group: int
     first_block: int
     residency: bytes
+    sink_blocks: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Length of the prefix."""
+        return self.first_block + len(self.residency) - self.sink_blocks
 
 
 @dataclass(slots=True, frozen=True)

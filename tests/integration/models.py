@@ -41,7 +41,7 @@ VSWA: Final = CacheSpec(
 
 MODELS: Final[Mapping[str, CacheSpec]] = {"mla": MLA, "vgqa": VGQA, "scales": SCALES, "vswa": VSWA}
 
-Arrays = Sequence[NDArray[Any]]
+Arrays = Sequence[NDArray[Any] | None]
 
 
 def groups_of(spec: CacheSpec) -> range:
@@ -66,5 +66,6 @@ def assert_content(spec: CacheSpec, group: int, keys: Sequence[bytes], found: Ar
     """That ``found`` are the blocks of these keys in a group, to the byte."""
     assert len(found) == len(keys)
     right = content(spec, group, keys)
-    wrong = [index for index in range(len(keys)) if not np.array_equal(found[index], right[index])]
+    pairs = enumerate(zip(found, right, strict=True))
+    wrong = [index for index, (got, true) in pairs if got is None or not np.array_equal(got, true)]
     assert not wrong, f"wrong bytes in blocks {wrong} of {len(keys)} in group {group}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
+from kvtier.abi.attention import Needed
 from kvtierd.core.ids import SEVERAL, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import LeaseRecord, LeftLease
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal
@@ -71,8 +73,8 @@ class WindowRequest(Request):
 @dataclass(slots=True, eq=False)
 class Holding:
     """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds, in
-    the order in which it got them.  ``chains``: of
-    a sliding group what it stored, each block under the one before. ``family``: those that joined one another.
+    the order in which it got them. ``chains``: of a sliding group what it stored, each block under the one before, with
+    its place in the sequence, infinity where that is not known. ``family``: those that joined one another.
     """
 
     id: LeaseId
@@ -81,7 +83,7 @@ class Holding:
     tier: Tier
     blank: dict[SlotId, Content] = field(default_factory=dict)
     blocks: dict[SlotId, Key] = field(default_factory=dict)
-    chains: list[list[tuple[Key, SlotId | None]]] = field(default_factory=list)
+    chains: list[list[tuple[Key, SlotId | None, float]]] = field(default_factory=list)
     family: list[Holding] = field(default_factory=list)
 
     def writers(self, slot: SlotId) -> list[Holding]:
@@ -95,14 +97,17 @@ class Holding:
             return
         again = next((chain for chain in self.chains if chain[-1][0] == key), None)
         chain = again or next((chain for chain in self.chains if chain[-1][0] == parent), None)
+        place = 0.0 if parent is None else inf
         if chain is None:
             chain = []
             self.chains.append(chain)
+        elif chain:
+            place = chain[-1][2] + (not again)
         kept = chain[:-1] if again else chain[:]
-        kept.append((key, slot))
-        kept = kept[-self.plan.reach :]
-        for _, outside in chain:
-            if outside is not None and outside not in {at for _, at in kept}:
+        kept.append((key, slot, place))
+        kept = [one for one in kept[: -self.plan.reach] if one[2] < self.plan.first] + kept[-self.plan.reach :]
+        for _, outside, _ in chain:
+            if outside is not None and outside not in {at for _, at, _ in kept}:
                 self.blocks.pop(outside, None)
         chain[:] = kept
 
@@ -255,14 +260,15 @@ class Clients:
         parts = grant.groups
         if request.alone:
             require(parts == (), "an answer of one group is none across groups")
-            (group,), first = request.found_in, grant.blocks - len(grant.slots)
-            parts = (GroupGrant(group, first, grant.lease, grant.slots, grant.found_in),)
+            (group,) = request.found_in
+            needed_alone = Needed(grant.sinks, grant.blocks - len(grant.slots) + grant.sinks, grant.blocks)
+            parts = (GroupGrant(group, needed_alone, grant.lease, grant.slots, grant.found_in),)
         else:
             require((grant.lease, grant.slots) == (None, ()), "an answer across groups is none of one group")
         require([part.group for part in parts] == list(request.found_in), "a group is missing from an answer")
         for part in parts:
             needed = self._plans[part.group].needed(grant.blocks)
-            given = range(part.first_block, part.first_block + len(part.slots))
+            given = part.needed.pick(range(grant.blocks))
             require(list(given) == list(needed), f"a prefix of {grant.blocks} needs blocks {needed}, not {given}")
             require((part.lease is None) == (not needed), "a lease holds nothing, or nothing is leased")
             keys = [request.keys[place] for place in needed]

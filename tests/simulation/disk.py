@@ -33,11 +33,11 @@ class Write:
 
 
 class Disk:
-    """One group's. ``bad``: slots found corrupt, which hold no block ever again. ``sliding``: a block needs no
+    """One group's. ``bad``: slots found corrupt, which hold no block ever again. ``chained``: a block needs its
     ancestors."""
 
-    def __init__(self, slots: int, *, sliding: bool) -> None:
-        self.sliding = sliding
+    def __init__(self, slots: int, *, chained: bool) -> None:
+        self.chained = chained
         self.slab: list[Content] = [POISON] * slots
         self.records: dict[Key, Record] = {}
         self.bad: set[SlotId] = set()
@@ -69,7 +69,7 @@ class Disk:
         return refused
 
     def _lacks_parent(self, parent: Key | None) -> bool:
-        return parent is not None and parent not in self.records and not self.sliding
+        return parent is not None and parent not in self.records and self.chained
 
     def read(self, key: Key, slot: SlotId) -> Content | None:
         """The block's bytes; None where the checksum tells that they are not."""
@@ -100,7 +100,7 @@ class Disk:
         children: dict[Key | None, list[Key]] = {}
         for key, record in self.records.items():
             if record.slot not in self.bad:
-                children.setdefault(None if self.sliding else record.parent, []).append(key)
+                children.setdefault(record.parent if self.chained else None, []).append(key)
         ready = [(self.records[key].last_use, key) for key in children.get(None, ())]
         heapq.heapify(ready)
         while ready:

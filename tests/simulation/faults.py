@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Final
 from unittest.mock import patch
 
+from kvtier.abi.attention import Attention
 from kvtierd.core import outcome, reclaim, recovery
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
@@ -197,8 +198,12 @@ def _takes_no_labels_along(right: Method, planned: object) -> Move:
 # -- several groups --------------------------------------------------------------------------------------------------
 
 
-def _too_short(span: int) -> int:
-    return max(1, span - 1)
+def _too_short(attention: Attention) -> Attention:
+    return replace(attention, span=max(1, attention.span - 1) if attention.span else 0)
+
+
+def _keeps_no_sinks(attention: Attention) -> Attention:
+    return replace(attention, sinks=0)
 
 
 def _asks_for_parents(right: Method, state: GroupState, parent_key: Key | None) -> bool:
@@ -211,6 +216,11 @@ def _lets_go_of_one_part(right: Method, across: AcrossGroups, ticket: AcrossTick
 
 def _grants_what_failed(right: Method, across: AcrossGroups, ticket: AcrossTicket, now: int) -> None:
     across._grant(ticket)
+
+
+def _slides_from_the_front(right: Method, holding: Holding, lease: Lease, block: Block) -> None:
+    holding._window = replace(holding._window, sinks=0)
+    right(holding, lease, block)
 
 
 def _lets_go_of_all(right: Method, holding: Holding, lease: Lease, slots: Collection[SlotId]) -> None:
@@ -308,7 +318,9 @@ FAULTS: Final = {
         Fault("needed_blocks_dropped", ((reclaim, "needed", _answers(False)),)),
         Fault("label_left_behind", ((outcome._Planned, "move", _takes_no_labels_along),)),
         Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
-        Fault("window_too_short", ((GroupShape, "span", _too_short),)),
+        Fault("window_too_short", ((GroupShape, "attention", _too_short),)),
+        Fault("sinks_forgotten", ((GroupShape, "attention", _keeps_no_sinks),)),
+        Fault("sinks_slide_out", ((Holding, "_slide", _slides_from_the_front),)),
         Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
         Fault("partial_blocks_take_children", ((GroupState, "is_partial", _answers(False)),)),
         Fault("outgrown_blocks_stay", ((Holding, "_outgrow", _does_nothing),)),

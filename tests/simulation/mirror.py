@@ -15,14 +15,14 @@ class Mirror:
     """``blocks``: the last that was said of each block. ``short``: those that a restart has found in memory alone once,
     where of a label only the hash is kept.
 
-    Holds every event to the order that it promises: nothing is said twice, and outside sliding groups parents are
+    Holds every event to the order that it promises: nothing is said twice, and where blocks are chained parents are
     stored before their children and removed after them.
     """
 
-    def __init__(self, *, sliding: bool) -> None:
+    def __init__(self, *, chained: bool) -> None:
         self.blocks: dict[Key, BlockChange] = {}
         self.short: set[Key] = set()
-        self._sliding = sliding
+        self._chained = chained
         self._children: dict[Key, int] = {}
         self._handlers: dict[EventType, Callable[[BlockChange], None]] = {
             EventType.STORED: self._stored,
@@ -51,10 +51,10 @@ class Mirror:
     def _stored(self, change: BlockChange) -> None:
         require(change.key not in self.blocks, "a block is stored twice")
         require(change.residency != 0, "a block is stored nowhere")
-        if change.parent is not None and not self._sliding:
+        if change.parent is not None and self._chained:
             require(change.parent in self.blocks, "a block is stored before its parent")
             self._children[change.parent] = self._children.get(change.parent, 0) + 1
-        above = self.label_of(change.parent) if change.parent is not None and not self._sliding else None
+        above = self.label_of(change.parent) if change.parent is not None and self._chained else None
         require(change.parent_label == above, "a block is told of under another parent's label")
         self.blocks[change.key] = change._replace(parent_label=None)
 
@@ -71,5 +71,5 @@ class Mirror:
         require(change.residency == 0, "a removed block is said to be somewhere")
         require(self._children.get(change.key, 0) == 0, "a block is removed before its children")
         del self.blocks[change.key]
-        if change.parent is not None and not self._sliding:
+        if change.parent is not None and self._chained:
             self._children[change.parent] -= 1

@@ -213,7 +213,7 @@ class Mover:
     def _expect_ancestor(self, item: MoveItem) -> None:
         """Nothing is written to disk before its parent, if it needs one, is there or on its way ahead of it."""
         known = item.parent is None or item.parent in self._store.records or self._parents_written[item.parent] > 0
-        known |= self._store.sliding
+        known |= not self._store.chained
         require(known, f"disk slot {item.dst} is to be written before the block's parent")
 
 

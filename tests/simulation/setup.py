@@ -18,32 +18,45 @@ EDGES_DOWN: Final = ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK), (Tier.H
 
 @dataclass(slots=True, frozen=True)
 class GroupPlan:
-    """One window group. ``window``: in tokens, 0 = full attention; ``disk``: its slots there, 0 = it has none."""
+    """One window group. ``window``, ``sinks``: in tokens, 0 = full attention and none; ``disk``: its slots there, 0 =
+    it has none."""
 
     group: GroupId
     window: int
     tokens_per_block: int
     slot_bytes: int
     disk: int
+    sinks: int = 0
+    flat: bool = False
 
     @property
     def sliding(self) -> bool:
         return self.window > 0
 
+    @property
+    def chained(self) -> bool:
+        return not (self.sliding or self.flat)
+
     def shape(self, slots: Mapping[Tier, int]) -> GroupShape:
         slot_bytes = dict.fromkeys(slots, self.slot_bytes)
-        return GroupShape(self.group, slots, slot_bytes, self.window, self.tokens_per_block)
+        return GroupShape(self.group, slots, slot_bytes, self.window, self.tokens_per_block, self.sinks, flat=self.flat)
 
     def needed(self, blocks: int) -> Sequence[int]:
         """The definition, word by word: blocks with a token that attention over a prefix of so many looks at."""
         tokens = blocks * self.tokens_per_block
         first = max(0, tokens - self.window) if self.sliding else 0
-        return sorted({token // self.tokens_per_block for token in range(first, tokens)})
+        looked_at = [*range(min(self.sinks, tokens)), *range(first, tokens)]
+        return sorted({token // self.tokens_per_block for token in looked_at})
 
     @property
     def reach(self) -> int:
         """How many blocks a window covers."""
-        return len(self.needed(self.window)) if self.sliding else 0
+        return -(-self.window // self.tokens_per_block)
+
+    @property
+    def first(self) -> int:
+        """How many first blocks of a sequence a window keeps."""
+        return -(-self.sinks // self.tokens_per_block)
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,7 +70,7 @@ class Setup:
 
     @classmethod
     def draw(cls, choose: Chooser) -> Setup:
-        """A full group and a sliding one, often one of them alone, or a third of either kind with larger slots."""
+        """A full group, or a flat one, and a sliding one, often one of them alone, or a third with larger slots."""
         count = choose.pick((1, 1, 2, 2, 3))
         on_disk = choose.chance(80)
         tokens_per_block = choose.pick((1, 3))
@@ -66,6 +79,8 @@ class Setup:
             GroupPlan(
                 group=GroupId(number),
                 window=choose.between(1, 4 * tokens_per_block) if number in sliding else 0,
+                sinks=choose.pick((0, 0, 1, 2 * tokens_per_block)) if number in sliding else 0,
+                flat=number not in sliding and choose.chance(25),
                 tokens_per_block=tokens_per_block,
                 slot_bytes=SLOT_BYTES * (3 if number == 2 else 1),
                 disk=choose.between(1, 12) if on_disk else 0,

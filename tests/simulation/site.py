@@ -30,8 +30,8 @@ class Site:
     def __init__(self, plan: GroupPlan, forest: Forest) -> None:
         self.plan = plan
         self.group = plan.group
-        self.mirror = Mirror(sliding=plan.sliding)
-        self.disk = Disk(plan.disk, sliding=plan.sliding) if plan.disk else None
+        self.mirror = Mirror(chained=plan.chained)
+        self.disk = Disk(plan.disk, chained=plan.chained) if plan.disk else None
         self.retentions = Retentions()
         self.pins: Counter[tuple[Tier, Key]] = Counter()
         self._forest = forest
@@ -93,14 +93,15 @@ class Site:
         stored = {key: change.parent for key, change in self.mirror.blocks.items()}
         expected = []
         for item in items:
+            parent = None if self.plan.flat else item.parent
             if item.key in stored:
-                same = stored[item.key] == item.parent
+                same = stored[item.key] == parent
                 expected.append(BlockResult.EXISTS if same else BlockResult.PARENT_CONFLICT)
-            elif item.parent is not None and not self.plan.sliding and not self._is_parent(item.parent, stored):
+            elif parent is not None and self.plan.chained and not self._is_parent(parent, stored):
                 expected.append(BlockResult.PARENT_MISSING)
             else:
                 expected.append(BlockResult.OK)
-                stored[item.key] = item.parent
+                stored[item.key] = parent
         return expected
 
     def _is_parent(self, key: Key, stored: Collection[Key]) -> bool:
@@ -112,7 +113,7 @@ class Site:
 
     def outgrown(self, item: CommitItem, earlier: Iterable[CommitItem]) -> list[Key]:
         """Partial blocks beside one that has just been stored. ``earlier``: what the same call has stored."""
-        if self.plan.sliding or item.label is None or self._is_partial(item.key):
+        if not self.plan.chained or item.label is None or self._is_partial(item.key):
             return []
         beside = {key: change.parent for key, change in self.mirror.blocks.items()}
         beside |= {one.key: one.parent for one in earlier}
@@ -132,7 +133,7 @@ class Site:
             tiers = [tier for tier in self.memories if change.residency & tier.bit]
             refs = {tier: [SlotRef(self.group, tier, at) for at in self.memories[tier].slots_of(key)] for tier in tiers}
             there[key] = sum(tier.bit for tier in tiers if refs[tier] and unsure.isdisjoint(refs[tier]))
-        needed = {key: [key] if self.plan.sliding else self._forest.chain(key) for key in there}
+        needed = {key: self._forest.chain(key) if self.plan.chained else [key] for key in there}
         whole = {key for key, keys in needed.items() if all(there.get(one) or one in on_disk for one in keys)}
         return {key: tiers for key, tiers in there.items() if tiers and key in whole}
 
@@ -140,7 +141,7 @@ class Site:
         """READY on disk, and no reader has found it or an ancestor that it needs rotten without having been heard."""
         if not change.residency & Tier.DISK.bit or self.disk is None:
             return False
-        needed = [change.key] if self.plan.sliding else self._forest.chain(change.key)
+        needed = self._forest.chain(change.key) if self.plan.chained else [change.key]
         return all(self.disk.records[key].slot not in self.disk.bad for key in needed)
 
     # -- what must be true after every step --------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class Site:
                 raise Violation(f"the events say {told}, the core {row}")
             require(row.label == self.mirror.label_of(row.key), "a block is listed under another's label")
             self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
-            if row.parent is not None and not self.plan.sliding:
+            if row.parent is not None and self.plan.chained:
                 require(row.parent in self.mirror.blocks, "a block is listed without its parent")
                 effective[row.parent] = max(row.priority, effective.get(row.parent, 0))
 

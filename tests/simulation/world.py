@@ -247,7 +247,7 @@ class World:
         counted = self.core.stats().misses
         self._carry_out(self.core.touch(site.group, keys, misses, self.now))
         require(self.core.stats().misses == counted + misses, "a touch counts other misses than it was told")
-        chains = [[key] if site.plan.sliding else self.forest.chain(key) for key in keys if key in before]
+        chains = [self.forest.chain(key) if site.plan.chained else [key] for key in keys if key in before]
         site.retentions.matched({key for chain in chains for key in chain}, self.now)
         self.seen["touched"] += bool(chains)
 

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
+from kvtier.abi.attention import Attention
+
 PAGE: Final = 4096
 """Alignment of every part on host and disk: what direct I/O asks of addresses, offsets and lengths."""
 
@@ -219,6 +221,11 @@ class CacheSpec:
     def block_bytes(self, group: int) -> int:
         """Bytes of one block: its parts in all pools, without padding."""
         return sum(self.pool_bytes(group, pool) for pool in range(len(self.groups[group].pools)))
+
+    def attention(self, group: int) -> Attention:
+        """What the group needs of a sequence, in blocks."""
+        shape = self.groups[group]
+        return Attention.of(self.tokens_per_block, shape.window_tokens, shape.sink_tokens, flat=shape.flat)
 
     def record_bytes(self, group: int) -> int:
         """Slot stride on host and disk: the parts, each padded to ``PAGE``, one after another."""

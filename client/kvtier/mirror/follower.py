@@ -107,7 +107,7 @@ class MirrorView:
         cursor = self.content.cursor or _NOWHERE
         bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
         groups = self.content.index.match(self._named(cache), packed_keys(keys), bits)
-        blocks = groups[0].first_block + len(groups[0].residency) if groups else 0
+        blocks = groups[0].blocks if groups else 0
         return AcrossMatch(blocks, groups, cursor)
 
     def block(self, key: bytes, cache: str | None = None, *, group: int = 0) -> MirroredBlock | None:

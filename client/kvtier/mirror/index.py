@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import repeat, zip_longest
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.abi.attention import Attention
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.chains import LookUp, Window, first_block, longest, spans
+from kvtier.chains import LookUp, Window, longest
 from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
 from kvtier.types import EventType
@@ -93,13 +94,13 @@ class MirrorIndex:
 
 
 class _Cache:
-    """One cache. ``spans``: by group, the blocks that cover its window, 0 = all; empty while they are not known."""
+    """One cache. ``attentions``: by group, what it needs of a sequence; empty while they are not known."""
 
-    __slots__ = ("groups", "spans")
+    __slots__ = ("attentions", "groups")
 
     def __init__(self) -> None:
         self.groups: dict[int, Blocks] = {}
-        self.spans: tuple[int, ...] = ()
+        self.attentions: tuple[Attention, ...] = ()
 
     def blocks(self, group: int) -> Blocks:
         return self.groups.setdefault(group, {})
@@ -109,25 +110,26 @@ class _Cache:
         windows = item.all_window_tokens
         if not item.tokens_per_block or not windows:
             raise DaemonError("an event of a cache without its windows", reason="BAD_ANSWER")
-        self.spans = spans(windows, item.tokens_per_block)
+        kinds = zip_longest(windows, item.all_sink_tokens, item.all_flat, fillvalue=0)
+        self.attentions = tuple(Attention.of(item.tokens_per_block, w, s, flat=bool(flat)) for w, s, flat in kinds)
         for group in [group for group in self.groups if group >= len(windows)]:
             del self.groups[group]
 
     def match(self, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
         length = self._prefix_length(keys, tiers)
-        firsts = [first_block(length, span) for span in self.spans]
         return tuple(
-            GroupSpan(group, first, _residencies(self.groups.get(group, {}), keys, first, length, ALL_TIERS))
-            for group, first in enumerate(firsts)
+            GroupSpan(group, needed.first, _residencies(blocks, needed.cut(keys, KEY_BYTES), ALL_TIERS), needed.sinks)
+            for group, attention in enumerate(self.attentions)
+            for needed, blocks in [(attention.needs(length), self.groups.get(group, {}))]
         )
 
     def _prefix_length(self, keys: bytes, tiers: int) -> int:
-        sides = [(span, self.groups.get(group, {})) for group, span in enumerate(self.spans)]
+        sides = [(attention, self.groups.get(group, {})) for group, attention in enumerate(self.attentions)]
         bound = len(keys) // KEY_BYTES if sides else 0
-        for span, blocks in sides:
-            if not span:
-                bound = _leading(blocks, keys, bound, tiers)
-        windows = [Window(_look_up(blocks, keys, tiers), span, bound) for span, blocks in sides if span]
+        for attention, blocks in sides:
+            if not attention.span:
+                bound = _leading(blocks, keys, bound, tiers, chained=attention.chained)
+        windows = [Window(_look_up(blocks, keys, tiers), each, bound) for each, blocks in sides if each.span]
         return longest(bound, windows) or 0
 
 
@@ -145,29 +147,28 @@ def _block(key: bytes, value: int) -> MirroredBlock:
     return MirroredBlock(key, value & ALL_TIERS, value >> _PRIORITY_SHIFT)
 
 
-def _leading(blocks: Blocks, keys: bytes, bound: int, tiers: int) -> int:
-    """How many of the first ``bound`` keys a full-attention group has in these tiers, one after another.
+def _leading(blocks: Blocks, keys: bytes, bound: int, tiers: int, *, chained: bool) -> int:
+    """How many of the first ``bound`` keys a group without a window has in these tiers, one after another.
 
-    What is indexed is closed under parents, so its end is found by bisection. What a tier has is not.
+    What is indexed of chains is closed under parents, so its end is found by bisection. What a tier has is not.
     """
-    end = bisect_left(range(bound), True, key=lambda place: _key(keys, place) not in blocks)
-    if tiers == ALL_TIERS:
+    end = bisect_left(range(bound), True, key=lambda place: _key(keys, place) not in blocks) if chained else bound
+    if chained and tiers == ALL_TIERS:
         return end
     return next((place for place in range(end) if not blocks.get(_key(keys, place), 0) & tiers), end)
 
 
 def _look_up(blocks: Blocks, keys: bytes, tiers: int) -> LookUp:
     def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        found = _residencies(blocks, keys, start, stop, tiers)
+        found = _residencies(blocks, keys[start * KEY_BYTES : stop * KEY_BYTES], tiers)
         return np.frombuffer(found, np.uint8), np.ones(stop - start, np.bool_)
 
     return look_up
 
 
-def _residencies(blocks: Blocks, keys: bytes, start: int, stop: int, tiers: int) -> bytes:
+def _residencies(blocks: Blocks, keys: bytes, tiers: int) -> bytes:
     """One byte a block, without the bits of other tiers."""
-    asked = split_keys(keys[start * KEY_BYTES : stop * KEY_BYTES])
-    return bytes([value & tiers for value in map(blocks.get, asked, repeat(0))])
+    return bytes([value & tiers for value in map(blocks.get, split_keys(keys), repeat(0))])
 
 
 def _key(keys: bytes, place: int) -> bytes:

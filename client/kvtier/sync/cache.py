@@ -158,6 +158,7 @@ class ReadLease(Lease[lease.ReadLease]):
 
     keys = Fact[tuple[bytes, ...]]()
     first_block = Fact[int]()
+    sink_blocks = Fact[int]()
     generations = Fact[NDArray[np.uint64]]()
     found_in = Fact[bytes]()
     matched = Fact[int]()

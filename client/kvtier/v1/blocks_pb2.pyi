@@ -7,7 +7,8 @@ Malformed input refuses the whole call (INVALID_ARGUMENT, with field, value and 
 with state are per-block results. No keys are as good as one: a prompt may be shorter than a block.
 
 A stored prefix of n blocks is one of which a full-attention group holds blocks [0, n), and a group of a sliding window
-of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones.
+of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones, and those
+with its sink_tokens. In a flat group a chain is any list of keys, and parents say nothing.
 """
 
 import builtins
@@ -87,25 +88,29 @@ global___MatchRequest = MatchRequest
 
 @typing.final
 class GroupMatch(google.protobuf.message.Message):
-    """What a window group holds of a match across groups: blocks [first_block, first_block + length of residency)."""
+    """What a window group holds of a match across groups: blocks [0, sink_blocks) and those from first_block to its end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: builtins.int
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
+    SINK_BLOCKS_FIELD_NUMBER: builtins.int
     group: builtins.int
     first_block: builtins.int
     """0 for full attention; the first that the window covers for a sliding one"""
     residency: builtins.bytes
+    sink_blocks: builtins.int
+    """residency begins with so many first blocks of the sequence, which the window keeps"""
     def __init__(
         self,
         *,
         group: builtins.int = ...,
         first_block: builtins.int = ...,
         residency: builtins.bytes = ...,
+        sink_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "group", b"group", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "group", b"group", "residency", b"residency", "sink_blocks", b"sink_blocks"]) -> None: ...
 
 global___GroupMatch = GroupMatch
 
@@ -549,7 +554,7 @@ global___AcquireRequest = AcquireRequest
 
 @typing.final
 class AcquiredGroup(google.protobuf.message.Message):
-    """What is held of a chain in one window group: blocks [first_block, first_block + slots)."""
+    """What is held of a chain in one window group: blocks [0, sink_blocks) and those from first_block to the prefix's end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -559,11 +564,13 @@ class AcquiredGroup(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     GENERATIONS_FIELD_NUMBER: builtins.int
     FOUND_IN_FIELD_NUMBER: builtins.int
+    SINK_BLOCKS_FIELD_NUMBER: builtins.int
     group: builtins.int
     first_block: builtins.int
     lease_id: builtins.int
     """0 = nothing is held"""
     found_in: builtins.bytes
+    sink_blocks: builtins.int
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -577,8 +584,9 @@ class AcquiredGroup(google.protobuf.message.Message):
         slots: collections.abc.Iterable[builtins.int] | None = ...,
         generations: collections.abc.Iterable[builtins.int] | None = ...,
         found_in: builtins.bytes = ...,
+        sink_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "found_in", b"found_in", "generations", b"generations", "group", b"group", "lease_id", b"lease_id", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "found_in", b"found_in", "generations", b"generations", "group", b"group", "lease_id", b"lease_id", "sink_blocks", b"sink_blocks", "slots", b"slots"]) -> None: ...
 
 global___AcquiredGroup = AcquiredGroup
 
@@ -597,6 +605,7 @@ class AcquiredChain(google.protobuf.message.Message):
     DETAIL_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
+    SINK_BLOCKS_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     found_in: builtins.bytes
     """residency of these at the moment of the match"""
@@ -606,9 +615,11 @@ class AcquiredChain(google.protobuf.message.Message):
     """why less than min_blocks was to be had; empty = not refused"""
     blocks: builtins.int
     """length of the prefix"""
+    sink_blocks: builtins.int
+    """so many first blocks of the sequence are held though its window has left them"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of the last blocks of the prefix, in the tier asked for; in a full group of all of them"""
+        """in the tier asked for: of sink_blocks first blocks, and of the last ones of the prefix; in a full group of all"""
 
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -632,9 +643,10 @@ class AcquiredChain(google.protobuf.message.Message):
         detail: kvtier.v1.common_pb2.ErrorDetail | None = ...,
         groups: collections.abc.Iterable[global___AcquiredGroup] | None = ...,
         blocks: builtins.int = ...,
+        sink_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["detail", b"detail"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "detail", b"detail", "found_in", b"found_in", "generations", b"generations", "groups", b"groups", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "detail", b"detail", "found_in", b"found_in", "generations", b"generations", "groups", b"groups", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "sink_blocks", b"sink_blocks", "slots", b"slots"]) -> None: ...
 
 global___AcquiredChain = AcquiredChain
 

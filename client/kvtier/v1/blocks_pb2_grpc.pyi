@@ -7,7 +7,8 @@ Malformed input refuses the whole call (INVALID_ARGUMENT, with field, value and 
 with state are per-block results. No keys are as good as one: a prompt may be shorter than a block.
 
 A stored prefix of n blocks is one of which a full-attention group holds blocks [0, n), and a group of a sliding window
-of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones.
+of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block): its last ones, and those
+with its sink_tokens. In a flat group a chain is any list of keys, and parents say nothing.
 """
 
 import abc

@@ -100,8 +100,8 @@ class Block:
     ``copies``: by tier. ``residency``: the tiers whose copy is valid, as a bit set. ``claims``: fetches that matched it
     and wait for room; nothing of it is given up meanwhile. ``disk_children``: indexed children with a copy on disk, or
     on the way there. ``traits``: as they are now, ``own_priority`` among them. ``parent``: what it stands on;
-    ``parent_key``: what its committer said. A root, and a block of a sliding group, stands on nothing. ``indexed``:
-    reachable by its key. A block that is not lives only until its last hold and copy end.
+    ``parent_key``: what its committer said. A root, and a block of a sliding or flat group, stands on nothing.
+    ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
     """
 
     __slots__ = (

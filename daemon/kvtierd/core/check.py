@@ -49,9 +49,9 @@ def _across(ticket: AcrossTicket) -> None:
     if not ticket.least <= ticket.length <= ticket.matched:
         raise _broken(4, f"request {ticket.id} is for {ticket.length} blocks")
     for part in ticket.parts:
-        first = part.window.state.shape.first_block(ticket.length)
-        wanted = list(ticket.keys[first : ticket.length])
-        right = part.first_block == first and [block.key for block in part.fetch.blocks] == wanted
+        needed = part.window.state.attention.needs(ticket.length)
+        wanted = list(needed.pick(ticket.keys))
+        right = part.needed == needed and [block.key for block in part.fetch.blocks] == wanted
         if not right:
             raise _broken(4, f"request {ticket.id} has other blocks than a prefix of {ticket.length} needs")
         queued = part.fetch in part.window.queued(ticket.tier)
@@ -171,8 +171,10 @@ class _Checker:
             if block.residency != valid:
                 raise _broken(2, f"block {block} says {block.residency}, its copies {valid}")
             parent = block.parent
-            if self.state.shape.sliding and (parent is not None or block.first_child is not None):
-                raise _broken(5, f"sliding block {block} has relatives")
+            if not self.state.attention.chained and (parent is not None or block.first_child is not None):
+                raise _broken(5, f"block {block} of a group without chains has relatives")
+            if self.state.shape.flat and block.parent_key is not None:
+                raise _broken(5, f"flat block {block} has a parent")
             if self.state.is_partial(block) and block.first_child is not None:
                 raise _broken(5, f"partial block {block} has children")
             if parent is not None:
@@ -284,13 +286,14 @@ class _Checker:
                 raise _broken(6, f"block {block}: its clock runs or stands wrongly")
 
     def windows(self) -> None:
-        """A writer holds nothing of a sliding group that the newest block of its chain does not look back on."""
+        """A writer holds nothing of a sliding group that the newest block of its chain does not look back on, but its
+        sinks."""
         for lease in self.leases:
             reach = {block for trail in lease.trails.values() for block in trail}
             if lease.trails and not reach.issuperset(lease.held):
                 raise _broken(4, f"lease {lease.id} holds what slid out")
             for trail in lease.trails.values():
-                if not 0 < len(trail) <= self.state.shape.span:
+                if not 0 < len(trail) <= self.state.attention.sinks + self.state.attention.span:
                     raise _broken(4, f"lease {lease.id} looks back too far")
 
     def flying(self) -> None:

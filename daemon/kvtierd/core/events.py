@@ -30,7 +30,7 @@ RECOVERED: Final = Cause.RECOVERED
 
 class BlockChange(NamedTuple):
     """One block after the change. ``residency`` is 0 for a removed block. ``parent_label``: of stored ones only,
-    and only of a parent that the block stands on: none in a sliding group."""
+    and only of a parent that the block stands on: none in a sliding or flat group."""
 
     key: Key
     parent: Key | None

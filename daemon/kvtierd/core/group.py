@@ -37,8 +37,8 @@ class GroupState:
 
     def __init__(self, shape: GroupShape, recorder: Recorder, policy: Policy) -> None:
         self.group = shape.group
-        self._sliding = shape.sliding
         self.shape = shape
+        self.attention = shape.attention
         self.policy = policy
         self.recorder = recorder
         self.tiers: tuple[Tier, ...] = tuple(sorted(tier for tier, slots in shape.slots.items() if slots > 0))
@@ -446,7 +446,7 @@ class GroupState:
 
     def unsupported(self, parent_key: Key | None) -> bool:
         """What a block under this parent would stand on is not indexed, or is a partial block."""
-        if parent_key is None or self._sliding:
+        if parent_key is None or not self.attention.chained:
             return False
         parent = self.index.get(parent_key)
         return parent is None or self.is_partial(parent)
@@ -459,11 +459,11 @@ class GroupState:
     def insert(self, key: Key, parent_key: Key | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
         """Indexes a new block whose bytes are READY in a slot of memory that is not FREE.
 
-        A window slides off the front of its chain, so in a sliding group every block stands for itself: it gets
-        neither parent nor children, and all that follows from those is empty there.
+        A window slides off the front of its chain, and flat keys form none: every block of such a group stands for
+        itself. It gets neither parent nor children, and all that follows from those is empty there.
         """
         parent = None
-        if parent_key is not None and not self._sliding:
+        if parent_key is not None and self.attention.chained:
             parent = self.index.get(parent_key)
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")

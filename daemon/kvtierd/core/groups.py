@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, TicketId, Tier
 from kvtierd.core.leases import FetchTicket, Lease, Turn
 from kvtierd.core.lookup import Cover, Limit, Usable, longest, match
 from kvtierd.core.outcome import Grant, GroupGrant, Recorder, Refusal, RefusalReason
+from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import ChainRequest
 from kvtierd.core.window import WindowManager
 
@@ -35,12 +37,12 @@ class MakeRefusal(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One group's share: the blocks of the prefix from ``first_block`` on."""
+    """One group's share: the blocks that the prefix needs there."""
 
     window: WindowManager
     fetch: FetchTicket
     turn: Turn
-    first_block: int = 0
+    needed: Needed = NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +110,7 @@ class AcrossGroups:
         self.recounted += missed * (len(parts) - 1)
         for part in ticket.parts:
             part.window.uses.found(part.fetch.blocks, part.fetch.found_in, missed)
-            part.window.retain(part.fetch.blocks, chain, part.first_block)
+            part.window.retain(part.fetch.blocks, part.needed.pick(pairs(chain.priorities, chain.durations_ms)))
         return ticket
 
     def queue(self, ticket: AcrossTicket, now: int) -> None:
@@ -250,7 +252,7 @@ class AcrossGroups:
         """Claims what the prefix needs and gives up what was claimed or held before."""
         ticket.length = length
         for part, cover in zip(ticket.parts, covers, strict=True):
-            part.first_block = cover.state.shape.first_block(length)
+            part.needed = cover.state.attention.needs(length)
             part.window.claim(part.fetch, cover.blocks(length))
 
     # -- queues and answers --------------------------------------------------------------------------------------------
@@ -270,15 +272,15 @@ class AcrossGroups:
                 lease = self._new_lease(ticket.session, part.window.state, ticket.tier)
                 lease.held = dict(zip(fetch.blocks, fetch.copies, strict=True))
             slots = tuple(copy.slot for copy in fetch.copies)
-            groups.append(
-                GroupGrant(
-                    part.window.state.group, part.first_block, lease.id if lease else None, slots, fetch.found_in
-                )
-            )
+            group = part.window.state.group
+            groups.append(GroupGrant(group, part.needed, lease.id if lease else None, slots, fetch.found_in))
         matched, blocks = ticket.matched, ticket.length
         if ticket.alone:
             (held,) = groups
-            self._recorder.grant(Grant(ticket.id, held.lease, held.slots, held.found_in, matched, blocks=blocks))
+            sinks = held.needed.sinks
+            self._recorder.grant(
+                Grant(ticket.id, held.lease, held.slots, held.found_in, matched, blocks=blocks, sinks=sinks)
+            )
         else:
             self._recorder.grant(Grant(ticket.id, None, matched=matched, blocks=blocks, groups=tuple(groups)))
 

@@ -28,14 +28,14 @@ class Holding:
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
-        self._sliding = state.shape.sliding
+        self._window = state.attention
         self._background = background
 
     def store(self, lease: Lease, items: Sequence[CommitItem], *, hold: bool) -> tuple[BlockResult, ...]:
         """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the lease lets go of the
         slot; where the parent is not indexed or is a partial block, or is not that of the equal key, the slot stays
         blank. All blocks found or made are used. ``hold``: the lease holds the blocks made. All other leases over their
-        slots do in any case.
+        slots do in any case. In a flat group parents say nothing.
 
         Raises :class:`BadArgument` where a slot is not a blank one of the lease.
         """
@@ -46,7 +46,8 @@ class Holding:
         results: list[BlockResult] = []
         used: list[Block] = []
         made: list[Block] = []
-        for slot, key, parent_key, priority, duration_ms, label in items:
+        for slot, key, parent, priority, duration_ms, label in items:
+            parent_key = None if state.shape.flat else parent
             block = state.index.get(key)
             if block is not None:
                 if block.parent_key != parent_key:
@@ -60,7 +61,7 @@ class Holding:
             else:
                 block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, COMMIT)
                 made.append(block)
-                if label is not None and label.tokens and not self._sliding:
+                if label is not None and label.tokens and self._window.chained:
                     self._outgrow(block, label)
                 if not hold:
                     del lease.blank[slot]
@@ -68,7 +69,7 @@ class Holding:
                 for writer in lease.writers(slot):
                     del writer.blank[slot]
                     writer.held[block] = state.hold(block, tier, writer.session)
-                    if self._sliding:
+                    if self._window.span:
                         self._slide(writer, block)
                 results.append(OK)
             used.append(block)
@@ -89,11 +90,12 @@ class Holding:
         """A commit of a block that exists: it stays, and the lease lets go of the slot."""
         self._background.used_again([block])
         self._let_go(lease, slot)
-        if self._sliding and block not in lease.held:
+        if self._window.span and block not in lease.held:
             self._slide(lease, block)
 
     def _slide(self, lease: Lease, block: Block) -> None:
-        """The block is the newest of its chain: what its window does not reach is let go."""
+        """The block is the newest of its chain: what its window does not reach is let go, but for the sinks of a chain
+        that began here."""
         trail = lease.trails.get(block.key)
         if trail is not None:
             self._let_slide(lease, trail.pop(), unless=block)  # lost since, and stored again
@@ -102,8 +104,10 @@ class Holding:
         trail = trail if trail is not None else deque()
         trail.append(block)
         lease.trails[block.key] = trail
-        if len(trail) > self._state.shape.span:
-            self._let_slide(lease, trail.popleft())
+        sinks = self._window.sinks if trail[0].parent_key is None else 0
+        if len(trail) > sinks + self._window.span:
+            self._let_slide(lease, trail[sinks])
+            del trail[sinks]
 
     def _let_slide(self, lease: Lease, block: Block, unless: Block | None = None) -> None:
         copy = lease.held.pop(block, None) if block is not unless else None
@@ -175,7 +179,6 @@ class Uses:
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
-        self._sliding = state.shape.sliding
         self._background = background
         self.hits = dict.fromkeys(state.tiers, 0)
         self.misses = 0

@@ -86,8 +86,8 @@ class Lease:
     """A session's hold on slots of one tier: blank ones to write, blocks to read.
 
     ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
-    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it. ``family``: the
-    leases that may hold the same slots: those that joined one another, each with this same list.
+    of a chain, its sinks and as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
+    ``family``: the leases that may hold the same slots: those that joined one another, each with this same list.
     """
 
     id: LeaseId

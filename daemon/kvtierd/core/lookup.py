@@ -1,8 +1,8 @@
 """How long a prefix several window groups can serve together.
 
 A prefix of n blocks is usable where every group has what attention over it needs: a full group all of its blocks, a
-sliding one those that its window covers. So a longer prefix may be usable where a shorter one is not, and the answer
-is never the minimum of the groups' own.
+sliding one its sinks and those that its window covers. So a longer prefix may be usable where a shorter one is not, and
+the answer is never the minimum of the groups' own.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ def longest(bound: int, limits: Sequence[Limit]) -> int:
 
 
 class Cover:
-    """One group's side of a match. Looks at every block once, and at no more of them than it must."""
+    """One group's side of a match. Looks at no more blocks than it must."""
 
     def __init__(self, state: GroupState, keys: Sequence[Key], usable: Usable) -> None:
         self.state = state
         self._keys = keys
         self._usable = usable
         self._found: dict[int, Block] = {}
-        self._low = len(keys)
+        self._low = len(keys) if state.attention.span else 0
         """Every place from here up to the last length asked for has a usable block."""
 
     def prefix(self, bound: int) -> int:
-        """How many blocks from the root on are usable, ``bound`` at most."""
-        self._low = 0
-        for place, key in enumerate(islice(self._keys, bound)):
+        """How many blocks can be usable, ``bound`` at most, since those are that every longer prefix needs: all, or the
+        sinks of a window. Comes before :meth:`unbroken`."""
+        attention = self.state.attention
+        for place, key in enumerate(islice(self._keys, min(bound, attention.sinks) if attention.span else bound)):
             block = self._get(key)
             if block is None:
                 return place
@@ -57,7 +58,7 @@ class Cover:
     def unbroken(self, length: int) -> int:
         """A :data:`Limit`: no block is missing of what a prefix needs."""
         self._low = min(self._low, length)
-        while self._low > self.state.shape.first_block(length):
+        while self._low > self.state.attention.first_block(length):
             self._low -= 1
             block = self._get(self._keys[self._low])
             if block is None:
@@ -68,17 +69,21 @@ class Cover:
 
     def blocks(self, length: int) -> list[Block]:
         """What a prefix of this length needs, the first first. The length has been found unbroken."""
-        return [self._found[place] for place in range(self.state.shape.first_block(length), length)]
+        return [self._found[place] for place in self.state.attention.needs(length).pick(range(length))]
 
     def affordable(self, costs: Callable[[Block], bool], budget: int) -> Limit:
         """A :data:`Limit`: of the blocks that a prefix needs no more than ``budget``, 0 or more, cost a slot."""
         sums: list[int] = []
 
+        def cost(length: int) -> int:
+            needed = self.state.attention.needs(length)
+            return sums[needed.sinks] + sums[length] - sums[needed.first]
+
         def limit(length: int) -> int:
             if not sums:
                 found = map(self.state.index.get, islice(self._keys, length))
                 sums.extend(accumulate((block is not None and costs(block) for block in found), initial=0))
-            while sums[length] - sums[self.state.shape.first_block(length)] > budget:
+            while cost(length) > budget:
                 length -= 1
             return length
 
@@ -94,8 +99,7 @@ def match(states: Sequence[GroupState], keys: Sequence[Key], usable: Usable) -> 
     covers = [Cover(state, keys, usable) for state in states]
     bound = len(keys)
     for cover in covers:
-        if not cover.state.shape.sliding:
-            bound = cover.prefix(bound)
+        bound = cover.prefix(bound)
     return longest(bound, [cover.unbroken for cover in covers]), covers
 
 
@@ -122,7 +126,7 @@ def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
     In a full group whatever an indexed block stands on is indexed, so the prefix ends where bisection says, and its
     blocks are found from parent to parent: a look-up in an index of a million keys misses the caches three times.
     """
-    if state.shape.sliding:
+    if not state.attention.chained:
         length, _ = match([state], keys, indexed)
         blocks = map(state.index.get, islice(keys, length))
         return tuple(0 if block is None else block.residency for block in blocks)

@@ -125,7 +125,7 @@ class BlockManager:
 
     def _span(self, cover: Cover, length: int) -> GroupSpan:
         residency = tuple(block.residency for block in cover.blocks(length))
-        return GroupSpan(cover.state.group, cover.state.shape.first_block(length), residency)
+        return GroupSpan(cover.state.group, cover.state.attention.needs(length), residency)
 
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
         return lookup.locate(self._window(group).state, keys)
@@ -210,7 +210,7 @@ class BlockManager:
         window needs of that. All matches of the call are claimed before room is made for any, so none evicts another's
         hit."""
         window = self._window(group)
-        if window.state.shape.sliding:
+        if window.state.attention.span:
             return self._acquire_over(window, session, tier, chains, now)
         tickets = []
         for chain in chains:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from kvtier.abi.attention import Needed
 from kvtierd.core.block import Block
 from kvtierd.core.events import REMOVED, STORED, Cause, Changes, Event, EventSequencer, EventType
 from kvtierd.core.ids import (
@@ -142,10 +143,10 @@ class Holder:
 
 @dataclass(slots=True, frozen=True)
 class GroupGrant:
-    """What is held of a prefix in one group: its blocks from ``first_block`` on, in ``slots`` of the tier asked for."""
+    """What is held of a prefix in one group: the blocks needed, in ``slots`` of the tier asked for."""
 
     group: GroupId
-    first_block: int
+    needed: Needed
     lease: LeaseId | None
     slots: tuple[SlotId, ...]
     found_in: tuple[int, ...]
@@ -156,11 +157,11 @@ class Grant:
     """A ticket's answer.
 
     ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked
-    for: for an acquire, those of the last blocks of the prefix, which in a full group are all. ``found_in``: each such
-    block's residency set at the moment of the match; ``blocks``: the length of the prefix. ``groups``: for an acquire
-    over all groups, what is held in each; ``lease``, ``slots`` and ``found_in`` are empty then. ``results`` for a move:
-    True for each requested block that is READY in the tier asked for; ``failed``: places of those of the others whose
-    copies failed.
+    for: for an acquire, those of so many ``sinks`` and of the last blocks of the prefix, which in a full group are all.
+    ``found_in``: each such block's residency set at the match; ``blocks``: the length of the prefix. ``groups``: for an
+    acquire over all groups, what is held in each; ``lease``, ``slots`` and ``found_in`` are empty then. ``results`` for
+    a move: True for each requested block that is READY in the tier asked for; ``failed``: places of those of the others
+    whose copies failed.
     """
 
     ticket: TicketId
@@ -171,6 +172,7 @@ class Grant:
     results: tuple[bool, ...] = ()
     failed: frozenset[int] = frozenset()
     blocks: int = 0
+    sinks: int = 0
     groups: tuple[GroupGrant, ...] = ()
 
     @property

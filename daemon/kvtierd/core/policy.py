@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from kvtier.abi.attention import Attention
 from kvtierd.core.ids import GroupId, Tier
 
 MIN_PRIORITY: Final = 0
@@ -20,7 +21,8 @@ UNCHANGED: Final = 255
 class GroupShape:
     """Slots and bytes a slot of each tier that a window group has; any non-empty subset of tiers.
 
-    ``window_tokens``: what attention looks back on, the newest token included; 0 = everything.
+    ``window_tokens``: what attention looks back on, the newest token included; 0 = everything. ``sink_tokens``: how
+    many first ones besides. ``flat``: keys form no chains.
     """
 
     group: GroupId
@@ -28,20 +30,12 @@ class GroupShape:
     slot_bytes: Mapping[Tier, int]
     window_tokens: int = 0
     tokens_per_block: int = 1
+    sink_tokens: int = 0
+    flat: bool = False
 
     @property
-    def sliding(self) -> bool:
-        return self.window_tokens > 0
-
-    @property
-    def span(self) -> int:
-        """Of a sliding group: how many blocks cover the window of a prefix that ends with a whole block."""
-        return -(-self.window_tokens // self.tokens_per_block)
-
-    def first_block(self, blocks: int) -> int:
-        """The first block that a prefix of so many needs: the one with token ``max(0, blocks * tokens_per_block -
-        window_tokens)``."""
-        return max(0, blocks - self.span) if self.sliding else 0
+    def attention(self) -> Attention:
+        return Attention.of(self.tokens_per_block, self.window_tokens, self.sink_tokens, flat=self.flat)
 
 
 Edge = tuple[Tier, Tier]

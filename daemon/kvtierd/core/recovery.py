@@ -93,11 +93,11 @@ def _claim(state: GroupState, found: Sequence[Recovered]) -> None:
 
 
 def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
-    sliding = state.shape.sliding
+    chained = state.attention.chained
     blocks: list[Block] = []
     for slot, key, parent_key, traits, device, host in found:
         parent = None
-        if parent_key is not None and not sliding:
+        if parent_key is not None and chained:
             parent = state.index.get(parent_key)
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from kvtier.abi.attention import Needed
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
 from kvtierd.core import recovery
 from kvtierd.core.block import DOWNWARDS, LEAVING, UPWARDS, Block, Copy
@@ -246,10 +247,10 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class GroupSpan:
-    """What a group holds of a match over several: its blocks from ``first_block`` on, each with its residency set."""
+    """What a group holds of a match over several: the blocks needed, each with its residency set."""
 
     group: GroupId
-    first_block: int
+    needed: Needed
     residency: tuple[int, ...]
 
 

@@ -79,11 +79,10 @@ class WindowManager:
         ticket.matched = len(blocks)
         self.claim(ticket, blocks)
         self.uses.found(ticket.blocks, ticket.found_in, len(keys) - len(blocks))
-        self.retain(blocks, wanted)
+        self.retain(blocks, pairs(wanted.priorities, wanted.durations_ms))
 
-    def retain(self, blocks: Sequence[Block], wanted: ChainRequest, first: int = 0) -> None:
-        """These, the chain's from the ``first`` on, get the retention that comes with it, if any does."""
-        given = pairs(wanted.priorities, wanted.durations_ms)[first:]
+    def retain(self, blocks: Sequence[Block], given: Sequence[tuple[int, int]]) -> None:
+        """These get the retention that comes with them, if any does."""
         for block, (priority, duration_ms) in zip(blocks, given, strict=False):
             if priority != UNCHANGED:
                 self.state.retain(block, priority, duration_ms, DEMAND)

@@ -98,10 +98,12 @@ class Plan:
                 GroupId(group),
                 group_slots(self.slots, GroupId(group)),
                 dict.fromkeys(self.slots, self.spec.record_bytes(group)),
-                self.spec.groups[group].window_tokens,
+                each.window_tokens,
                 self.spec.tokens_per_block,
+                each.sink_tokens,
+                each.flat,
             )
-            for group in range(len(self.spec.groups))
+            for group, each in enumerate(self.spec.groups)
         ]
 
 

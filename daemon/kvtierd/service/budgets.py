@@ -4,10 +4,10 @@ The configuration sets a tier's size. A cache's slots are fixed when it is made.
 state directory those of the memory tiers.
 
 A budget without ``group_bytes`` is split over the cache's window groups. Of a sequence of n blocks a full-attention
-group keeps all n, a sliding group the blocks of its window and one more, unless they are opaque: an engine's pages are
-all kept, since any may end a prefix. A group's share is in proportion to the bytes that it keeps of a reference
-sequence: 32,768 tokens, or as many as the budget holds. So a small budget holds a sequence in all its groups, and the
-groups of a large budget are full after the same number of sequences.
+group keeps all n, a sliding group its sinks, the blocks of its window and one more, unless they are opaque: an engine's
+pages are all kept, since any may end a prefix. A group's share is in proportion to the bytes that it keeps of a
+reference sequence: 32,768 tokens, or as many as the budget holds. So a small budget holds a sequence in all its groups,
+and the groups of a large budget are full after the same number of sequences.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _without_rest(slots: Sequence[int], each: Sequence[int], budget: int) -> tup
 
 def _sequence_bytes(spec: CacheSpec, blocks: int) -> list[int]:
     """Bytes that each group keeps of a sequence of ``blocks`` blocks."""
-    windows = (0 if group.opaque else group.window_tokens for group in spec.groups)
-    kept = (min(blocks, _blocks(spec, window) + 1) if window else blocks for window in windows)
+    windows = ((spec.attention(group), each.opaque) for group, each in enumerate(spec.groups))
+    kept = (min(blocks, each.sinks + each.span + 1) if each.span and not opaque else blocks for each, opaque in windows)
     return [spec.record_bytes(group) * count for group, count in enumerate(kept)]
 
 

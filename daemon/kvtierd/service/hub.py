@@ -58,18 +58,22 @@ _log = logging.getLogger(__name__)
 class CacheHeader:
     """What events say of their cache.
 
-    ``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``: tokens, by group. Only
-    the name of a cache of an earlier life is known.
+    ``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``, ``sinks``: tokens,
+    by group; ``flat``: by group. Only the name of a cache of an earlier life is known.
     """
 
     name: str
     event_hash: str = ""
     windows: tuple[int, ...] = ()
+    sinks: tuple[int, ...] = ()
+    flat: tuple[bool, ...] = ()
     tokens_per_block: int = 0
 
     @classmethod
     def of(cls, name: str, spec: CacheSpec, event_hash: str) -> Self:
-        return cls(name, event_hash, tuple(group.window_tokens for group in spec.groups), spec.tokens_per_block)
+        windows = tuple(group.window_tokens for group in spec.groups)
+        sinks, flat = (tuple(group.sink_tokens for group in spec.groups), tuple(group.flat for group in spec.groups))
+        return cls(name, event_hash, windows, sinks, flat, spec.tokens_per_block)
 
     @property
     def hash_bytes(self) -> int:
@@ -378,6 +382,8 @@ def event_message(value: Event, header: CacheHeader) -> events_pb2.Event:
     if value.type is EventType.CREATED:
         message.tokens_per_block = header.tokens_per_block
         message.all_window_tokens.extend(header.windows)
+        message.all_sink_tokens.extend(header.sinks)
+        message.all_flat.extend(header.flat)
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
     if value.moved_to is not None:
@@ -411,6 +417,8 @@ def slice_of(
         window_tokens=header.window(group),
         tokens_per_block=header.tokens_per_block,
         all_window_tokens=header.windows,
+        all_sink_tokens=header.sinks,
+        all_flat=header.flat,
     )
     labels, parent_labels = [row.label for row in rows], [row.parent_label for row in rows]
     _add_labels(message, labels, parent_labels, header.hash_bytes, stored=True)

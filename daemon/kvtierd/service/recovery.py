@@ -419,7 +419,7 @@ def adopt(
     for shape in shapes:
         group = shape.group
         merged = _merged(_in_memory(arena, group), on_disk.get(group, ()))
-        if not shape.sliding:
+        if shape.attention.chained:
             order = reachable([one.key for one in merged], [one.parent for one in merged])
             merged = [merged[place] for place in order]
         adopted.recovered[group] = merged

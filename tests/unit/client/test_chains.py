@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -19,10 +20,22 @@ from kvtier.types import Cursor
 from kvtier.wire import Locations
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import Blocks, KeyIndex
-from tests.unit.client.windows import FULL, KEYS, LENGTH, PACKED, TOKENS, WINDOWS, holdings, longest, needed
+from tests.unit.client.windows import (
+    FLAT,
+    FULL,
+    KEYS,
+    LENGTH,
+    PACKED,
+    SINKS,
+    TOKENS,
+    WINDOWS,
+    holdings,
+    longest,
+    needed,
+)
 
 POOLS: Final = (PoolSpec(1, 1, 8),)
-SPEC: Final = CacheSpec("m", "uint8", TOKENS, groups=tuple(WindowGroupSpec(window, POOLS) for window in WINDOWS))
+SPEC: Final = CacheSpec("m", "uint8", TOKENS, groups=tuple(map(WindowGroupSpec, WINDOWS, repeat(POOLS), FLAT, SINKS)))
 
 
 class Index:
@@ -71,14 +84,14 @@ def test_lookups_answer_as_defined(held: tuple[set[int], ...], length: int) -> N
     assert across is not None
     blocks = longest(dict(enumerate(held)), length)
     assert (across.blocks, across.as_of) == (blocks, Cursor(3, 17))
-    for span, window in zip(across.groups, WINDOWS, strict=True):
-        assert set(range(span.first_block, blocks)) == needed(window, blocks)
-        assert span.residency == b"\2" * (blocks - span.first_block)
+    for span in across.groups:
+        assert {*range(span.sink_blocks), *range(span.first_block, blocks)} == needed(span.group, blocks)
+        assert (span.blocks, set(span.residency)) == (blocks, {2} if blocks else set())
 
 
 def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
     """Two buckets for all: what is found is found, and what is not may be there."""
-    index = Index([set(), set(range(LENGTH)), set(range(LENGTH))], slots=5)
+    index = Index([set(), *[set(range(LENGTH))] * 4], slots=5)
     assert index.unindexed > 0
     places = index.chains.find(PACKED, FULL)
     assert not places.sure.all()
@@ -93,7 +106,7 @@ def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
 
 
 def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
-    index = Index([set(), set(range(8)), set()])
+    index = Index([set(), set(range(8)), set(), set(), set()])
     reader, find = index.chains._index, index.chains._index.presence
 
     class Leaving:

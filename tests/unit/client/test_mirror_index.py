@@ -14,7 +14,19 @@ from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import Cause, EventType, Tier
-from tests.unit.client.windows import FULL, KEYS, LENGTH, PACKED, TOKENS, WINDOWS, holdings, longest, needed
+from tests.unit.client.windows import (
+    FLAT,
+    FULL,
+    KEYS,
+    LENGTH,
+    PACKED,
+    SINKS,
+    TOKENS,
+    WINDOWS,
+    holdings,
+    longest,
+    needed,
+)
 
 GROUPS: Final = [("a", 0), ("a", 1), ("b", 0)]
 
@@ -136,14 +148,14 @@ def test_a_prefix_is_what_the_definition_says(
     index = MirrorIndex()
     for group, places in enumerate(held):
         part = slice_of(("a", group), [(KEYS[place], where[place], 35) for place in places])
-        index.take(replace(part, all_window_tokens=WINDOWS))
+        index.take(replace(part, all_window_tokens=WINDOWS, all_sink_tokens=SINKS, all_flat=FLAT))
     in_tiers = [{place for place in places if where[place] & tiers} for places in held]
     expected = longest(dict(enumerate(in_tiers)), length)
     found = index.match("a", PACKED[: length * 32], tiers)
-    for span, window in zip(found, WINDOWS, strict=True):
-        covered = range(span.first_block, span.first_block + len(span.residency))
-        assert span.first_block + len(span.residency) == expected
-        assert set(covered) == needed(window, expected)
+    for span in found:
+        covered = [*range(span.sink_blocks), *range(span.first_block, expected)]
+        assert span.blocks == expected
+        assert set(covered) == needed(span.group, expected)
         assert list(span.residency) == [where[place] for place in covered]
 
 
@@ -151,7 +163,7 @@ def test_a_group_that_is_not_known_to_have_a_block_counts() -> None:
     """It exists, and has none of what a prefix needs."""
     index = MirrorIndex()
     index.take(replace(slice_of(("a", FULL), [(key, 1, 35) for key in KEYS]), all_window_tokens=WINDOWS))
-    assert [len(span.residency) for span in index.match("a", PACKED, ALL_TIERS)] == [0, 0, 0]
+    assert [len(span.residency) for span in index.match("a", PACKED, ALL_TIERS)] == [0] * 5
 
 
 def test_a_cache_made_anew_has_the_groups_that_it_has_now() -> None:

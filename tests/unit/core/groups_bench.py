@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.abi.attention import Needed
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager
@@ -16,7 +17,8 @@ FULL, SLIDING = GroupId(0), GroupId(1)
 
 
 class GroupsBench(Bench):
-    """``device``, ``host`` and ``disk``: slots, one a group. ``windows``: in tokens, 0 = full attention."""
+    """``device``, ``host`` and ``disk``: slots, one a group. ``windows``: in tokens, 0 = full attention. ``sinks``: of
+    the windows; ``flat``: of the others."""
 
     def __init__(
         self,
@@ -26,12 +28,16 @@ class GroupsBench(Bench):
         host: Sequence[int] = (),
         disk: Sequence[int] = (),
         tokens_per_block: int = 1,
+        sinks: int = 0,
+        flat: bool = False,
     ) -> None:
         super().__init__(host=1)
         shapes = []
         for group, window in enumerate(windows):
             slots = {tier: counts[group] for tier, counts in zip(Tier, (device, host, disk), strict=True) if counts}
-            shapes.append(GroupShape(GroupId(group), slots, dict.fromkeys(slots, 4096), window, tokens_per_block))
+            kept, alone = (sinks if window else 0), flat and not window
+            sizes = dict.fromkeys(slots, 4096)
+            shapes.append(GroupShape(GroupId(group), slots, sizes, window, tokens_per_block, kept, flat=alone))
         self.core = BlockManager(CacheId(1), shapes, EventSequencer())
         self.events.clear()
         self.core.fill({}, {}, unclean=False, restarted=False)
@@ -75,8 +81,8 @@ class GroupsBench(Bench):
         """What is held of the chain, after its slots have been looked at."""
         grant = self.grants[ticket]
         assert grant.groups == ()
-        first = grant.blocks - len(grant.slots)
-        return self._held(GroupGrant(group, first, grant.lease, grant.slots, grant.found_in), chain)
+        needed = Needed(grant.sinks, grant.blocks - len(grant.slots) + grant.sinks, grant.blocks)
+        return self._held(GroupGrant(group, needed, grant.lease, grant.slots, grant.found_in), chain)
 
     def granted(self, ticket: TicketId, chain: str) -> list[str]:
         """What each group holds of the chain, after its slots have been looked at."""
@@ -85,7 +91,7 @@ class GroupsBench(Bench):
         return [self._held(part, chain) for part in grant.groups]
 
     def _held(self, part: GroupGrant, chain: str) -> str:
-        names = chain[part.first_block : part.first_block + len(part.slots)]
+        names = "".join(part.needed.pick(chain))
         assert (part.lease is None) == (names == "")
         if part.lease is not None:
             lease = self.core.leases[part.lease]

@@ -82,7 +82,7 @@ def test_a_block_is_let_go_of_when_the_window_has_left_it_whole(window: int, tok
     shape = GroupShape(SLIDING, {}, {}, window, tokens_per_block)
     for blocks in range(20):
         first = max(0, blocks * tokens_per_block - window) // tokens_per_block
-        assert shape.first_block(blocks) == first
+        assert shape.attention.needs(blocks) == (0, first, blocks)
 
 
 def test_the_first_blocks_are_let_go_of_tail_first() -> None:

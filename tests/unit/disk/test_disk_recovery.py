@@ -52,7 +52,7 @@ def stored(rows: Sequence[Row], recency: Sequence[int] = (), touches: Sequence[b
 
 def test_blocks_of_a_sliding_group_need_no_ancestors() -> None:
     rows = [Row("d", 3, "missing", last_use=4), Row("e", 4, "d", last_use=2), Row("a", 0, last_use=3)]
-    found = recover_group(stored(rows), replace(SHAPE, sliding=True))
+    found = recover_group(stored(rows), replace(SHAPE, chained=False))
     assert [(record.key, record.parent) for record in found.records] == [
         (key("e"), key("d")),
         (key("a"), None),

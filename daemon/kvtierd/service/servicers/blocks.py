@@ -320,7 +320,12 @@ class BlocksService:
         _require_no_group(group)
         found = self._engine.manager(cache.id).match_across(keys)
         spans = [
-            blocks_pb2.GroupMatch(group=span.group, first_block=span.first_block, residency=bytes(span.residency))
+            blocks_pb2.GroupMatch(
+                group=span.group,
+                first_block=span.needed.first,
+                residency=bytes(span.residency),
+                sink_blocks=span.needed.sinks,
+            )
             for span in found.groups
         ]
         return blocks_pb2.MatchResponse(blocks=found.blocks, groups=spans, as_of_event=self._now_cursor())
@@ -337,6 +342,7 @@ class BlocksService:
             matched=answer.matched,
             groups=[_acquired_group(cache, tier, part) for part in answer.groups],
             blocks=answer.blocks,
+            sink_blocks=answer.sinks,
         )
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
@@ -409,7 +415,8 @@ def _require_no_group(group: GroupId) -> None:
 def _acquired_group(cache: Cache, tier: Tier, part: GroupGrant) -> blocks_pb2.AcquiredGroup:
     return blocks_pb2.AcquiredGroup(
         group=part.group,
-        first_block=part.first_block,
+        first_block=part.needed.first,
+        sink_blocks=part.needed.sinks,
         lease_id=part.lease or 0,
         slots=part.slots,
         generations=_generations(cache, tier, part.group, part.slots),

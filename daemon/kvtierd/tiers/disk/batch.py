@@ -206,7 +206,7 @@ class Batch:
                 table = self._tables[group]
                 if (
                     parent is None
-                    or table.shape.sliding
+                    or not table.shape.chained
                     or (group, parent) in arriving
                     or (table.slot_of(parent) is not None and (group, parent) not in leaving)
                 ):

@@ -67,7 +67,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     # Made anew, in this order: to look at each of a hundred thousand objects that lie anywhere takes 20 ms a time.
     keys: list[Key] = np.frombuffer(b"".join(stored.keys), _KEY)[by_use].tolist()
     parents = parents_of(rows)
-    if not shape.sliding:
+    if shape.chained:
         order = reachable(keys, parents)
         if order != list(range(len(keys))):
             rows, by_use = rows[order], by_use[order]

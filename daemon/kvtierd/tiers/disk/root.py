@@ -74,7 +74,7 @@ class _CacheBlock:
     def shapes(self) -> dict[GroupId, SlabShape]:
         spec = self.cache.spec
         return {
-            group: SlabShape(spec.record_bytes(group), slots, sliding=spec.groups[group].window_tokens > 0)
+            group: SlabShape(spec.record_bytes(group), slots, chained=spec.attention(group).chained)
             for group, slots in self.cache.slots.items()
         }
 

@@ -31,13 +31,12 @@ _log = logging.getLogger(__name__)
 class SlabShape:
     """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
 
-    ``sliding``: blocks are of use without their ancestors. Elsewhere no block is stored, or recovered, without its
-    parent.
+    ``chained``: no block is stored, or recovered, without its parent. Elsewhere blocks are of use without ancestors.
     """
 
     record_bytes: int
     slots: int
-    sliding: bool = False
+    chained: bool = True
 
     @property
     def nbytes(self) -> int:
