@@ -279,6 +279,9 @@ def hashes():
     return [int.from_bytes(packed[start : start + 8], "big") for start in range(0, len(packed), 8)]
 
 
+RANK = ("--attention-dp-rank", "5")
+
+
 def watched(daemon, *arguments):
     return lines(kvtier("watch", "--address", daemon.address, "--format", "trtllm", *arguments).stdout)
 
@@ -303,8 +306,8 @@ async def test_a_life_in_their_words(start_daemon):
         await cache.move(prompt.keys, Tier.HOST)
         await cache.drop(prompt.keys[:32])
         count = (await client.stats()).last_event_id
-        events = await asyncio.to_thread(watched, daemon, "--cache", NAME, "--oldest", "--limit", str(count))
-    envelope = {"window_size": 2**31 - 1, "hash_algo": "v1_block_key", "layer_group_id": 0}
+        events = await asyncio.to_thread(watched, daemon, "--cache", NAME, "--oldest", "--limit", str(count), *RANK)
+    envelope = {"window_size": 2**31 - 1, "attention_dp_rank": 5, "hash_algo": "v1_block_key", "layer_group_id": 0}
     assert [{name: each[name] for name in envelope} for each in events] == [envelope] * len(events)
     assert [each["event_id"] for each in events] == list(range(len(events)))
     created, stored, *rest = [each["data"] for each in events]
@@ -355,3 +358,5 @@ async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
 def test_one_cache_is_asked_for(daemon):
     said = kvtier("watch", "--address", daemon.address, "--format", "trtllm", status=2)
     assert "needs one --cache" in said.stderr
+    said = kvtier("watch", "--address", daemon.address, "--attention-dp-rank", "1", status=2)
+    assert "needs --format trtllm" in said.stderr

@@ -128,7 +128,7 @@ def table(found: list[CacheInfo]) -> Table | str:
                 info.name,
                 f"{info.spec.model} {info.spec.dtype}",
                 str(group.group),
-                str(group.window_tokens or "full"),
+                str(group.window_tokens or ("flat" if info.spec.groups[group.group].flat else "full")),
                 size(info.spec.block_bytes(group.group)),
                 str(info.blocks),
                 str(info.sessions),

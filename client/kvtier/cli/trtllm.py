@@ -56,9 +56,13 @@ class _Group:
 
 
 class TrtllmEvents:
-    """The events of one cache. Nothing of it may be filtered away: blocks that are not shown are not known."""
+    """The events of one cache. Nothing of it may be filtered away: blocks that are not shown are not known.
 
-    def __init__(self) -> None:
+    ``attention_dp_rank``: in every event; None: there is no attention data parallelism.
+    """
+
+    def __init__(self, attention_dp_rank: int | None = None) -> None:
+        self._rank: Json = {} if attention_dp_rank is None else {"attention_dp_rank": attention_dp_rank}
         self._groups: dict[int, _Group] = {}
         self._next_id = 0
 
@@ -154,6 +158,7 @@ class TrtllmEvents:
             "event_id": number,
             "data": data,
             "window_size": group.window or WHOLE_WINDOW,
+            **self._rank,
             "hash_algo": group.algorithm or KEYS_ALONE,
             "layer_group_id": group.number,
         }

@@ -16,7 +16,7 @@ import click
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, json_option, run
-from kvtier.cli.watch_lines import json_lines, plain_lines, text_lines, trtllm_lines, write
+from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write
 from kvtier.client import AsyncClient
 from kvtier.events import Event, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -64,6 +64,9 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
     default="text",
     help="Lines for people, or TensorRT-LLM's own event JSON, of one --cache.",
 )
+@click.option(
+    "--attention-dp-rank", "rank", type=click.IntRange(min=0), metavar="N", help="In every event of --format trtllm."
+)
 @click.option("--type", "types", multiple=True, type=_choices(EventType), help="Only these types. Repeatable.")
 @click.option("--cause", "causes", multiple=True, type=_choices(Cause), help="Only these causes. Repeatable.")
 @click.option("--tier", "tiers", multiple=True, type=_choices(Tier), help="Only what touches these tiers. Repeatable.")
@@ -88,6 +91,7 @@ def watch(
     daemon: DaemonAt,
     as_json: bool,
     form: str,
+    rank: int | None,
     since: Moment | None,
     oldest: bool,
     snapshot: bool,
@@ -116,6 +120,8 @@ def watch(
         raise click.UsageError("--since, --oldest and --snapshot exclude each other.")
     if form == "trtllm" and (as_json or len(caches) != 1 or keys or types or causes or tiers):
         raise click.UsageError("--format trtllm needs one --cache, and no --type, --cause, --tier, --key or --json.")
+    if rank is not None and form != "trtllm":
+        raise click.UsageError("--attention-dp-rank needs --format trtllm.")
     options |= {
         "since": since if isinstance(since, Cursor) else None,
         "since_time_ns": since if isinstance(since, int) else None,
@@ -129,7 +135,8 @@ def watch(
     }
     if no_follow:  # it notices within a second that only filtered events are left
         options |= {"heartbeats": True, "heartbeat_s": 1.0}
-    work = _follow(daemon, "json" if as_json else form, limit, not no_follow, options)
+    lines = {"json": json_lines, "trtllm": trtllm_lines(rank), "text": None}["json" if as_json else form]
+    work = _follow(daemon, lines, limit, not no_follow, options)
     try:
         raise SystemExit(run(work, no_daemon=NO_DAEMON))
     except BrokenPipeError:
@@ -138,14 +145,16 @@ def watch(
         raise click.ClickException(f"cannot write to standard output: {error.strerror}") from error
 
 
-async def _follow(daemon: DaemonAt, form: str, limit: int | None, follow: bool, options: dict[str, Any]) -> int:
+async def _follow(
+    daemon: DaemonAt, lines: Lines | None, limit: int | None, follow: bool, options: dict[str, Any]
+) -> int:
     """Shows events to the end that was asked for. Returns the exit status."""
     with Interrupts() as interrupts:
         try:
             async with await daemon.connect() as client:
                 _end_when_nobody_reads(interrupts)
                 last = None if follow else await _newest(client, options["caches"])
-                show = _shown(form, interrupts)
+                show = _shown(lines, interrupts)
                 async with client.watch(**options, breaks=True) as watch:
                     async for item in watch:
                         if isinstance(item, Event):
@@ -172,11 +181,11 @@ def _end_when_nobody_reads(interrupts: Interrupts) -> None:
         asyncio.get_running_loop().add_reader(sys.stdout.fileno(), interrupts.end_task)
 
 
-def _shown(form: str, interrupts: Interrupts) -> Callable[[WatchItem], None]:
-    """The function that shows an item. Lines for people are coloured on a terminal, and cut to its width."""
-    if form != "text" or not sys.stdout.isatty():
-        lines = {"json": json_lines, "trtllm": trtllm_lines(), "text": plain_lines}[form]
-        return lambda item: write(sys.stdout.fileno(), lines(item), interrupts)
+def _shown(lines: Lines | None, interrupts: Interrupts) -> Callable[[WatchItem], None]:
+    """The function that shows an item. ``lines`` None: for people, coloured on a terminal and cut to its width."""
+    if lines is not None or not sys.stdout.isatty():
+        plain = lines or plain_lines
+        return lambda item: write(sys.stdout.fileno(), plain(item), interrupts)
     terminal = console()
 
     def show(item: WatchItem) -> None:

@@ -60,9 +60,9 @@ def json_lines(item: WatchItem) -> Iterator[str]:
         yield _compact(item.to_json())
 
 
-def trtllm_lines() -> Lines:
+def trtllm_lines(attention_dp_rank: int | None = None) -> Lines:
     """TensorRT-LLM's JSON, which remembers what it has shown."""
-    events = TrtllmEvents()
+    events = TrtllmEvents(attention_dp_rank)
     return lambda item: map(_compact, events.of(item))
 
 

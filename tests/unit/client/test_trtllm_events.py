@@ -54,6 +54,13 @@ def told(*items: WatchItem) -> list[dict[str, Any]]:
     return [json.loads(line) for item in items for line in show(item)]
 
 
+def test_the_rank_is_in_every_event_where_there_is_one() -> None:
+    show = trtllm_lines(3)
+    events = [json.loads(line) for item in (stored(0, parents=[None]), updated(0, 2)) for line in show(item)]
+    assert [each["attention_dp_rank"] for each in events] == [3, 3]
+    assert all("attention_dp_rank" not in each for each in told(stored(0, parents=[None])))
+
+
 def data(*items: WatchItem) -> list[dict[str, Any]]:
     return [each["data"] for each in told(*items)]
 
