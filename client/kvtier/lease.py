@@ -279,7 +279,7 @@ class ReadLease(Lease):
         self.keys = tuple(keys)
         """Of the blocks that are held."""
         self.needed = needed
-        """Where in the chain they are."""
+        """Where in the chain they are: its sinks, and from ``first`` on, which is above 0 only in a sliding group."""
         self.generations = np.array(generations, dtype=np.uint64)
         self.found_in = found_in
         """Residency set at the moment of the match, one byte a key."""
@@ -299,19 +299,8 @@ class ReadLease(Lease):
         return len(self.slots) - len(self._given_back)
 
     @property
-    def first_block(self) -> int:
-        """Where in the chain the blocks held begin, but for its sinks: above 0 only in a sliding window group."""
-        return self.needed.first
-
-    @property
-    def sink_blocks(self) -> int:
-        """How many first blocks of the chain a window with sinks holds besides; slots and keys begin with them."""
-        return self.needed.sinks
-
-    @property
     def prefix_length(self) -> int:
-        """Length of the prefix that was acquired. Of a sliding group its sinks are held, and its last blocks, which its
-        window needs."""
+        """Length of the prefix that was acquired."""
         return self.needed.stop
 
     def ticket(self) -> ReadTicket:

@@ -90,7 +90,7 @@ async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(clie
         assert [len(part) for part in lease.groups] == [4, 24, 7]
         assert lease.unchanged()
         for group, part in enumerate(lease.groups):
-            assert part.keys == tuple(KEYS[part.first_block :])
+            assert part.keys == tuple(KEYS[part.needed.first :])
             views = [bytes_in(part.view(index)) for index in range(part.blocks)]
             assert_content(VSWA, group, part.keys, views)
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 35

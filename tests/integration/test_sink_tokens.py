@@ -63,7 +63,7 @@ async def test_all_lookups_want_the_sinks_and_the_window(cache, client):
 
 async def test_a_lease_holds_the_sinks_and_the_window(cache, client):
     async with cache.acquire(MORE, Tier.DEVICE, min_blocks=LENGTH) as lease:
-        assert (lease.prefix_length, lease.sink_blocks, lease.first_block, lease.blocks) == (LENGTH, SINKS, FIRST, 6)
+        assert (lease.needed, lease.blocks) == ((SINKS, FIRST, LENGTH), 6)
         assert (lease.keys, lease.matched) == (tuple(NEEDED), LENGTH)
         await lease.give_back([2, 3])
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 4

@@ -61,7 +61,7 @@ async def test_all_lookups_agree(cache, client):
 
 async def test_a_lease_holds_what_the_window_needs(cache, client):
     async with cache.acquire(MORE, Tier.DEVICE, min_blocks=11) as lease:
-        assert (lease.prefix_length, lease.first_block, lease.blocks, lease.matched) == (11, FIRST, 7, 11)
+        assert (lease.prefix_length, lease.needed.first, lease.blocks, lease.matched) == (11, FIRST, 7, 11)
         assert (lease.keys, len(lease.slots), len(lease.found_in)) == (tuple(KEYS[FIRST:]), 7, 7)
         if cache.mapped:
             assert_content(SLIDING, 0, KEYS[FIRST:], [bytes_in(lease.view(index)) for index in range(7)])
@@ -158,7 +158,7 @@ def test_the_synchronous_client_does_the_same(daemon):
             assert_window(found)
             assert found[FIRST] is out[FIRST] and not any(each.any() for each in out[:FIRST])
             with cache.acquire(MORE) as lease:
-                assert (lease.prefix_length, lease.first_block, lease.blocks) == (11, FIRST, 7)
+                assert (lease.prefix_length, lease.needed.first, lease.blocks) == (11, FIRST, 7)
 
 
 async def test_holders_slide_along_together(client, daemon):

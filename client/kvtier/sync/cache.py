@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import buffers, cache, groups, lease
+from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
@@ -157,8 +158,7 @@ class ReadLease(Lease[lease.ReadLease]):
     """Acquired blocks: READY in one tier, and they stay there."""
 
     keys = Fact[tuple[bytes, ...]]()
-    first_block = Fact[int]()
-    sink_blocks = Fact[int]()
+    needed = Fact[Needed]()
     generations = Fact[NDArray[np.uint64]]()
     found_in = Fact[bytes]()
     matched = Fact[int]()
