@@ -202,6 +202,11 @@ def _too_short(attention: Attention) -> Attention:
     return replace(attention, span=max(1, attention.span - 1) if attention.span else 0)
 
 
+def _believes_in_parents(right: Method, holding: Holding, *about: Any, **how: Any) -> Any:
+    holding._state.shape = replace(holding._state.shape, flat=False)
+    return right(holding, *about, **how)
+
+
 def _keeps_no_sinks(attention: Attention) -> Attention:
     return replace(attention, sinks=0)
 
@@ -319,6 +324,7 @@ FAULTS: Final = {
         Fault("label_left_behind", ((outcome._Planned, "move", _takes_no_labels_along),)),
         Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "attention", _too_short),)),
+        Fault("flat_blocks_with_parents", ((Holding, "store", _believes_in_parents),)),
         Fault("sinks_forgotten", ((GroupShape, "attention", _keeps_no_sinks),)),
         Fault("sinks_slide_out", ((Holding, "_slide", _slides_from_the_front),)),
         Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
