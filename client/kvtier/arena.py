@@ -24,7 +24,6 @@ from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
-from kvtier.arrays import Bytes, OnGpu
 from kvtier.buffers import Reach, Rows, Slots
 from kvtier.errors import (
     CallerError,
@@ -37,6 +36,7 @@ from kvtier.errors import (
     SpecMismatch,
     TierFull,
 )
+from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import Deadline, Link, Session, Stubs

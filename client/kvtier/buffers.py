@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.attention import Needed
-from kvtier.arrays import (
+from kvtier.errors import InvalidArgument
+from kvtier.memory.arrays import (
     Bytes,
     CudaArray,
     OnGpu,
@@ -31,7 +32,6 @@ from kvtier.arrays import (
     nbytes_of,
     stream_of,
 )
-from kvtier.errors import InvalidArgument
 from kvtier.planes import Pages
 
 if TYPE_CHECKING:

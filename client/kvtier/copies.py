@@ -16,10 +16,10 @@ from grpc.aio import InternalError, StreamUnaryCall
 from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
-from kvtier.arrays import Bytes
 from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
 from kvtier.lease import Owner, ReadLease, granted
+from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.planes import Pages
 from kvtier.retention import BlockRetention

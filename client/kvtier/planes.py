@@ -18,7 +18,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvtier.arrays import (
+from kvtier.errors import InvalidArgument
+from kvtier.memory.arrays import (
     Bytes,
     CudaArray,
     OnGpu,
@@ -28,7 +29,6 @@ from kvtier.arrays import (
     is_tensor,
     stream_of,
 )
-from kvtier.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch

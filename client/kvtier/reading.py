@@ -28,10 +28,10 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.arena import Arena, Binder, send
-from kvtier.arrays import Bytes
 from kvtier.buffers import PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.errors import ClientClosed, DamagedTransfer
+from kvtier.memory.arrays import Bytes
 from kvtier.session import Deadline, Link
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2

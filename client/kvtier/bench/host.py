@@ -26,10 +26,10 @@ import numpy as np
 from kvtier import client as aio
 from kvtier import sync
 from kvtier.abi.spec import CacheSpec
-from kvtier.arrays import Bytes
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event
+from kvtier.memory.arrays import Bytes
 from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
 from kvtier.types import BlockResult, CacheOptions, Cursor, Tier

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Final, Literal
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.arrays import OnGpu
 from kvtier.engine.layout import Layout, Pages
 from kvtier.engine.leader import CALL_S
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError
+from kvtier.memory.arrays import OnGpu
 from kvtier.memory.gpu import Gpu, Stream, fence_over
 from kvtier.planes import Pages as Rows
 from kvtier.planes import Planes

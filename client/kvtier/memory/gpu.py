@@ -28,8 +28,8 @@ from kvtier.abi.cuda.driver import Stream as DriverStream
 from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
 from kvtier.abi.cuda.memory import end
 from kvtier.abi.cuda.opening import uuid_name
-from kvtier.arrays import OnGpu, address_of, is_tensor
 from kvtier.errors import DeviceError, InvalidArgument
+from kvtier.memory.arrays import OnGpu, address_of, is_tensor
 
 _log = logging.getLogger(__name__)
 

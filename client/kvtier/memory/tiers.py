@@ -24,9 +24,9 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks
 from kvtier.abi.cuda.views import DevicePool, DeviceView
 from kvtier.abi.layout import ArenaLayout
-from kvtier.arrays import Bytes, OnGpu
 from kvtier.buffers import DeviceBytes, Row, Rows, Slots
 from kvtier.errors import DaemonError, InvalidArgument
+from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, joined
 from kvtier.planes import Pages, Pool
 from kvtier.types import Tier

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier import DeviceError, InvalidArgument, arrays, buffers
+from kvtier import DeviceError, InvalidArgument, buffers
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
@@ -33,6 +33,7 @@ from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import DeviceBytes
 from kvtier.errors import DaemonError
+from kvtier.memory import arrays
 from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
 from kvtier.session import Deadline, passing

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import arrays, buffers
+from kvtier import buffers
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda import page_locks
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.arrays import Bytes
 from kvtier.errors import InvalidArgument
-from kvtier.memory import gpu
+from kvtier.memory import arrays, gpu
 from kvtier.memory import tiers as memory
+from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import Gpu
 from kvtier.memory.tiers import CpuMemory
 from kvtier.planes import Planes
