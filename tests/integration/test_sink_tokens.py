@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, LeaseError, Mirror, PoolSpec, Tier, WindowGroupSpec, connect
+from kvtier import BlockResult, CacheSpec, LeaseError, Mirror, Planes, PoolSpec, Tier, WindowGroupSpec, connect
 from tests.integration.blocks import chain
 from tests.integration.models import assert_content, by_hand, content
 from tests.integration.seeing import tier_stats
@@ -95,6 +95,18 @@ async def test_a_get_copies_the_sinks_and_the_window_out_of_any_tier(cache, belo
     assert found.blocks == len(found.groups[WINDOW]) == LENGTH
     assert_needed(found.groups[WINDOW])
     assert_content(SPEC, 1, KEYS, found.groups[1])
+    out[:] = 0xEE
+    assert_needed((await cache.across.get(MORE, {WINDOW: out})).groups[WINDOW])
+    assert_content(SPEC, WINDOW, NEEDED, [*out[:SINKS], *out[FIRST:LENGTH]])
+    assert (out[SINKS:FIRST] == 0xEE).all()
+
+
+async def test_a_get_fills_the_pages_of_the_sinks_and_the_window(cache):
+    memory = np.zeros((20, SPEC.block_bytes(WINDOW)), np.uint8)
+    pages = np.arange(19, 19 - len(MORE), -1)
+    found = await cache.get(MORE, Planes([memory])[pages])
+    assert found == [*pages[:SINKS], *[None] * (FIRST - SINKS), *pages[FIRST:LENGTH]]
+    assert_content(SPEC, WINDOW, NEEDED, [memory[page] for page in found if page is not None])
 
 
 async def test_a_use_of_the_window_is_one_of_the_sinks(start_for):
