@@ -73,7 +73,7 @@ class Setup:
         """A full group, or a flat one, and a sliding one, often one of them alone, or a third with larger slots."""
         count = choose.pick((1, 1, 2, 2, 3))
         on_disk = choose.chance(80)
-        tokens_per_block = choose.pick((1, 3))
+        tokens_per_block = choose.pick((2, 3))  # a block of one token is partial: see forest.py
         sliding = (0,) if count == 1 and choose.chance(30) else (1, 2) if choose.chance(50) else (1,)
         groups = tuple(
             GroupPlan(
