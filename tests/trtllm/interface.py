@@ -119,6 +119,12 @@ class KvCacheConnectorWorker(ABC):
 
 
 @dataclass(frozen=True)
+class KvCacheBufferRef:
+    layer_id: int
+    role: str
+
+
+@dataclass(frozen=True)
 class KvCacheRegion:
     """``size`` bytes of each page, at ``base + stride * page``."""
 
@@ -126,7 +132,7 @@ class KvCacheRegion:
     size: int
     stride: int
     num_slots: int
-    buffers: tuple[tuple[int, str], ...]
+    buffers: tuple[KvCacheBufferRef, ...]
 
     def as_tensor(self) -> torch.Tensor:
         span = self.stride * (self.num_slots - 1) + self.size

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.trtllm.interface import KvCacheLayerGroupLayout, KvCacheLayout, KvCacheRegion
+from tests.trtllm.interface import KvCacheBufferRef, KvCacheLayerGroupLayout, KvCacheLayout, KvCacheRegion
 
 VOCABULARY: Final = 1000
 HEADS: Final = 2
@@ -139,7 +139,7 @@ class GroupedPool(Pool):
                     size=len(run) * size * memory.itemsize,
                     stride=memory.strides[0],
                     num_slots=pages,
-                    buffers=tuple(run),
+                    buffers=tuple(KvCacheBufferRef(*each) for each in run),
                 )
                 for at, run in found
             )
