@@ -197,12 +197,17 @@ class Planner:
         self._flush.clear()
         return Work(loads, saves, flush)
 
-    def finished(self, req_id: str) -> bool:
-        """The request is over. True: its pages must live until :meth:`completed` names it as saved."""
+    def finished(self, req_id: str, tables: Mapping[int, Sequence[int]] | None = None) -> bool:
+        """The request is over. True: its pages must live until :meth:`completed` names it as saved.
+
+        ``tables``: the pages that would; None: all of the last step.
+        """
         request = self._requests.get(req_id)
         if request is None:
             return False
         self._drop_loads(req_id, request)
+        if tables is not None and request.tables:
+            request.tables = tables
         request.over = time.monotonic() + self.options.load_timeout
         self._scheduled[req_id] = request
         if request.saving or request.loading or self._unsaved(request):
