@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -114,6 +115,8 @@ class Leader:
         self._cache: Cache | None = None
         self._client: AsyncClient | None = None
         self._fault: KvtierError | None = None
+        self._late: Future[AcrossLease] | None = None
+        """The last hold that could not be had in time."""
         self._tried: Final = threading.Event()
         """The first attempt to open the cache is over."""
         self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
@@ -197,9 +200,12 @@ class Leader:
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
-        """Holds a prefix in the host tier: waits for at most ``pin_wait`` seconds. None: it could not be had."""
+        """Holds a prefix in the host tier: waits for at most ``pin_wait`` seconds. None: it could not be had.
+
+        While the daemon owes an answer, nobody waits for another.
+        """
         cache, wait = self._cache, self.options.pin_wait
-        if cache is None:
+        if cache is None or not self.answers or not (self._late is None or self._late.done()):
             return None
 
         async def acquire() -> AcrossLease:
@@ -213,6 +219,7 @@ class Leader:
         try:
             return asked.result(wait)
         except (KvtierError, TimeoutError) as error:
+            self._late = asked
             asked.add_done_callback(
                 lambda late: None if late.cancelled() or late.exception() else self.unpin(late.result())
             )
