@@ -136,8 +136,9 @@ class Mover:
         """Readable when :meth:`poll` has something."""
         return self._fd
 
-    def flush(self, pages: Mapping[int, Collection[int]] | None = None) -> None:
-        """Returns when no copy touches these pages any more; None: any page. Saves that have not begun are given up."""
+    def flush(self, pages: Mapping[int, Collection[int]] | None = None, *, patience: float = 0.0) -> None:
+        """Returns when no copy touches these pages any more; None: any page. Saves that have not begun after
+        ``patience`` seconds are given up."""
         with self._lock:
             touching = [
                 each
@@ -145,8 +146,10 @@ class Mover:
                 if pages is None
                 or any(not each.pages.get(group, frozenset()).isdisjoint(pages[group]) for group in pages)
             ]
+        saves = [each.future for each in touching if each.is_save and each.future is not None]
+        late = wait(saves, patience).not_done if patience else set(saves)
         for each in touching:
-            if each.is_save:
+            if each.is_save and each.future in late:
                 with each.turn:
                     each.given_up = True
             elif each.future is not None:
