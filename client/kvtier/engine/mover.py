@@ -47,8 +47,8 @@ class _Copying:
 
 
 class Mover:
-    """One a worker. Only :meth:`wait_loads`, :meth:`flush` and :meth:`close` wait; nothing but the constructor
-    raises."""
+    """One a worker. Only :meth:`open`, :meth:`wait_loads`, :meth:`flush` and :meth:`close` wait; nothing but the
+    constructor raises."""
 
     def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[Pages], *, rank: int = 0) -> None:
         """``pages``: one of each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
@@ -75,6 +75,11 @@ class Mover:
         self._lock: Final = threading.Lock()
         self._fd: Final = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
+
+    def open(self) -> None:
+        """Opens the cache ahead of the first copy. For an engine's start, once the scheduler has made the cache."""
+        with suppress(KvtierError, OSError):  # the first copy tries again, and says why it cannot
+            self._opened()
 
     def start(self, work: Work, *, stream: Stream | None = None) -> None:
         """Begins the loads of a step, on a GPU once ``stream`` has done what it was given; :meth:`save` begins its
