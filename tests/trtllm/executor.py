@@ -22,7 +22,7 @@ import numpy as np
 from tests.trtllm.interface import NO_PAGE, Ranks, RequestData, SchedulerOutput
 from tests.trtllm.model import VOCABULARY, FlatPool, GroupedPool, Model, prefixes
 
-STUCK_S: Final = 30.0
+STUCK_S: Final = 20.0
 
 
 class WrongBytes(AssertionError):
@@ -109,8 +109,8 @@ class Executor:
         self.checked = 0
         """Tokens whose bytes were compared, times layers."""
         self.answers: dict[int, Answer] = {}
-        self.idle: Callable[[], object] = lambda: None
-        """Called where nothing can be computed until a transfer ends."""
+        self.entered: Callable[[Request], object] = lambda request: None
+        """Called with a request whose state has changed."""
         self._random = random.Random(seed)
         self._ids = count(seed * 1000 + 1)
         self._threads = [ThreadPoolExecutor(1, initializer=ranks.become, initargs=(r,)) for r in range(ranks.size)]
@@ -149,7 +149,6 @@ class Executor:
                 moved = time.monotonic()
             else:
                 assert time.monotonic() < moved + STUCK_S, f"stuck: {[(r.request_id, r.state) for r in self.requests]}"
-                self.idle()
 
     def step(self) -> bool:
         """One iteration. False: it computed nothing."""
@@ -169,7 +168,7 @@ class Executor:
         if batch:
             self._start_batch(output)
         for request in self._new_loading.values():
-            request.state = State.LOADING
+            self._enter(request, State.LOADING)
         if told:
             self._forward([(each, self._scheduled(each)) for each in told])
         for request in [each for each in told if len(each.output) == each.most_new]:
@@ -177,6 +176,10 @@ class Executor:
         self._poll_transfers()
         self._check_free()
         return bool(told)
+
+    def _enter(self, request: Request, state: State) -> None:
+        request.state = state
+        self.entered(request)
 
     def _on_all(self, call: Callable[[int], Any]) -> list[Any]:
         """On every rank at once, each in a thread of its own."""
@@ -195,7 +198,7 @@ class Executor:
         for request in self.requests:
             if request.state is State.WAITING and self._blocks(request) <= self._unreserved:
                 self._unreserved -= self._blocks(request)
-                request.state = State.CONTEXT
+                self._enter(request, State.CONTEXT)
         return [each for each in self.requests if each.state in (State.CONTEXT, State.GENERATING)]
 
     def _blocks(self, request: Request) -> int:
@@ -268,8 +271,8 @@ class Executor:
             request.position += tokens
             self._keep(request, number)
             if request.position == len(request.tokens):
-                request.state = State.GENERATING
                 request.tokens.append(int(number[-1] % np.uint64(VOCABULARY)))
+                self._enter(request, State.GENERATING)
             elif self.answers.get(request.request_id, Answer()).reset:
                 del self.answers[request.request_id]
                 self._reset(request)
@@ -389,21 +392,21 @@ class Executor:
     def _cancel(self, request: Request) -> None:
         if request.state is State.WAITING:
             self.requests.remove(request)
-            request.state = State.DONE
+            self._enter(request, State.DONE)
         elif request.state in (State.CONTEXT, State.GENERATING):
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
         if self._by_group("request_finished", request):
-            request.state = State.SAVING
             self._new_saving[request.request_id] = request
+            self._enter(request, State.SAVING)
         else:
             self._release(request)
 
     def _release(self, request: Request) -> None:
         self._give_all_back(request)
         self.requests.remove(request)
-        request.state = State.DONE
+        self._enter(request, State.DONE)
 
     def _give_all_back(self, request: Request) -> None:
         for group, pages in enumerate(request.pages):
@@ -416,7 +419,8 @@ class Executor:
         """V2 takes the pages of a request, which runs again from its start."""
         self.scheduler.request_reset(request)
         self._give_all_back(request)
-        request.state, request.added, request.position = State.WAITING, False, 0
+        request.added, request.position = False, 0
+        self._enter(request, State.WAITING)
 
     def _poll_transfers(self) -> None:
         """What all ranks have named is over: saved requests go, loaded ones are computed from the next step on."""
@@ -437,4 +441,4 @@ class Executor:
         for each in saved:
             self._release(self._transfers[0].pop(each))
         for each in loaded:
-            self._transfers[1].pop(each).state = State.CONTEXT
+            self._enter(self._transfers[1].pop(each), State.CONTEXT)

@@ -182,7 +182,7 @@ class Ranks:
 
 
 @contextmanager
-def standing_in(ranks: Ranks) -> Iterator[None]:
+def standing_in(ranks: Ranks) -> Iterator[Ranks]:
     """While it lasts ``import tensorrt_llm`` finds what is here."""
     contents: dict[str, dict[str, Any]] = {
         CONNECTORS: {each.__name__: each for each in (KvCacheConnectorScheduler, KvCacheConnectorWorker)},
@@ -195,4 +195,4 @@ def standing_in(ranks: Ranks) -> Iterator[None]:
             module.__path__ = []
             vars(module).update(contents.get(name, {}))
             patch.setitem(sys.modules, name, module)
-        yield
+        yield ranks

@@ -1,0 +1,356 @@
+"""TensorRT-LLM's KV connector on kvtier, for the V1 manager's pool and the V2 manager's layer groups.
+
+In the engine's YAML::
+
+    kv_connector_config:
+      connector_module: kvtier.connectors.trtllm
+      connector_scheduler_class: KvtierScheduler
+      connector_worker_class: KvtierWorker
+
+and :class:`kvtier.engine.EngineOptions` as JSON in the environment variable ``KVTIER_OPTIONS``. The two classes are
+made when they are first asked for, since their bases load the engine.
+
+A load that fails is fatal there: the engine has counted the tokens and has no way back. So blocks are pinned before
+they are offered. Keys are kvtier's own, over tokens, LoRA and salt: the engine's are 64 bits or none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import select
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, TypeVar
+
+from kvtier.abi.keys import Scope
+from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, PageGroup, Pages, Plane, Planner, Work
+from kvtier.engine.work import NO_PAGE
+from kvtier.errors import InvalidArgument
+
+OPTIONS: Final = "KVTIER_OPTIONS"
+T = TypeVar("T")
+
+_BASES: Final = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
+_IDLE_S: Final = 0.001
+"""A worker whose engine has nothing to compute waits so long for the end of a copy, instead of being asked again."""
+
+
+def __getattr__(name: str) -> type:
+    """``KvtierScheduler`` and ``KvtierWorker``, on the engine's own base classes."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    mixin, base = _CLASSES[name]
+    made = type(name, (mixin, getattr(importlib.import_module(_BASES), base)), {"__doc__": mixin.__doc__})
+    globals()[name] = made
+    return made
+
+
+@dataclass(slots=True, frozen=True)
+class _Step:
+    """What goes to the workers. ``leaving``: by group, pages that windows leave behind with this step: the engine takes
+    them back without a word."""
+
+    work: Work
+    leaving: Mapping[int, Sequence[int]]
+
+
+@dataclass(slots=True)
+class _Request:
+    """``first``, ``taken``: the load is of so many tokens from there on. ``unseen``: of these, so many are not in the
+    position that the engine reports next."""
+
+    chain: KeyChain
+    chained: int
+    first: int
+    computed: int
+    taken: int = 0
+    unseen: int = 0
+    asynchronous: bool = False
+    tokens: int = 0
+    pages: dict[int, list[int]] = field(default_factory=dict)
+
+
+class _Scheduler:
+    """Plans loads and saves; on the leader only."""
+
+    here: ClassVar[_Scheduler | None] = None
+    """This process's. The engine makes one, and tells it nothing of the memory that its worker is given."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)  # type: ignore[call-arg]
+        self._planner: Planner | None = None
+        self._layout: Layout | None = None
+        self._requests: dict[int, _Request] = {}
+        self._allocated: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._parked: set[int] = set()
+        self._over: tuple[set[int], set[int]] = set(), set()
+        _Scheduler.here = self
+
+    def open(self, layout: Layout, options: EngineOptions) -> bool:
+        """Before the first request: the leader's worker tells what its memory is. Returns whether there is a cache."""
+        self._layout = layout
+        self._planner = Planner.open(layout, options)
+        atexit.register(self.close)
+        return self._planner.leader.answers
+
+    def close(self) -> None:
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
+            atexit.unregister(self.close)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        scope = _scope(request)
+        if self._planner is None or self._layout is None or scope is None:
+            return 0, False
+        name, size, tokens = str(request.request_id), self._layout.tokens, request.get_tokens(0)
+        # A block that the engine has in part is loaded as a whole: the part is a copy of the request's own.
+        first = num_computed_tokens - num_computed_tokens % size
+        chain = KeyChain.of_tokens(size, scope)
+        chain.extend(tokens)
+        state = self._requests[request.request_id] = _Request(chain, len(tokens), first, num_computed_tokens)
+        state.taken = self._planner.offer(name, chain, first, total_tokens=len(tokens)) or 0
+        state.unseen = max(0, first + state.taken - num_computed_tokens)
+        if not state.unseen:
+            state.taken = 0
+            return 0, False
+        state.asynchronous = self._planner.is_async(name)
+        return state.unseen, state.asynchronous
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """The engine has no pages from ``start`` on. A block of which it took a part is loaded as a whole."""
+        if (state := self._requests.get(request.request_id)) is None or self._layout is None:
+            return
+        state.unseen = max(0, start - state.computed)
+        blocks = -(-(start - state.first) // self._layout.tokens) if state.unseen else 0
+        state.taken = min(state.taken, blocks * self._layout.tokens)
+        if not state.taken and self._planner is not None:
+            self._planner.allocated(str(request.request_id), {}, 0)
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
+        self.update_state_after_alloc_by_layer_group(request, [block_ids])
+
+    def update_state_after_alloc_by_layer_group(self, request: Any, ids: Sequence[Sequence[int]]) -> None:
+        if request.request_id in self._requests:
+            self._allocated[request.request_id] = dict(enumerate(ids))
+
+    def build_connector_meta(self, scheduler_output: Any) -> _Step | None:
+        if self._planner is None or self._layout is None:
+            return None
+        for number, pages in self._allocated.items():
+            if (state := self._requests.get(number)) is None:
+                continue
+            if state.taken:
+                self._planner.allocated(str(number), pages, state.taken, sync=not state.asynchronous)
+            if state.asynchronous:  # the engine waits for its end, even if it took nothing of it
+                state.unseen = 0
+                (self._parked if state.taken else self._over[1]).add(number)
+        self._allocated = {}
+        leaving: defaultdict[int, list[int]] = defaultdict(list)
+        for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
+            if (state := self._requests.get(data.request_id)) is not None:
+                self._schedule(self._planner, self._layout, state, data, leaving)
+        return _Step(self._planner.step(), dict(leaving))
+
+    def _schedule(
+        self, planner: Planner, layout: Layout, state: _Request, data: Any, leaving: defaultdict[int, list[int]]
+    ) -> None:
+        """Tokens and pages come as what is new since the request's last step."""
+        state.tokens += len(data.new_tokens)
+        if (new := state.tokens - state.chained) > 0:
+            state.chain.extend(data.new_tokens[-new:])
+            state.chained = state.tokens
+        computed = data.computed_position + state.unseen
+        state.unseen = 0
+        for group, ids in enumerate(data.new_block_ids_by_layer_group or [data.new_block_ids]):
+            table = state.pages.setdefault(group, [])
+            table.extend(ids)
+            if window := layout.groups[group].window:
+                gone = max(0, computed - window + 1) // layout.tokens
+                table[:gone] = [NO_PAGE] * gone
+                stays = max(0, computed + data.num_scheduled_tokens - window + 1) // layout.tokens
+                leaving[group] += [page for page in table[gone:stays] if page != NO_PAGE]
+        planner.scheduled(str(data.request_id), computed, data.num_scheduled_tokens, state.pages)
+
+    def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
+        return self.request_finished_by_layer_group(request, [cache_block_ids])
+
+    def request_finished_by_layer_group(self, request: Any, ids: Sequence[Sequence[int]]) -> bool:
+        self._requests.pop(request.request_id, None)
+        self._allocated.pop(request.request_id, None)
+        return self._planner is not None and self._planner.finished(str(request.request_id), dict(enumerate(ids)))
+
+    def request_reset(self, request: Any) -> None:
+        """The pages are gone, and the request runs again from its start."""
+        self._allocated.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is not None and self._planner is not None:
+            self._planner.preempted(str(request.request_id))
+
+    def ended(self, outcomes: Sequence[Outcome]) -> tuple[set[int], set[int]]:
+        """Requests that all ranks have saved, and those that they have loaded; the caller takes out whom it tells."""
+        if self._planner is not None:
+            completed = self._planner.completed(outcomes)
+            loaded = self._parked & set(map(int, completed.loaded))
+            self._parked -= loaded
+            self._over[0].update(map(int, completed.saved))
+            self._over[1].update(loaded)
+        return self._over
+
+
+class _Worker:
+    """Copies between the engine's pages and kvtier; on every rank."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)  # type: ignore[call-arg]
+        ranks = importlib.import_module("tensorrt_llm._utils")
+        self._args = llm_args
+        self._options = _options(llm_args)
+        self._allgather = ranks.mpi_allgather
+        self._rank: int = ranks.mpi_rank()
+        self._ranks: int = ranks.mpi_world_size()
+        self._leader: _Scheduler | None = None
+        self._mover: Mover | None = None
+        self._step: _Step | None = None
+        self._leaving: Mapping[int, Sequence[int]] = {}
+        self._computed = False
+        self._awaited: tuple[set[int], set[int]] = set(), set()
+
+    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        """V1: ``[blocks, layers, 2, heads * tokens * size]``; a block is one run of bytes."""
+        if window := self._args.kv_cache_config.max_attention_window:
+            # V1 does not say which pages a window has left.
+            limit = "left out, unless use_kv_cache_manager_v2 is true"
+            raise InvalidArgument("kv_cache_config.max_attention_window", window, limit)
+        block = kv_cache_tensor[0]
+        groups = (PageGroup((Plane("all", block.nbytes),)),)
+        identity = {"manager": "v1", "dtype": str(kv_cache_tensor.dtype), "shape": str(tuple(block.shape))}
+        tokens = self._args.kv_cache_config.tokens_per_block
+        self._open(tokens, groups, [Pages.block_outermost(0, kv_cache_tensor)], identity)
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """V2: a plane a region; a group's page numbers are its own."""
+        groups, pages = [], []
+        for number, group in enumerate(layout.groups):
+            planes, tensors = [], {}
+            for region in (*group.replicated_regions, *group.regions):
+                first = region.buffers[0]
+                name = f"{first.layer_id}.{first.role}+{len(region.buffers)}"
+                planes.append(Plane(name, region.size, region in group.replicated_regions))
+                tensors[name] = region.as_tensor()
+            groups.append(PageGroup(tuple(planes), window=group.window_size or 0))
+            pages.append(Pages(number, tensors))
+        identity = {"manager": "v2", "dtype": str(self._args.kv_cache_config.dtype)}
+        self._open(layout.tokens_per_block, tuple(groups), pages, identity)
+
+    def _open(
+        self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[Pages], identity: Mapping[str, str]
+    ) -> None:
+        version = importlib.import_module("tensorrt_llm").__version__
+        layout = Layout(
+            str(self._args.model), tokens, groups, self._ranks, {**identity, "engine": f"tensorrt-llm {version}"}
+        )
+        self._mover = Mover(layout, self._options, pages, rank=self._rank)
+        atexit.register(self.close)
+        made = False
+        if self._rank == 0 and _Scheduler.here is not None:
+            self._leader = _Scheduler.here
+            made = self._leader.open(layout, self._options)
+        if any(self._gathered(made)):
+            # A first load that has to ask the daemon for its memory could fail, though its blocks are pinned.
+            self._mover.open()
+
+    def _gathered(self, mine: T) -> Sequence[T]:
+        """Of all ranks."""
+        return self._allgather(mine) if self._ranks > 1 else [mine]
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+            atexit.unregister(self.close)
+
+    def bind_connector_meta(self, metadata: _Step | None) -> None:
+        self._step = metadata
+
+    def start_load_kv(self, stream: Any) -> None:
+        """Once a plan: the engine may call again without a new one. In a CUDA graph no layer can wait."""
+        step, self._step = self._step, None
+        if self._mover is None or step is None:
+            return
+        self._leaving = step.leaving
+        self._mover.start(step.work, stream=stream)
+        self._mover.wait_loads()
+        _require_loaded(self._mover.failed_pages())
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """All layers are there since :meth:`start_load_kv`."""
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """A block is saved with all of its layers, after the last of them."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        """Waits only for saves of pages that are another's with the next step."""
+        self._computed = True
+        if self._mover is not None:
+            self._mover.save(stream=stream)
+            leaving, self._leaving = self._leaving, {}
+            if leaving:
+                self._mover.flush(leaving, patience=self._options.pin_wait)
+
+    def get_finished(
+        self, finished_gen_req_ids: Sequence[int], started_loading_req_ids: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """The leader names a request when all ranks are done with it. The engine waits for all ranks to name it, so the
+        others name each at once."""
+        if self._mover is None:
+            return list(finished_gen_req_ids), list(started_loading_req_ids)
+        if self._leader is not None and any(self._awaited) and not self._computed:
+            select.select([self._mover], [], [], _IDLE_S)
+        self._computed = False
+        outcomes = [each for rank in self._gathered(self._mover.poll()) for each in rank]
+        _require_loaded({g: p for each in outcomes if each.kind == "load" for g, p in each.failed.items()})
+        if self._leader is None:
+            return list(finished_gen_req_ids), list(started_loading_req_ids)
+        named: list[list[int]] = []
+        told = finished_gen_req_ids, started_loading_req_ids
+        for awaited, new, over in zip(self._awaited, told, self._leader.ended(outcomes), strict=True):
+            awaited.update(new)
+            named.append(sorted(awaited & over))
+            awaited.difference_update(named[-1])
+            over.difference_update(named[-1])
+        saved, loaded = named
+        return saved, loaded
+
+
+_CLASSES: Final[Mapping[str, tuple[type, str]]] = {
+    "KvtierScheduler": (_Scheduler, "KvCacheConnectorScheduler"),
+    "KvtierWorker": (_Worker, "KvCacheConnectorWorker"),
+}
+
+
+def _options(llm_args: Any) -> EngineOptions:
+    """From the environment, since the engine's configuration has no place for a connector's own settings."""
+    text = os.environ.get(OPTIONS, "{}")
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(OPTIONS, text, 'JSON, such as {"address": "/run/kvtier"}') from error
+    return EngineOptions.of(settings, pin=True)
+
+
+def _scope(request: Any) -> Scope | None:
+    """None: its tokens do not say what is in the prompt."""
+    if request.multimodal_hashes or request.multimodal_positions:
+        return None
+    return Scope(request.lora_task_id, request.cache_salt)
+
+
+def _require_loaded(failed: Mapping[int, Any]) -> None:
+    """The engine has counted these tokens as computed: there is nothing left but to stop."""
+    if any(failed.values()):
+        pages = sum(map(len, failed.values()))
+        raise RuntimeError(f"kvtier: {pages} pinned blocks could not be loaded; the daemon's log says why")

@@ -1,0 +1,246 @@
+"""TensorRT-LLM's executor, stood in for, on kvtier: right bytes, fewer tokens computed, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+
+from kvtier import Client, InvalidArgument
+from kvtier.connectors import trtllm
+from tests.integration.daemon import DaemonProcess
+from tests.integration.waiting import eventually
+from tests.trtllm.executor import Answer, Executor, Request, State
+from tests.trtllm.interface import Ranks, standing_in
+from tests.trtllm.model import Model
+from tests.trtllm.traffic import ask, outputs
+
+V1: Final = Model()
+V2: Final = Model(windows=(0, 20, 20, 0), index=True)
+CONFIGURED: Final = ("kvtier.connectors.trtllm", "KvtierScheduler", "KvtierWorker")
+SPACE: Final = {"host_bytes": 8 << 20, "disk_bytes": 16 << 20, "pin_wait": 5.0}
+SYNC: Final = {"async_blocks": 1000, **SPACE}
+ASYNC: Final = {"async_blocks": 1, **SPACE}
+
+CUTS: Final = (Answer(), Answer(short_blocks=1), Answer(short_blocks=99), Answer(reset=True))
+
+both_models = pytest.mark.parametrize("model", [V1, V2], ids=["v1", "v2"])
+both_ways = pytest.mark.parametrize("way", [SYNC, ASYNC], ids=["sync", "async"])
+
+
+@pytest.fixture
+def daemon(start_daemon):
+    return start_daemon(host=2048, disk=4096)
+
+
+@contextmanager
+def engine(
+    daemon: DaemonProcess, model: Model, way: dict[str, Any], *, ranks: int = 1, worker: Any = None, **how: Any
+) -> Iterator[Executor]:
+    """One engine instance, which ends with the block."""
+    args = llm_args(model)
+    with standing_in(Ranks(ranks)) as interface, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trtllm.OPTIONS, json.dumps({"address": daemon.address, **way}))
+        module, *classes = CONFIGURED
+        scheduler, configured = (getattr(importlib.import_module(module), each) for each in classes)
+        executor = Executor(model, (scheduler, worker or configured), args, ranks=interface, grouped=model.index, **how)
+        try:
+            yield executor
+        finally:
+            for each in (*executor.workers, executor.scheduler):
+                each.close()
+            executor.close()
+
+
+def llm_args(model: Model, **cache: Any) -> SimpleNamespace:
+    config = {"tokens_per_block": model.tokens_per_block, "dtype": "auto", "max_attention_window": None}
+    return SimpleNamespace(model="tiny", kv_cache_config=SimpleNamespace(**{**config, **cache}))
+
+
+def full_blocks(model: Model, requests: Sequence[Request]) -> int:
+    """Tokens that need not be computed where all of it is stored: full blocks before the last token."""
+    return sum((each.prompt - 1) // model.tokens_per_block * model.tokens_per_block for each in requests)
+
+
+def held(daemon: DaemonProcess) -> int:
+    """Slots under a lease, but for blank ones that a living engine has in advance."""
+    with Client(daemon.address) as client:
+        tiers = [tier for cache in client.stats().caches for tier in cache.tiers]
+        return sum(tier.held - tier.blank + tier.orphaned for tier in tiers)
+
+
+def unwritten(daemon: DaemonProcess) -> int:
+    """Blocks that the disk does not have yet."""
+    with Client(daemon.address) as client:
+        groups = client.stats().caches[0].groups
+        return sum(group.blocks - group.tiers[-1].ready for group in groups)
+
+
+def leased(daemon: DaemonProcess) -> int:
+    with Client(daemon.address) as client:
+        return len(client.leases())
+
+
+@both_models
+@both_ways
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, ranks):
+    with engine(daemon, model, way, ranks=ranks, reuse=False, seed=1) as first:
+        cold = ask(first)
+        first.run()
+    with engine(daemon, model, way, ranks=ranks, reuse=False, seed=2) as second:
+        warm = ask(second)
+        second.run()
+    assert outputs(warm) == outputs(cold)
+    assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm) < first.computed
+
+
+@both_models
+@both_ways
+def test_an_engine_with_a_cache_of_its_own_takes_the_rest_from_kvtier(daemon, model, way):
+    """Blocks in part, offers that are cut, and requests that begin anew come with it."""
+    with engine(daemon, model, way, seed=1) as first:
+        cold = ask(first)
+        first.run()
+    with engine(daemon, model, way, seed=2, pages=16) as second:
+        warm = ask(second)
+        second.answers = {each.request_id: how for each, how in zip(warm, CUTS if model.index else (), strict=False)}
+        second.run()
+    assert outputs(warm) == outputs(cold)
+    assert second.computed < first.computed / 2
+
+
+@both_models
+async def test_blocks_outlive_the_daemon(daemon, model):
+    with engine(daemon, model, ASYNC, reuse=False, seed=1) as first:
+        cold = ask(first)
+        first.run()
+    await eventually(lambda: unwritten(daemon), lambda blocks: blocks == 0)
+    daemon.kill()
+    daemon.start()
+    with engine(daemon, model, ASYNC, reuse=False, seed=2) as second:
+        warm = ask(second)
+        second.run()
+    assert outputs(warm) == outputs(cold)
+    assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm)
+
+
+@both_ways
+@pytest.mark.parametrize("stop", [DaemonProcess.pause, DaemonProcess.kill], ids=["stopped", "killed"])
+async def test_an_engine_goes_on_without_the_daemon(daemon, way, stop):
+    """From an offer on, which stands. The engine waits for an answer once, not once a request."""
+    with engine(daemon, V1, way, reuse=False, seed=1) as first:
+        cold = ask(first)
+        first.run()
+    with engine(daemon, V1, {**way, "pin_wait": 0.5}, reuse=False, seed=2) as second:
+        offer = second.scheduler.get_num_new_matched_tokens
+
+        def offer_and_stop(request: Request, computed: int) -> tuple[int, bool]:
+            offered = offer(request, computed)
+            if offered[0] and not daemon.disturbed:
+                stop(daemon)
+            return offered
+
+        second.scheduler.get_num_new_matched_tokens = offer_and_stop
+        warm = ask(second)
+        started = time.monotonic()
+        second.run()
+        assert time.monotonic() - started < len(warm) * 0.5 / 2
+        assert daemon.disturbed
+        assert outputs(warm) == outputs(cold)
+        daemon.resume() if daemon.running else daemon.start()
+        await eventually(lambda: held(daemon), lambda slots: slots == 0)
+        again = ask(second)
+        second.run()
+    assert outputs(again) == outputs(cold)
+    await eventually(lambda: leased(daemon), lambda leases: leases == 0)
+
+
+@both_ways
+def test_a_load_that_fails_ends_the_engine_and_computes_nothing_wrong(daemon, way):
+    with engine(daemon, V1, way, reuse=False, seed=1) as first:
+        ask(first)
+        first.run()
+    with engine(daemon, V1, {**way, "pin": False}, reuse=False, seed=2) as second, Client(daemon.address) as client:
+        offer = second.scheduler.get_num_new_matched_tokens
+
+        def offer_and_drop(request: Request, computed: int) -> tuple[int, bool]:
+            offered = offer(request, computed)
+            (cache,) = client.caches()
+            client.open_cache(cache.name, cache.spec).reset(force=True)
+            return offered
+
+        second.scheduler.get_num_new_matched_tokens = offer_and_drop
+        ask(second)
+        with pytest.raises(RuntimeError, match="could not be loaded"):
+            second.run()
+
+
+ABORTS: Final = [
+    *((V1, state) for state in (State.WAITING, State.LOADING, State.SAVING)),
+    *((V2, state) for state in (State.CONTEXT, State.LOADING, State.GENERATING)),
+]
+
+
+@pytest.mark.parametrize(("model", "state"), ABORTS, ids=[f"{'v2' if m.index else 'v1'}-{s.name}" for m, s in ABORTS])
+async def test_an_abort_leaves_nothing(daemon, model, state):
+    with engine(daemon, model, ASYNC, reuse=False, seed=1) as first:
+        cold = ask(first)
+        first.run()
+    aborted: list[Request] = []
+
+    def abort(request: Request) -> None:
+        if request.state is state and not aborted:
+            request.cancelled = True
+            aborted.append(request)
+
+    with engine(daemon, model, ASYNC, reuse=False, seed=2, chunk=7) as second:
+        second.entered = abort
+        asked = ask(second)
+        abort(asked[-1])
+        second.run()
+        assert len(aborted) == 1
+        pairs = zip(asked, cold, strict=True)
+        assert all(new.output == old.output for new, old in pairs if new not in aborted)
+        await eventually(lambda: held(daemon), lambda slots: slots == 0)
+    await eventually(lambda: leased(daemon), lambda leases: leases == 0)
+
+
+@both_models
+async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
+    def worker(args: Any) -> Any:
+        made = trtllm.KvtierWorker(args)
+        if made._rank == 1:
+            made.wait_for_save = lambda stream: None  # it never gets there
+        return made
+
+    with engine(daemon, model, SYNC, ranks=2, worker=worker, reuse=False) as executor:
+        asked = ask(executor)
+        executor.run(
+            until=lambda: all(len(each.output) == each.most_new or each.state is State.WAITING for each in asked)
+        )
+        with Client(daemon.address) as client:
+            assert [cache.blocks for cache in client.stats().caches] == [0]
+    await eventually(lambda: leased(daemon), lambda leases: leases == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "cache", "said"),
+    [
+        ("{", {}, trtllm.OPTIONS),
+        ('{"adress": "/run/kvtier"}', {}, "adress"),
+        ("{}", {"max_attention_window": [4096]}, "use_kv_cache_manager_v2"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, cache, said):
+    monkeypatch.setenv(trtllm.OPTIONS, options)
+    with standing_in(Ranks(1)), pytest.raises(InvalidArgument, match=said) as refused:
+        worker = trtllm.KvtierWorker(llm_args(V1, **cache))
+        worker.register_kv_caches(None)
+    assert "\n" not in str(refused.value)
