@@ -30,6 +30,8 @@ from kvtier.sync.cache import Cache
 from kvtier.types import Tier
 
 _JOIN_S: Final = 1.0
+_SILENT_S: Final = 0.01
+"""A daemon that did not answer the last call is waited for so long; what is in mapped memory takes no call."""
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -229,7 +231,8 @@ class Mover:
             for start in range(0, len(rows), MAX_KEYS):
                 some = rows[start : start + MAX_KEYS]
                 part = keys[start * KEY_BYTES : (start + len(some)) * KEY_BYTES]
-                arrived += len(cache.get(part, some, timeout=self.options.load_timeout))
+                timeout = self.options.load_timeout if self._answers else _SILENT_S
+                arrived += len(cache.get(part, some, timeout=timeout))
                 if arrived < start + len(some):
                     break
         except (KvtierError, OSError) as error:
@@ -240,7 +243,8 @@ class Mover:
         started, nbytes, saved = time.perf_counter(), 0, False
         try:
             if rows is not None:
-                self._require_answers()
+                if not self._answers:
+                    raise DaemonUnavailable("the daemon does not answer", reason="SILENT")
                 with ExitStack() as joined:
                     # Held by this process, too: whoever else dies, the slots stay its own while it writes.
                     leases = [
@@ -257,9 +261,9 @@ class Mover:
             self.complaints.add("a save failed", error)
         self._tell(save, "save", {} if saved else copying.pages, nbytes, started)
 
-    def _require_answers(self) -> None:
-        if self._client is not None and not self._client.reachable:
-            raise DaemonUnavailable("the daemon does not answer", reason="SILENT")
+    @property
+    def _answers(self) -> bool:
+        return self._client is None or self._client.reachable
 
     def _opened(self) -> Cache:
         """The cache, opened at the first use: the scheduler has made it."""

@@ -6,6 +6,7 @@ none raises because of it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from kvtier.engine.work import NO_PAGE, Completed, Load, Outcome, Placed, Save, 
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.wire import split_keys
+
+_log = logging.getLogger("kvtier.engine")
 
 _SMOOTHING: Final = 0.2
 """Weight of the newest load in the seconds that a block takes."""
@@ -298,7 +301,10 @@ class Planner:
         return bool(self._tickets or self._committing)
 
     def close(self) -> None:
-        """Ends the session with the daemon."""
+        """Ends the session with the daemon, and logs what happened in it."""
+        _log.info(
+            "cache %s: %s", self.leader.name, ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
+        )
         self.leader.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
