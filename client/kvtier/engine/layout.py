@@ -81,8 +81,7 @@ class Layout:
 
     def needed_from(self, group: int, blocks: int) -> int:
         """The first block behind the sinks that a prefix of so many blocks needs in a group."""
-        window = self.groups[group].window
-        return max(0, blocks - -(-window // self.tokens)) if window else 0
+        return self.spec.attention(group).first_block(blocks)
 
     def _pools(self, group: PageGroup) -> tuple[PoolSpec, ...]:
         same, own = group.nbytes(replicated=True), group.nbytes(replicated=False)

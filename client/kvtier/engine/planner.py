@@ -340,9 +340,8 @@ class Planner:
 
     def _needed(self, group: int, first: int, end: int) -> list[int]:
         """The blocks from ``first`` on that a prefix needs in a group."""
-        sinks = -(-self.layout.groups[group].sink // self._tokens)
-        near = max(first, self.layout.needed_from(group, end))
-        return [*range(first, min(sinks, near)), *range(near, end)]
+        needed = self.layout.spec.attention(group).needs(end)
+        return [*range(first, needed.sinks), *range(max(first, needed.first), end)]
 
     def _unsaved(self, request: _Request) -> range:
         """Blocks that are computed, and neither stored nor being saved."""
