@@ -168,10 +168,9 @@ def group(**pool):
     return caches_pb2.WindowGroupSpec(pools=[caches_pb2.PoolSpec(**(good | pool))])
 
 
-def sliding(tokens):
-    message = group()
-    message.window_tokens = tokens
-    return message
+def sliding(tokens, **more):
+    pools = group().pools
+    return caches_pb2.WindowGroupSpec(pools=pools, window_tokens=tokens, **more)
 
 
 UNKNOWN_CACHE = {"code": MISSING, "reason": "UNKNOWN_CACHE"}
@@ -268,8 +267,9 @@ CASES = [
             ("world_size", "0", spec(world_size=0)),
             ("groups", "0", spec(groups=[])),
             ("groups", "17", spec(groups=[sliding(tokens) for tokens in range(17)])),
-            ("groups[1].window_tokens", "0", spec(groups=[group(), group()])),
-            ("groups[2].window_tokens", "64", spec(groups=[sliding(64), group(), sliding(64)])),
+            ("groups[1].flat", "True", spec(groups=[group(), sliding(64, flat=True)])),
+            ("groups[0].sink_tokens", "16", spec(groups=[sliding(0, sink_tokens=16)])),
+            ("groups[0].sink_tokens", str(2**31), spec(groups=[sliding(64, sink_tokens=2**31)])),
             ("groups[0].window_tokens", str(2**31), spec(groups=[sliding(2**31)])),
             ("groups[0].pools", "0", spec(groups=[caches_pb2.WindowGroupSpec()])),
             ("groups[0].pools[0].dtype", "fp8", spec(groups=[group(dtype="fp8")])),
