@@ -156,9 +156,11 @@ def _touches_parents_first(right: Method, state: GroupState, blocks: Iterable[Bl
     chains = {member for block in blocks for member in (block, *block.ancestors()) if member.indexed}
     for member in sorted(chains, key=lambda block: (block.depth, block.key)):
         right(state, [member])
-        for ancestor in member.ancestors():
-            ancestor.used(ancestor.last_use - 1)
-            state.reconsider(ancestor)
+        touched = [member, *member.ancestors()]
+        latest_first = sorted((block.last_use for block in touched), reverse=True)
+        for block, moment in zip(touched, latest_first, strict=True):
+            block.used(moment)
+            state.reconsider(block)
 
 
 def _leaves_parents_cold(right: Method, evictor: TwoQueues, block: Block) -> None:
