@@ -19,7 +19,7 @@ from tests.integration.waiting import eventually
 from tests.trtllm.executor import Answer, Executor, Request, State
 from tests.trtllm.interface import Ranks, standing_in
 from tests.trtllm.model import Model
-from tests.trtllm.traffic import ask, outputs
+from tests.trtllm.traffic import SHARED, TAILS, ask, outputs
 
 V1: Final = Model()
 V2: Final = Model(windows=(0, 20, 20, 0), index=True)
@@ -99,6 +99,19 @@ def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, rank
         second.run()
     assert outputs(warm) == outputs(cold)
     assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm) < first.computed
+
+
+def test_saves_that_wait_for_slots_read_no_page_that_is_gone(daemon):
+    """Pages behind a window are taken back while a save waits, also when the request is over."""
+    scarce = {**ASYNC, "reserve_blocks": 1, "host_bytes": 16 * 2 * 8192, "load_timeout": 0.3}
+    with engine(daemon, V2, scarce, reuse=False, seed=1, chunk=40) as first:
+        cold = [first.submit(SHARED + tail, new=new, salt=salt) for salt in "abcd" for tail in TAILS for new in (1, 9)]
+        first.run()
+    with engine(daemon, V2, scarce, reuse=False, seed=2) as second:
+        warm = [second.submit(each.tokens[: each.prompt], salt=each.cache_salt) for each in cold]
+        second.run()
+    assert [each.output[:1] for each in warm] == [each.output[:1] for each in cold]
+    assert second.computed < first.computed
 
 
 @both_models

@@ -51,10 +51,11 @@ def __getattr__(name: str) -> type:
 
 @dataclass(slots=True, frozen=True)
 class _Step:
-    """What goes to the workers. ``leaving``: by group, pages that windows leave behind with this step: the engine takes
-    them back without a word."""
+    """What goes to the workers. ``computes``: a forward pass follows. ``leaving``: by group, pages that windows leave
+    behind with it: the engine takes them back without a word."""
 
     work: Work
+    computes: bool
     leaving: Mapping[int, Sequence[int]]
 
 
@@ -151,10 +152,11 @@ class _Scheduler:
                 (self._parked if state.taken else self._over[1]).add(number)
         self._allocated = {}
         leaving: defaultdict[int, list[int]] = defaultdict(list)
-        for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
+        scheduled = (*scheduler_output.new_requests, *scheduler_output.cached_requests)
+        for data in scheduled:
             if (state := self._requests.get(data.request_id)) is not None:
                 self._schedule(self._planner, self._layout, state, data, leaving)
-        return _Step(self._planner.step(), dict(leaving))
+        return _Step(self._planner.step(), bool(scheduled), dict(leaving))
 
     def _schedule(
         self, planner: Planner, layout: Layout, state: _Request, data: Any, leaving: defaultdict[int, list[int]]
@@ -285,6 +287,8 @@ class _Worker:
         self._mover.start(step.work, stream=stream)
         self._mover.wait_loads()
         _require_loaded(self._mover.failed_pages())
+        if not step.computes:  # every request waits for a load, so nobody calls wait_for_save
+            self._mover.save(stream=stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """All layers are there since :meth:`start_load_kv`."""
