@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -23,7 +25,9 @@ from tests.trtllm.traffic import SHARED, TAILS, ask, outputs
 
 V1: Final = Model()
 V2: Final = Model(windows=(0, 20, 20, 0), index=True)
-CONFIGURED: Final = ("kvtier.connectors.trtllm", "KvtierScheduler", "KvtierWorker")
+PAGE: Final = Path(__file__).parents[2] / "docs/engines.md"
+CONFIGURED: Final = re.findall(r"^  connector_\w+: (\S+)$", PAGE.read_text(), re.MULTILINE)
+"""Module, scheduler and worker, as the page tells a reader to write them."""
 SPACE: Final = {"host_bytes": 8 << 20, "disk_bytes": 16 << 20, "pin_wait": 5.0}
 SYNC: Final = {"async_blocks": 1000, **SPACE}
 ASYNC: Final = {"async_blocks": 1, **SPACE}
@@ -118,8 +122,9 @@ def test_saves_that_wait_for_slots_read_no_page_that_is_gone(daemon):
 @both_ways
 def test_an_engine_with_a_cache_of_its_own_takes_the_rest_from_kvtier(daemon, model, way):
     """Blocks in part, offers that are cut, and requests that begin anew come with it."""
-    with engine(daemon, model, way, seed=1) as first:
+    with engine(daemon, model, way, seed=1, reuse=False) as first:
         cold = ask(first)
+        first.answers = {each.request_id: Answer(reset=True) for each in cold if model.index}
         first.run()
     with engine(daemon, model, way, seed=2, pages=16) as second:
         warm = ask(second)
@@ -176,11 +181,13 @@ async def test_an_engine_goes_on_without_the_daemon(daemon, way, stop):
 
 
 @both_ways
-def test_a_load_that_fails_ends_the_engine_and_computes_nothing_wrong(daemon, way):
+@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "not-pinned"])
+def test_an_offer_stands_where_it_is_pinned_and_else_the_engine_ends(daemon, way, pin):
     with engine(daemon, V1, way, reuse=False, seed=1) as first:
-        ask(first)
+        cold = ask(first)
         first.run()
-    with engine(daemon, V1, {**way, "pin": False}, reuse=False, seed=2) as second, Client(daemon.address) as client:
+    way = way if pin else {**way, "pin": False}
+    with engine(daemon, V1, way, reuse=False, seed=2) as second, Client(daemon.address) as client:
         offer = second.scheduler.get_num_new_matched_tokens
 
         def offer_and_drop(request: Request, computed: int) -> tuple[int, bool]:
@@ -190,9 +197,14 @@ def test_a_load_that_fails_ends_the_engine_and_computes_nothing_wrong(daemon, wa
             return offered
 
         second.scheduler.get_num_new_matched_tokens = offer_and_drop
-        ask(second)
-        with pytest.raises(RuntimeError, match="could not be loaded"):
+        warm = ask(second)
+        if pin:
             second.run()
+            assert outputs(warm) == outputs(cold)
+            assert second.computed < sum(each.prompt for each in warm)
+        else:
+            with pytest.raises(RuntimeError, match="could not be loaded"):
+                second.run()
 
 
 ABORTS: Final = [
