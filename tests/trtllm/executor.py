@@ -136,8 +136,10 @@ class Executor:
         for thread in self._threads:
             thread.shutdown()
 
-    def submit(self, tokens: Sequence[int], *, new: int = 4, salt: str | None = None) -> Request:
-        request = Request(next(self._ids), list(tokens), len(tokens), new, salt)
+    def submit(
+        self, tokens: Sequence[int], *, new: int = 4, salt: str | None = None, lora: int | None = None
+    ) -> Request:
+        request = Request(next(self._ids), list(tokens), len(tokens), new, salt, lora)
         self.requests.append(request)
         return request
 

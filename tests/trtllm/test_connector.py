@@ -6,10 +6,10 @@ import importlib
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -45,10 +45,17 @@ def daemon(start_daemon):
 
 @contextmanager
 def engine(
-    daemon: DaemonProcess, model: Model, way: dict[str, Any], *, ranks: int = 1, worker: Any = None, **how: Any
+    daemon: DaemonProcess,
+    model: Model,
+    way: Mapping[str, Any],
+    *,
+    ranks: int = 1,
+    worker: Any = None,
+    cache: Mapping[str, Any] = MappingProxyType({}),
+    **how: Any,
 ) -> Iterator[Executor]:
     """One engine instance, which ends with the block."""
-    args = llm_args(model)
+    args = llm_args(model, **cache)
     with standing_in(Ranks(ranks)) as interface, pytest.MonkeyPatch.context() as patch:
         patch.setenv(trtllm.OPTIONS, json.dumps({"address": daemon.address, **way}))
         module, *classes = CONFIGURED
@@ -237,6 +244,15 @@ async def test_an_abort_leaves_nothing(daemon, model, state):
     await eventually(lambda: leased(daemon), lambda leases: leases == 0)
 
 
+def test_what_an_adapter_computes_is_left_alone(daemon):
+    """Its number may be another adapter's in the next engine."""
+    for seed in (1, 2):
+        with engine(daemon, V1, SYNC, reuse=False, seed=seed) as executor:
+            executor.submit(SHARED, lora=1)
+            executor.run()
+            assert executor.computed == len(SHARED)
+
+
 @both_models
 async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
     def worker(args: Any) -> Any:
@@ -260,7 +276,7 @@ async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
     [
         ("{", {}, trtllm.OPTIONS),
         ('{"adress": "/run/kvtier"}', {}, "adress"),
-        ("{}", {"max_attention_window": [4096]}, "use_kv_cache_manager_v2"),
+        ('{"on_error": "fail"}', {"max_attention_window": [4096]}, "use_kv_cache_manager_v2"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, cache, said):
@@ -269,3 +285,12 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, cache, said
         worker = trtllm.KvtierWorker(llm_args(V1, **cache))
         worker.register_kv_caches(None)
     assert "\n" not in str(refused.value)
+
+
+def test_an_engine_runs_without_kvtier_where_it_cannot_be_used(daemon, caplog):
+    with engine(daemon, V1, SYNC, cache={"max_attention_window": [4096]}) as executor:
+        ask(executor)
+        executor.run()
+    assert "runs without kvtier" in caplog.text
+    with Client(daemon.address) as client:
+        assert client.caches() == []

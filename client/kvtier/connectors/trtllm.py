@@ -11,14 +11,16 @@ and :class:`kvtier.engine.EngineOptions` as JSON in the environment variable ``K
 made when they are first asked for, since their bases load the engine.
 
 A load that fails is fatal there: the engine has counted the tokens and has no way back. So blocks are pinned before
-they are offered. Keys are kvtier's own, over tokens, LoRA and salt: the engine's are 64 bits or none.
+they are offered. Keys are kvtier's own, over tokens and salt: the engine's are 64 bits or none.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib
 import json
+import logging
 import os
 import select
 from collections import defaultdict
@@ -37,6 +39,8 @@ T = TypeVar("T")
 _BASES: Final = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 _IDLE_S: Final = 0.001
 """A worker whose engine has nothing to compute waits so long for the end of a copy, instead of being asked again."""
+
+_log = logging.getLogger("kvtier.engine")
 
 
 def __getattr__(name: str) -> type:
@@ -210,7 +214,7 @@ class _Worker:
         super().__init__(llm_args)  # type: ignore[call-arg]
         ranks = importlib.import_module("tensorrt_llm._utils")
         self._args = llm_args
-        self._options = _options(llm_args)
+        self._options = _options()
         self._allgather = ranks.mpi_allgather
         self._rank: int = ranks.mpi_rank()
         self._ranks: int = ranks.mpi_world_size()
@@ -226,10 +230,14 @@ class _Worker:
         if window := self._args.kv_cache_config.max_attention_window:
             # V1 does not say which pages a window has left.
             limit = "left out, unless use_kv_cache_manager_v2 is true"
-            raise InvalidArgument("kv_cache_config.max_attention_window", window, limit)
+            fault = InvalidArgument("kv_cache_config.max_attention_window", window, limit)
+            if self._options.on_error == "fail":
+                raise fault
+            _log.warning("the engine runs without kvtier: %s", fault)
+            return
         block = kv_cache_tensor[0]
         groups = (PageGroup((Plane("all", block.nbytes),)),)
-        identity = {"manager": "v1", "dtype": str(kv_cache_tensor.dtype), "shape": str(tuple(block.shape))}
+        identity = {"dtype": str(kv_cache_tensor.dtype), "block": str(tuple(block.shape))}
         tokens = self._args.kv_cache_config.tokens_per_block
         self._open(tokens, groups, [Pages.block_outermost(0, kv_cache_tensor)], identity)
 
@@ -245,16 +253,20 @@ class _Worker:
                 tensors[name] = region.as_tensor()
             groups.append(PageGroup(tuple(planes), window=group.window_size or 0))
             pages.append(Pages(number, tensors))
-        identity = {"manager": "v2", "dtype": str(self._args.kv_cache_config.dtype)}
+        names = " ".join(plane.name for group in groups for plane in group.planes)
+        identity = {
+            "dtype": str(self._args.kv_cache_config.dtype),
+            "regions": hashlib.sha256(names.encode()).hexdigest(),
+        }
         self._open(layout.tokens_per_block, tuple(groups), pages, identity)
 
     def _open(
         self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[Pages], identity: Mapping[str, str]
     ) -> None:
-        version = importlib.import_module("tensorrt_llm").__version__
-        layout = Layout(
-            str(self._args.model), tokens, groups, self._ranks, {**identity, "engine": f"tensorrt-llm {version}"}
-        )
+        engine = f"tensorrt-llm {importlib.import_module('tensorrt_llm').__version__}"
+        weights = repr([getattr(self._args, name, None) for name in ("revision", "quant_config")])
+        identity = {**identity, "weights": hashlib.sha256(weights.encode()).hexdigest(), "engine": engine}
+        layout = Layout(str(self._args.model), tokens, groups, self._ranks, identity)
         self._mover = Mover(layout, self._options, pages, rank=self._rank)
         atexit.register(self.close)
         made = False
@@ -336,7 +348,7 @@ _CLASSES: Final[Mapping[str, tuple[type, str]]] = {
 }
 
 
-def _options(llm_args: Any) -> EngineOptions:
+def _options() -> EngineOptions:
     """From the environment, since the engine's configuration has no place for a connector's own settings."""
     text = os.environ.get(OPTIONS, "{}")
     try:
@@ -347,10 +359,10 @@ def _options(llm_args: Any) -> EngineOptions:
 
 
 def _scope(request: Any) -> Scope | None:
-    """None: its tokens do not say what is in the prompt."""
-    if request.multimodal_hashes or request.multimodal_positions:
+    """None: tokens and salt do not say what its blocks are. The next engine may give an adapter's number to another."""
+    if request.lora_task_id is not None or request.multimodal_hashes or request.multimodal_positions:
         return None
-    return Scope(request.lora_task_id, request.cache_salt)
+    return Scope(salt=request.cache_salt)
 
 
 def _require_loaded(failed: Mapping[int, Any]) -> None:
