@@ -141,23 +141,23 @@ def test_an_engine_with_a_cache_of_its_own_takes_the_rest_from_kvtier(daemon, mo
     assert second.computed < first.computed / 2
 
 
-@both_models
-async def test_blocks_outlive_the_daemon(daemon, model):
-    with engine(daemon, model, ASYNC, reuse=False, seed=1) as first:
+async def test_blocks_outlive_the_daemon(daemon):
+    with engine(daemon, V2, ASYNC, reuse=False, seed=1) as first:
         cold = ask(first)
         first.run()
     await eventually(lambda: unwritten(daemon), lambda blocks: blocks == 0)
     daemon.kill()
     daemon.start()
-    with engine(daemon, model, ASYNC, reuse=False, seed=2) as second:
+    with engine(daemon, V2, ASYNC, reuse=False, seed=2) as second:
         warm = ask(second)
         second.run()
     assert outputs(warm) == outputs(cold)
-    assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm)
+    assert second.computed == sum(each.prompt for each in warm) - full_blocks(V2, warm)
 
 
-@both_ways
-@pytest.mark.parametrize("stop", [DaemonProcess.pause, DaemonProcess.kill], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    ("stop", "way"), [(DaemonProcess.pause, ASYNC), (DaemonProcess.kill, SYNC)], ids=["stopped", "killed"]
+)
 async def test_an_engine_goes_on_without_the_daemon(daemon, way, stop):
     """From an offer on, which stands. The engine waits for an answer once, not once a request."""
     with engine(daemon, V1, way, reuse=False, seed=1) as first:
