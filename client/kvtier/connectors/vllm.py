@@ -1,0 +1,394 @@
+"""kvtier under vLLM >= 0.32: the connector, its two halves and what crosses between them.
+
+``--kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
+"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'``; the settings of :class:`kvtier.engine.EngineOptions`
+go into its ``kv_connector_extra_config``.
+
+vLLM makes one object in the scheduler and one in each worker. The workers know the tensors: they hand the layout to the
+scheduler before the first request. Each step the scheduler's plan goes to the workers, and what has ended comes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvtier.connectors.vllm_events import KvEvents
+from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, tokens_per_block
+from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, Planner, Work
+from kvtier.engine.work import NO_PAGE
+from kvtier.errors import CallerError
+from kvtier.memory.gpu import StreamObject
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_log: Final = logging.getLogger("vllm.kvtier")
+_NAMESPACE_BYTES: Final = 16
+_FLUSH_S: Final = 0.05
+"""The longest that a step waits for saves of pages that it writes anew. vLLM soon uses again what has left a window."""
+_NULL_BLOCK: Final = 0
+"""vLLM's block for positions outside of a window."""
+
+
+@dataclass(slots=True)
+class Step(KVConnectorMetadata):
+    """What the scheduler tells the workers of one step.
+
+    ``reused``: pages that are written anew from this step on. ``saved``: finished requests whose pages are free again;
+    vLLM hears of them from its workers only.
+    """
+
+    work: Work
+    reused: frozenset[int] = frozenset()
+    saved: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Ended(KVConnectorWorkerMetadata):
+    """What has ended on the workers since the step before."""
+
+    outcomes: list[Outcome]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Ended)
+        return Ended([*self.outcomes, *other.outcomes])
+
+
+@dataclass(slots=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    layout: Layout
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request as the scheduler's half knows it. ``computed``: blocks that the engine itself had when it last asked.
+
+    ``waits``: it was told that its load is asynchronous; ``loading``: that load is under way. ``running``: it has
+    pages. ``stale``: they hold what the engine was told to forget.
+    """
+
+    request: Request
+    chain: KeyChain = field(default_factory=KeyChain.adopt)
+    computed: int = 0
+    waits: bool = False
+    loading: bool = False
+    running: bool = False
+    stale: bool = False
+
+
+class _Tables(Mapping[int, list[int]]):
+    """The block tables of a request by group, copied only if the planner looks. They hold until the step goes out."""
+
+    def __init__(self, groups: int, resolve: Callable[[], Sequence[Sequence[int]]]) -> None:
+        self._groups = groups
+        self._resolve = resolve
+
+    @cached_property
+    def _tables(self) -> dict[int, list[int]]:
+        return {
+            group: [NO_PAGE if block == _NULL_BLOCK else block for block in table]
+            for group, table in enumerate(self._resolve())
+        }
+
+    def __getitem__(self, group: int) -> list[int]:
+        return self._tables[group]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._groups))
+
+    def __len__(self) -> int:
+        return self._groups
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the prefixes that a vLLM engine computes in kvtier, and loads them again."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = self._kv_transfer_config.kv_connector_extra_config or {}
+        self._options: EngineOptions | None = None
+        self._groups = len(kv_cache_config.kv_cache_groups)
+        self._layout: Layout | None = None
+        self._mover: Mover | None = None
+        self._loading: set[str] = set()
+        self._ended: list[Outcome] = []
+        self._planner: Planner | None = None
+        self._requests: dict[str, _Known] = {}
+        self._reused: set[int] = set()
+        self._held: set[str] = set()
+        self._saved: set[str] = set()
+        self._namespace = b""
+        with self._starting():
+            published, scheduler = vllm_config.kv_events_config, vllm_config.scheduler_config
+            told = published is not None and published.enable_kv_cache_events
+            options = EngineOptions.of(self._settings, events=told)
+            require_supported(vllm_config, kv_cache_config)
+            # A step planned ahead would compute on what failed in this one; and of several groups vLLM takes back only
+            # requests that wait for their load.
+            waits = scheduler.async_scheduling or self._groups > 1
+            self._options = replace(options, async_blocks=0) if waits else options
+            self._tokens = tokens_per_block(kv_cache_config)
+            self._hashes_per_block = self._tokens // (kv_cache_config.hash_block_size or self._tokens)
+            self._events = KvEvents(self._tokens)
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """One line says what is wrong with a setting; then the engine ends, or runs without kvtier."""
+        try:
+            yield
+        except CallerError as error:
+            if self._settings.get("on_error") == "fail":
+                raise
+            _log.error("this engine runs without kvtier: %s", error)
+            self._options = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Asks for the block outermost, whose pages are one run of bytes. A backend without it keeps its own; vLLM's
+        backend for MLA on a CPU claims it and fails."""
+        return None if current_platform.is_cpu() else "BLHNC"
+
+    # The workers' half.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._options is None:
+            return
+        with self._starting():
+            pages = pages_of(self._kv_cache_config, kv_caches)
+            layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, pages)
+            self._mover = Mover(layout, self._options, pages, rank=get_tensor_model_parallel_rank())
+            self._layout = layout
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return Handshake(self._layout) if self._layout is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, Step)
+        if self._mover is not None and kv_connector_metadata.reused:
+            # The groups of an engine share their blocks: a page of one is memory of all.
+            pages = dict.fromkeys(range(self._groups), kv_connector_metadata.reused)
+            self._mover.flush(pages, patience=_FLUSH_S)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        if self._mover is None:
+            return
+        self._loading |= {load.request for load in step.work.loads if not load.sync}
+        self._mover.start(step.work, stream=_stream())
+        self._mover.wait_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # they were waited for before the forward pass: vLLM does not ask inside a CUDA graph
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass  # pages are copied whole, after the forward pass
+
+    def wait_for_save(self) -> None:
+        if self._mover is not None:
+            self._mover.save(stream=_stream())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        results = KVConnectorTransferResults(finished_sending=set(step.saved))
+        self._ended = self._mover.poll() if self._mover is not None else []
+        for outcome in self._ended:
+            if outcome.kind == "load" and outcome.request in self._loading:
+                self._loading.remove(outcome.request)
+                results.finished_recving.add(outcome.request)
+                if outcome.failed and self._groups > 1:
+                    results.failed_recving.add(outcome.request)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._mover is None or self._groups > 1:
+            return set()
+        return {page for pages in self._mover.failed_pages().values() for page in pages}
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return Ended(self._ended) if self._ended else None
+
+    # The scheduler's half. Nothing in it waits.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        if self._options is None:
+            return
+        layouts = [handshake.layout for handshake in metadata.values() if isinstance(handshake, Handshake)]
+        assert all(layout == layouts[0] for layout in layouts), "the ranks of an engine have equal pages"
+        with self._starting():
+            self._planner = Planner.open(layouts[0], self._options)
+
+    def on_new_request(self, request: Request) -> None:
+        self._requests[request.request_id] = _Known(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._planner is None:
+            return 0, False
+        known = self._known(request)
+        self._preempt(known)
+        self._extend(known)
+        known.computed = num_computed_tokens // self._tokens
+        offered = self._planner.offer(
+            request.request_id, known.chain, num_computed_tokens, total_tokens=request.num_tokens
+        )
+        known.waits = bool(offered) and self._planner.is_async(request.request_id)
+        return offered, known.waits
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._planner is None:
+            return
+        known = self._known(request)
+        self._planner.allocated(
+            request.request_id, self._tables(blocks.get_block_ids), num_external_tokens, sync=not known.waits
+        )
+        known.loading = known.waits and num_external_tokens > 0
+        if num_external_tokens:
+            self._reuse(blocks.get_block_ids(), known.computed)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._planner is None:
+            return {}
+        sources = self._planner.sources(request.request_id)
+        return {CacheHitSource(tier): tokens for tier, tokens in sources.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._planner is None:
+            return Step(Work())
+        scheduled = scheduler_output.num_scheduled_tokens
+        for name in (scheduler_output.preempted_req_ids or set()) - scheduled.keys():
+            if name in self._requests:
+                self._preempt(self._requests[name])
+        for new in scheduler_output.scheduled_new_reqs:
+            self._reuse(new.block_ids, new.num_computed_tokens // self._tokens)
+            self._compute(new.req_id, new.num_computed_tokens, scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for name, computed, tables in rows:
+            # The tables are whole where the request was preempted, else what is new.
+            self._reuse(tables or (), computed // self._tokens if name in cached.resumed_req_ids else 0)
+            self._compute(name, computed, scheduler_output)
+        self._complete(())  # vLLM does not come with an output in which nothing has ended
+        step = Step(self._planner.step(), frozenset(self._reused), frozenset(self._saved))
+        self._reused.clear()
+        self._saved.clear()
+        return step
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for name in connector_output.finished_recving or ():
+            if name in self._requests:
+                self._requests[name].loading = False
+        if isinstance(connector_output.kv_connector_worker_meta, Ended):
+            self._complete(connector_output.kv_connector_worker_meta.outcomes)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        known = self._requests.pop(request.request_id, None)
+        if self._planner is None or known is None:
+            return False, None
+        name = request.request_id
+        self._extend(known)
+        held = self._planner.finished(name, self._tables(lambda: block_ids))
+        if held and not known.loading:  # the pages of a load vLLM itself keeps until the load has ended
+            self._held.add(name)
+            return True, None
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._planner is None else list(self._events.of(self._planner.events()))
+
+    def reset_cache(self) -> bool | None:
+        """Forgets what was stored, as after a change of the weights: this engine's keys are others from now on, whether
+        or not the daemon answers."""
+        self._namespace = os.urandom(_NAMESPACE_BYTES)
+        if self._planner is not None:
+            self._planner.reset()
+        for name, known in self._requests.items():
+            if self._planner is not None:
+                self._planner.aborted(name)
+            known.chain, known.stale = KeyChain.adopt(), known.running or known.loading
+        return True
+
+    def shutdown(self) -> None:
+        for half in (self._mover, self._planner):
+            if half is not None:
+                half.close()
+
+    def _complete(self, outcomes: Sequence[Outcome]) -> None:
+        if self._planner is not None:
+            saved = self._planner.completed(outcomes).saved & self._held
+            self._saved |= saved
+            self._held -= saved
+
+    def _tables(self, resolve: Callable[[], Sequence[Sequence[int]]]) -> _Tables:
+        return _Tables(self._groups, resolve)
+
+    def _known(self, request: Request) -> _Known:
+        return self._requests.setdefault(request.request_id, _Known(request))
+
+    def _preempt(self, known: _Known) -> None:
+        """A request that ran and is asked for again has lost its pages, maybe in this very step."""
+        if known.running:
+            known.running = known.stale = False
+            if self._planner is not None:
+                self._planner.preempted(known.request.request_id)
+
+    def _extend(self, known: _Known) -> None:
+        if known.stale:
+            return
+        width = self._hashes_per_block
+        new = known.request.block_hashes[(len(known.chain) + 1) * width - 1 :: width]
+        known.chain.extend(hashlib.sha256(self._namespace + key).digest() if self._namespace else key for key in new)
+
+    def _reuse(self, tables: Sequence[Sequence[int]], first: int) -> None:
+        for table in tables:
+            self._reused.update(table[first:])
+
+    def _compute(self, name: str, computed: int, output: SchedulerOutput) -> None:
+        """The forward pass computes tokens of a request."""
+        planner, state, known = self._planner, output.kv_connector_block_state, self._requests[name]
+        assert planner is not None and state is not None
+        known.running = True
+        self._extend(known)
+        tables = self._tables(lambda: state.resolve_block_ids(name))
+        planner.scheduled(name, computed, output.num_scheduled_tokens[name], tables, chain=known.chain)
+
+
+def _stream() -> StreamObject | None:
+    return torch.cuda.current_stream() if torch.cuda.is_available() else None

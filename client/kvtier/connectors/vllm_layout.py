@@ -1,0 +1,119 @@
+"""What a vLLM engine's KV cache looks like to kvtier: refusals, identity, and the pages of a worker.
+
+Planes come from the tensors that vLLM registers, never from its configuration: a backend may choose a layout other than
+the one that was asked for, and bytes read in the wrong order are wrong without a sign.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.connectors.rows import joined, page_rows
+from kvtier.engine import Layout, PageGroup, Pages, Plane
+from kvtier.errors import InvalidArgument
+
+_MLA: Final = (MLAAttentionSpec, SlidingWindowMLASpec)
+
+
+def require_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
+    """Raises :class:`InvalidArgument` for a setting of the engine that kvtier's connector cannot serve."""
+    parallel, algorithm = config.parallel_config, config.cache_config.prefix_caching_hash_algo
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise InvalidArgument(name, size, "1: kvtier stores a block once all ranks have their heads of all layers")
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        limit = "sha256 or sha256_cbor, or PYTHONHASHSEED set: each process hashes with a random seed of its own"
+        raise InvalidArgument("prefix_caching_hash_algo", algorithm, limit)
+    if not config.cache_config.enable_prefix_caching:  # MLA on a CPU cannot compute a prompt in pieces
+        limit = "True: prompts are loaded in part, and vLLM says here whether it can compute the rest"
+        raise InvalidArgument("enable_prefix_caching", False, limit)
+    if len(kv.prefix_cacheable_group_ids) != len(kv.kv_cache_groups):
+        raise InvalidArgument("kv_cache_groups", len(kv.kv_cache_groups), "groups that are all cached by prefix")
+    for group in kv.kv_cache_groups:
+        spec = _first(group.kv_cache_spec)
+        name = type(spec).__name__
+        if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+            raise InvalidArgument("kv_cache_spec", name, "full or sliding window attention, or MLA")
+    if not kv.kv_cache_groups:
+        raise InvalidArgument("kv_cache_groups", 0, "at least 1: this model keeps nothing")
+    sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
+    if len(sizes) > 1:
+        raise InvalidArgument("block_size", sorted(sizes), "equal in all groups of layers")
+
+
+def tokens_per_block(kv: KVCacheConfig) -> int:
+    return int(kv.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def pages_of(kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> list[Pages]:
+    """The pages of each group in the tensors of its layers: one plane where a page is one run of bytes."""
+    return [_pages(number, group, kv.num_blocks, caches) for number, group in enumerate(kv.kv_cache_groups)]
+
+
+def layout_of(
+    config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.Tensor], pages: Sequence[Pages]
+) -> Layout:
+    """The layout that every rank of this engine computes alike, and every engine whose bytes are the same."""
+    groups = tuple(_page_group(group, some) for group, some in zip(kv.kv_cache_groups, pages, strict=True))
+    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    return Layout(model.model, tokens_per_block(kv), groups, ranks, _identity(config, kv, caches))
+
+
+def _page_group(group: KVCacheGroupSpec, pages: Pages) -> PageGroup:
+    spec = _first(group.kv_cache_spec)
+    replicated = isinstance(spec, _MLA)
+    planes = tuple(Plane(name, rows.shape[1], replicated) for name, rows in pages.planes.items())
+    window = 0
+    if isinstance(spec, SlidingWindowSpec):  # a token sees itself and so many less one before it
+        window = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
+    return PageGroup(planes, window)
+
+
+def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+    model, cache = config.model_config, config.cache_config
+    backends = sorted(backend.get_name() for backend in get_current_attn_backends(config))
+    architecture = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()
+    identity = {
+        "engine": f"vllm {vllm.__version__}",
+        "architecture": architecture,
+        "revision": str(model.revision),
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "backend": " ".join(backends),
+        "hash": f"{cache.prefix_caching_hash_algo} {os.environ.get('PYTHONHASHSEED', 'default')}",
+    }
+    for number, group in enumerate(kv.kv_cache_groups):
+        page = caches[group.layer_names[0]]
+        identity[f"page{number}"] = f"{page.dtype} {tuple(page.shape[1:])} {page.stride()[1:]}"
+    return identity
+
+
+def _pages(number: int, group: KVCacheGroupSpec, blocks: int, caches: Mapping[str, torch.Tensor]) -> Pages:
+    # A backend may split a block into several pages of its own, which lie one after another.
+    tensors = {layer: caches[layer].view(blocks, -1, *caches[layer].shape[1:]) for layer in group.layer_names}
+    rows = page_rows(tensors)
+    outermost = joined(list(rows.values()))
+    return Pages.block_outermost(number, outermost) if outermost is not None else Pages(number, rows)
+
+
+def _first(spec: KVCacheSpec) -> KVCacheSpec:
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
