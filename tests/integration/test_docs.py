@@ -1,7 +1,8 @@
 """What the documentation tells a reader to type does what it says.
 
 A fenced block's second word says how it is held to that: ``runnable`` ones are run as they stand, ``check-config`` ones
-go through ``kvtierd --check-config``, and what takes another machine (``by-hand``) at least names what there is.
+go through ``kvtierd --check-config``, ``engines`` ones are run in tests/engines, and what takes another machine
+(``by-hand``) at least names what there is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PAGES = (
     "docs/gpu.md",
     "docs/engines.md",
 )
-HOW = {"runnable", "check-config", "by-hand"}
+HOW = {"runnable", "check-config", "by-hand", "engines"}
 
 _FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -89,6 +90,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
         ("docs/engines.md", "python"),
+        ("docs/engines.md", "sh"),
     }
 
 
