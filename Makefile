@@ -69,7 +69,7 @@ test-long: check
 # Engines are heavy: each test file starts a few, and they run one at a time.
 ENGINES ?= .venv-engines
 
-.venv-engines/.stamp: pyproject.toml .ci/requirements-engines.txt .ci/engines.sh .ci/venv.sh
+.venv-engines/.stamp: pyproject.toml .ci/requirements-engines.txt .ci/requirements-sglang.txt .ci/engines.sh .ci/venv.sh
 	@echo "kvtier: installing engines into .venv-engines"
 	@bash .ci/engines.sh .venv-engines
 	@touch $@

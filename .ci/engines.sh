@@ -19,6 +19,20 @@ install_vllm() {
         "$directory/bin/python" -m pip uninstall -qy torchvision torchaudio torchcodec triton
 }
 
+# SGLang and LMCache pin other versions of what vLLM pins, and CUDA's: their packages lie in folders of their own, without
+# dependencies but those that neither vLLM nor a stand-in has (tests/engines/sglang_cpu).
+install_sglang() {
+    rm -rf "$directory/sglang" &&
+        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/sglang" -r .ci/requirements-sglang.txt
+}
+
+install_lmcache() {
+    rm -rf "$directory/lmcache" &&
+        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/lmcache" lmcache==0.5.6
+}
+
 bash .ci/venv.sh "$directory" -e '.[daemon]'
 rm -f "$directory"/missing-*
 attempt vllm install_vllm
+attempt sglang install_sglang
+attempt lmcache install_lmcache
