@@ -107,9 +107,9 @@ class AsyncClient:
 
     @property
     def reachable(self) -> bool:
-        """False from a call that the daemon left unanswered to its next answer, which is asked for in the background.
-        Any thread may look."""
-        return self._session.reachable
+        """False while no daemon is attached, and from a call that it left unanswered to its next answer, which is asked
+        for in the background. Any thread may look."""
+        return self._session.reachable and self._session.live_link is not None
 
     @property
     def epoch(self) -> int:

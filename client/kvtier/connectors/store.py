@@ -1,0 +1,186 @@
+"""A cache under an engine's own keys, for threads that may wait a little and must not see an error of kvtier.
+
+The daemon may be away, at the start and at any time later. What is in mapped memory is found and copied all the same;
+the rest is a miss, and what the engine wants to save is dropped until the daemon answers again.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.buffers import Blocks
+from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.errors import InvalidArgument, KvtierError, RetryableError
+from kvtier.planes import Pages
+from kvtier.sync import Cache, Client
+from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions
+
+_SETTINGS: Final = ("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "write_policy")
+_OPEN_S: Final = 5.0
+"""An attempt to open the cache takes at most so long; the next one begins as long after it."""
+_MOST_KEYS: Final = 16_384
+"""Of one call of the client."""
+_STORED: Final = (BlockResult.OK, BlockResult.EXISTS)
+_MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
+_NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+_log = logging.getLogger("kvtier.connectors")
+
+
+def options_of(settings: Mapping[str, Any]) -> EngineOptions:
+    """Raises :class:`InvalidArgument` for a setting that makes no sense here."""
+    for name in settings:
+        if name not in _SETTINGS:
+            limit = f"left out: settings are {', '.join(_SETTINGS)}"
+            raise InvalidArgument(f"kvtier setting {name}", settings[name], limit)
+    return EngineOptions.of(settings)
+
+
+class Store:
+    """No method raises, and none waits longer than ``load_timeout`` seconds for a daemon that does not answer."""
+
+    def __init__(self, options: EngineOptions, spec: CacheSpec, share: float = 1.0) -> None:
+        """``share``: of the budgets in the options that is this cache's.
+
+        Raises :class:`InvalidArgument` and whatever else waiting does not mend; with ``on_error = "fail"`` also
+        :class:`kvtier.errors.DaemonUnavailable` and :class:`TierFull`.
+        """
+        try:
+            fingerprint = spec.fingerprint().hex()
+        except FieldError as error:
+            raise InvalidArgument(f"cache of {spec.model}: {error.field}", error.value, error.limit) from error
+        prefix = _NO_NAME.sub("-", options.cache or spec.model).strip("-._")[-80:] or "cache"
+        self.name: Final = f"{prefix}-{fingerprint[:16]}"
+        self.complaints: Final = Complaints(_log)
+        self._options: Final = options
+        self._spec: Final = spec
+        self._budgets = {tier: int(nbytes * share) for tier, nbytes in (options.budgets or {}).items()}
+        self._client: Client | None = None
+        self._groups: Sequence[Cache] = ()
+        self._closed: Final = threading.Event()
+        self._lock: Final = threading.Lock()
+        try:
+            self._open()
+        except RetryableError as error:
+            if options.on_error == "fail":
+                raise
+            _log.warning("the engine runs without kvtier's cache %s for now: %s", self.name, error)
+            threading.Thread(target=self._open_later, name="kvtier-open", daemon=True).start()
+
+    def probe(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys have a block that a load would get."""
+
+        def look(cache: Cache) -> list[bool]:
+            tiers = 0xFF if self._reachable else _MAPPED
+            found = (cache.probe(keys[at : at + _MOST_KEYS]) for at in range(0, len(keys), _MOST_KEYS))
+            return [bool(residency & tiers) for some in found for residency in some]
+
+        return self._tried(group, "a lookup failed", look, len(keys))
+
+    def load(self, group: int, keys: Sequence[bytes], blocks: Sequence[Any] | Pages) -> list[bool]:
+        """Fills those of ``blocks``, one a key, that are stored, and says which. The others may hold any bytes
+        afterwards."""
+        there = [at for at, found in enumerate(self.probe(group, keys)) if found]
+
+        def get(cache: Cache) -> list[bool]:
+            if not there:
+                return [False] * len(keys)
+            chosen = blocks[np.array(there)] if isinstance(blocks, Pages) else [blocks[at] for at in there]
+            loaded = set(there[: len(cache.get([keys[at] for at in there], chosen))])
+            self.complaints.note("blocks loaded", len(loaded))
+            return [at in loaded for at in range(len(keys))]
+
+        return self._tried(group, "a load failed", get, len(keys))
+
+    def save(self, group: int, keys: Sequence[bytes], blocks: Blocks) -> list[bool]:
+        """Stores blocks under keys; false for those that are not stored afterwards."""
+
+        def put(cache: Cache) -> list[bool]:
+            if not self._reachable:
+                self.complaints.note("blocks not saved: the daemon does not answer", len(keys))
+                return [False] * len(keys)
+            results = cache.put(keys, blocks)
+            self.complaints.note("blocks saved", sum(result is BlockResult.OK for result in results))
+            return [result in _STORED for result in results]
+
+        return self._tried(group, "a save failed", put, len(keys))
+
+    def has(self, group: int, key: bytes) -> bool:
+        """Whether :meth:`probe` finds one key."""
+        return self.probe(group, [key])[0]
+
+    def drop(self, group: int, keys: Sequence[bytes]) -> bool:
+        """Forgets blocks. Whether all of them were there and are gone."""
+
+        def forget(cache: Cache) -> list[bool]:
+            return [bool(keys) and all(result is BlockResult.OK for result in cache.drop(keys).results)]
+
+        return self._tried(group, "blocks were not dropped", forget, 1)[0]
+
+    def clear(self) -> None:
+        """Forgets all blocks that nobody holds."""
+        self._tried(0, "the cache was not cleared", lambda cache: [cache.reset(force=True) is not None], 1)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            client, self._client, self._groups = self._client, None, ()
+        _log.info("%s closed: %s", self.name, dict(self.complaints.counts))
+        if client is not None:
+            client.close()
+
+    @property
+    def _reachable(self) -> bool:
+        client = self._client
+        return client is not None and client.reachable
+
+    def _tried(self, group: int, failure: str, work: Callable[[Cache], list[bool]], count: int) -> list[bool]:
+        groups = self._groups
+        if not groups:
+            return [False] * count
+        try:
+            return work(groups[group])
+        except Exception as error:  # noqa: BLE001  the engine's thread must not end because of its cache
+            self.complaints.add(failure, error)
+            return [False] * count
+
+    def _open(self) -> None:
+        client = Client(self._options.address, timeout=self._options.load_timeout)
+        try:
+            cache = client.open_cache(
+                self.name,
+                self._spec,
+                budgets=self._budgets,
+                options=CacheOptions(write_policy=self._options.policy),
+                timeout=_OPEN_S,
+            )
+        except BaseException:
+            client.close()
+            raise
+        groups = [cache.in_group(at) for at in range(len(self._spec.groups))]
+        with self._lock:
+            if not self._closed.is_set():
+                self._client, self._groups = client, groups
+        if self._closed.is_set():
+            client.close()
+        for at, each in enumerate(groups):
+            slots = ", ".join(f"{each.slots(tier)} on {tier}" for tier in each.tiers)
+            _log.info("kvtier's cache %s, group %d: blocks of %d bytes, %s", self.name, at, each.block_bytes, slots)
+
+    def _open_later(self) -> None:
+        while not self._closed.wait(_OPEN_S):
+            try:
+                self._open()
+                return
+            except RetryableError:
+                continue
+            except KvtierError as error:
+                _log.error("the engine runs without kvtier's cache %s: %s", self.name, error)
+                return
