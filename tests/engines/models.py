@@ -30,6 +30,14 @@ def llama() -> Any:
     return LlamaConfig(**_COMMON, num_hidden_layers=2, num_key_value_heads=2)
 
 
+def medium() -> Any:
+    """Large enough for a prompt to take time."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_key_value_heads": 4}
+    return LlamaConfig(**{**_COMMON, **sizes})
+
+
 def hybrid() -> Any:
     """Two of three layers see the last 64 tokens only."""
     from transformers import Olmo3Config
@@ -60,7 +68,7 @@ def mla() -> Any:
     )
 
 
-KINDS: Final[Mapping[str, Callable[[], Any]]] = {"llama": llama, "hybrid": hybrid, "mla": mla}
+KINDS: Final[Mapping[str, Callable[[], Any]]] = {"llama": llama, "medium": medium, "hybrid": hybrid, "mla": mla}
 
 
 def make(kind: str, directory: Path, seed: int) -> None:
