@@ -18,6 +18,7 @@ from typing import Any, Final
 from tests.engines.engines import ROOT, Engine, environment
 
 START_S: Final = 150.0
+_END_S: Final = 20.0
 _PAGE: Final = ROOT / "docs/engines.md"
 
 
@@ -67,7 +68,7 @@ def free_port() -> str:
 
 @contextmanager
 def serving(words: Sequence[Any], variables: Mapping[str, str], ready: str) -> Iterator[str]:
-    """What a server wrote until it said that it is ready; ended with the block."""
+    """What a server wrote until it said that it is ready. It is ended with the block, in the end by SIGKILL."""
     said: list[str] = []
     heard = threading.Event()
     with subprocess.Popen(
@@ -95,6 +96,9 @@ def serving(words: Sequence[Any], variables: Mapping[str, str], ready: str) -> I
             assert any(ready in line for line in said), "".join(said)
             yield "".join(said)
         finally:
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(_END_S)
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
             listener.join()
