@@ -122,6 +122,8 @@ class Reader:
         """Of a chain, the blocks to be stored: of a full-attention group all from the first on that is not there, else
         each that is not. The daemon is told that those were used which no commit will touch."""
         mapping = self._current(keys)
+        if self._binder.bound_to(self._binder.session.live_link) is None:
+            return None  # what is mapped was a daemon's that is gone: the next one may lack its blocks
         if mapping is None or not are_distinct(keys):
             return None
         there = mapping.chains.presence(keys, group).residency != 0
