@@ -260,25 +260,26 @@ async def test_scheduler_and_worker_in_processes_of_their_own(start, daemon):
 
 @pytest.mark.parametrize("settings", [SYNC, ASYNC], ids=["sync", "async"])
 async def test_every_load_fails(start, daemon, settings):
-    asked = prompts(5)
-    name, longer = f"evicted-{settings['async_blocks']}", [prompt + prompt[:64] for prompt in asked]
-    failing = ("EvictedConnector", "tests.engines.vllm_faults")
+    """``fresh`` shares blocks with a request whose load fails, and loads nothing itself."""
+    asked, fresh = prompts(5), prompts(5, count=5)[4]
+    name, failing = f"evicted-{settings['async_blocks']}", ("EvictedConnector", "tests.engines.vllm_faults")
     with start({"cache": name} | settings, connector=failing, async_scheduling=False) as engine:
         cold = engine.generate(asked)
-        expected = engine.generate(longer, salt="unknown")
-        await whole(daemon, name, 2 * STORED + 8)
+        expected = engine.generate([fresh], salt="unknown")
+        blocks = STORED + FULL // BLOCK
+        await whole(daemon, name, blocks)
         for together in (False, True):
             engine.forget()
-            again = engine.generate(longer[2 * together :][:2], together=together)
+            again = engine.generate([*asked, fresh] if together else asked, together=together)
             assert again.external > cold.external
-            for found, right in zip(again.completions, expected.completions[2 * together :], strict=False):
+            for found, right in zip(again.completions, (*cold.completions, *expected.completions), strict=False):
                 assert found.tokens == right.tokens
-        await whole(daemon, name, 2 * STORED + 16)
+        await whole(daemon, name, blocks + (FULL - SHARED) // BLOCK)
     # What was computed in the step whose load had failed is not stored.
     with start({"cache": name} | settings, async_scheduling=False) as engine:
-        found = engine.generate(longer)
-        assert found.cached == [FULL + 64] * 4
-        assert [one.tokens for one in found.completions] == [one.tokens for one in expected.completions]
+        found = engine.generate([fresh])
+        assert found.cached == [FULL]
+        assert found.completions[0].tokens == expected.completions[0].tokens
 
 
 async def test_requests_are_preempted(start, daemon):

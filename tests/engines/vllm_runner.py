@@ -79,6 +79,7 @@ class Runner:
         core = getattr(self._engine.engine_core, "engine_core", None)
         while core is not None and core.scheduler.has_requests():
             core.step_fn()
+            time.sleep(0.001)  # as vLLM's own loop does
 
     def _external(self) -> int:
         """Prompt tokens that came from the connector since the engine started."""
