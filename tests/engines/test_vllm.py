@@ -117,6 +117,8 @@ def start(template, daemon, make_model, tmp_path):
             if processes:
                 basic["distributed_executor_backend"] = "mp"
             variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+            if processes:  # two ranks share the cores of one NUMA node
+                variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             return stack.enter_context(template.start(basic | arguments, tmp_path / "engine.log", variables))
 
         yield start
@@ -237,11 +239,11 @@ async def test_chunks_and_salts(start, daemon):
         assert engine.generate(asked, salt="a").cached == cold.cached
 
 
-async def test_scheduler_and_worker_in_processes_of_their_own(start, daemon):
+async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon):
     asked = prompts(4)
     address = f"ipc://{daemon.home}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
-    told = {"processes": True, "kv_events_config": events}
+    told = {"processes": True, "tensor_parallel_size": 2, "kv_events_config": events}
     with Subscriber(address) as routers, start({"cache": "processes"}, **told) as engine:
         cold = engine.generate(asked)
         await whole(daemon, "processes", STORED)
