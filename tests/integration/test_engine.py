@@ -204,3 +204,12 @@ def test_a_chain_grows_as_the_keys_of_the_whole():
         grown.extend(PROMPT[start : start + 3])
     assert grown.packed == kvtier.chain_keys(PROMPT, TOKENS)
     assert KeyChain.adopt().extend([b"\1" * 32, b"short"]) == 2
+
+
+def test_a_hold_that_comes_too_late_is_given_back(daemon):
+    with engine(daemon.address, pin=True, pin_wait=0) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        assert toy.planner.offer("x", toy.chain(PROMPT), 0, total_tokens=len(PROMPT)) == 0
+        wait_until(lambda: toy.planner.leader._late is not None and toy.planner.leader._late.done())
+        wait_until(lambda: not any(lease.held_blocks for lease in client.leases()))

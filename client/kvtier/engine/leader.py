@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -216,41 +216,28 @@ class Leader:
             asked = self._thread.submit(acquire)
         except KvtierError:  # closed
             return None
+
+        async def give_back() -> None:
+            await (await asyncio.wrap_future(asked)).release()
+
         try:
             return asked.result(wait)
-        except (KvtierError, TimeoutError) as error:
-            self._late = asked
-            asked.add_done_callback(
-                lambda late: None if late.cancelled() or late.exception() else self.unpin(late.result())
-            )
+        except KvtierError as error:
             self.complaints.add("a hit could not be pinned", error)
-            return None
+        except TimeoutError:
+            self._late = asked
+            self._soon(give_back, "a hit could not be pinned in time")
+        return None
 
     def unpin(self, lease: AcrossLease) -> None:
         """Gives a hold back, in the background."""
-
-        async def release() -> None:
-            try:
-                await lease.release()
-            except KvtierError as error:
-                self.complaints.add("a hold could not be given back", error)
-
-        with suppress(KvtierError):  # closed: the daemon has it back already
-            self._thread.submit(release)
+        self._soon(lease.release, "a hold could not be given back")
 
     def reset(self) -> None:
         """Drops every block that nobody holds, in the background."""
         cache = self._cache
-
-        async def drop(cache: Cache) -> None:
-            try:
-                await cache.reset(force=True)
-            except KvtierError as error:
-                self.complaints.add("the cache could not be reset", error)
-
         if cache is not None:
-            with suppress(KvtierError):  # closed
-                self._thread.submit(lambda: drop(cache))
+            self._soon(lambda: cache.reset(force=True), "the cache could not be reset")
 
     def events(self) -> list[Event]:
         """Those since this was asked last; the oldest are lost where that is long ago."""
@@ -262,14 +249,8 @@ class Leader:
     def doubt(self) -> None:
         """A copy failed: asks whether the daemon answers. While it does not, only memory is offered."""
         client = self._client
-
-        async def ask(client: AsyncClient) -> None:
-            with suppress(KvtierError):  # the session remembers who did not answer
-                await client.stats(timeout=_DOUBT_S)
-
         if client is not None:
-            with suppress(KvtierError):  # closed
-                self._thread.submit(lambda: ask(client))
+            self._soon(lambda: client.stats(timeout=_DOUBT_S), "the daemon did not answer after a copy had failed")
 
     def close(self) -> None:
         """Ends the session: the daemon has all slots back."""
@@ -298,6 +279,18 @@ class Leader:
                 with suppress(ValueError):  # the other thread was quicker
                     self._reserved[group].remove(reserved)
         return list(self._reserved[group])
+
+    def _soon(self, work: Callable[[], Coroutine[Any, Any, object]], fault: str) -> None:
+        """Runs it on the leader's own thread. Nobody waits for it."""
+
+        async def run() -> None:
+            try:
+                await work()
+            except KvtierError as error:
+                self.complaints.add(fault, error)
+
+        with suppress(KvtierError):  # closed: the daemon has everything back
+            self._thread.submit(run)
 
     def _look(self) -> None:
         with suppress(KvtierError):  # closed
@@ -410,7 +403,6 @@ class Leader:
     async def _end(self, group: int, reserved: Reserved) -> None:
         with suppress(ValueError):
             self._reserved[group].remove(reserved)
-        reserved.free.clear()
         try:
             await reserved.lease.cache.release(reserved.lease)
         except KvtierError as error:
