@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier import Client
 from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, PageGroup, Pages, Plane, Planner
 
 TOKENS: Final = 4
@@ -115,21 +116,23 @@ class Engine:
             step = min(chunk, run.tokens - done)
             self.planner.scheduled(run.name, done, step, run.table, chain=run.chain)
             self.begin_step()
-            self.forget_failed(run)
-            done = min(done, run.loaded * self.layout.tokens) if not run.computed else done
-            end = done + step if not run.failed else run.tokens
-            for block in range(done // self.layout.tokens, min(end, run.tokens) // self.layout.tokens):
+            if self.forget_failed(run):  # the pass was in vain
+                done = run.loaded * self.layout.tokens
+                self.end_step()
+                continue
+            end = done + step
+            for block in range(done // self.layout.tokens, end // self.layout.tokens):
                 for group, table in run.table.items():
                     for worker in self.workers:
                         if table[block] >= 0:
                             worker.compute(group, table[block], run.chain.key(block))
                 run.computed += 1
-            done = min(end, run.tokens)
+            done = end
             self.check(run, done // self.layout.tokens)
             self.end_step()
 
-    def forget_failed(self, run: Run) -> None:
-        """Cuts what was loaded to the blocks before the first that did not arrive."""
+    def forget_failed(self, run: Run) -> bool:
+        """Cuts what was loaded to the blocks before the first that did not arrive. False: all did."""
         failed = [worker.mover.failed_pages() for worker in self.workers]
         for block in range(run.loaded):
             if any(table[block] in each.get(group, ()) for group, table in run.table.items() for each in failed):
@@ -138,7 +141,8 @@ class Engine:
                 for group, table in run.table.items():
                     for missing in [at for at, page in enumerate(table) if page < 0]:
                         table[missing] = self.pages(group, 1)[0]
-                return
+                return True
+        return False
 
     def check(self, run: Run, blocks: int) -> None:
         for group, table in run.table.items():
@@ -202,6 +206,21 @@ class Engine:
         for worker in self.workers:
             worker.mover.close()
         self.planner.close()
+
+
+def assert_right(client: Client, toy: Any, keys: Iterable[bytes]) -> int:
+    """That all that is stored of these keys has the bytes that the model computes. Returns how many blocks there are."""
+    found, layout = 0, toy.layout
+    cache = client.open_cache(toy.planner.leader.name)
+    for group, planes in enumerate(each.planes for each in layout.groups):
+        parts = [(plane, 0) for plane in planes if plane.replicated]
+        parts += [(plane, rank) for rank in range(layout.ranks) for plane in planes if not plane.replicated]
+        for key in keys:
+            for there in cache.in_group(group).get([key]):
+                right = np.concatenate([content(key, group, plane, rank) for plane, rank in parts])
+                assert np.array_equal(there, right), f"group {group}: wrong bytes are stored"
+                found += 1
+    return found
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from kvtier import BlockResult, Client
 from kvtier.engine import EngineOptions, KeyChain, Layout, PageGroup, Pages, Plane
 from kvtier.errors import DaemonUnavailable, InvalidArgument
-from tests.engine.toy import PLAIN, TOKENS, Engine, engine, wait_until
+from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
 
 PROMPT = list(range(100, 100 + 10 * TOKENS + 1))
 OTHER = [7] * (6 * TOKENS + 1)
@@ -213,3 +213,44 @@ def test_a_hold_that_comes_too_late_is_given_back(daemon):
         assert toy.planner.offer("x", toy.chain(PROMPT), 0, total_tokens=len(PROMPT)) == 0
         wait_until(lambda: toy.planner.leader._late is not None and toy.planner.leader._late.done())
         wait_until(lambda: not any(lease.held_blocks for lease in client.leases()))
+
+
+def stale(toy: Engine, client: Client) -> Run:
+    """A request whose synchronous load is about to fail at block 4 of 10."""
+    toy.run(PROMPT)
+    toy.settle()
+    run = toy.begin([*PROMPT, *range(6 * TOKENS)])
+    assert (run.loaded, toy.planner.is_async(run.name)) == (10, False)
+    client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
+    return run
+
+
+def compute_wrongly(toy: Engine, run: Run, first: int, last: int) -> None:
+    """The forward pass of a step, over pages that did not arrive."""
+    toy.planner.scheduled(run.name, first * TOKENS, (last - first) * TOKENS, run.table)
+    toy.begin_step()
+    for group, table in run.table.items():
+        for plane in toy.workers[0].memory[group].values():
+            plane[table[first:last]] = 99
+    toy.workers[0].mover.save()
+
+
+def test_what_was_computed_on_a_failed_load_is_not_saved_later(daemon):
+    with engine(daemon.address, reserve_blocks=1) as toy, Client(daemon.address) as client:
+        run = stale(toy, client)
+        compute_wrongly(toy, run, 10, 16)  # there are not slots enough: the save waits
+        toy.end_step()
+        toy.end(run)
+        toy.settle()
+        assert_right(client, toy, [run.chain.key(block) for block in range(16)])
+
+
+def test_a_step_that_was_planned_before_a_load_failed_saves_nothing(daemon):
+    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
+        run = stale(toy, client)
+        compute_wrongly(toy, run, 10, 12)
+        compute_wrongly(toy, run, 12, 16)
+        toy.end_step()
+        toy.end(run)
+        toy.settle()
+        assert_right(client, toy, [run.chain.key(block) for block in range(16)])

@@ -69,8 +69,6 @@ class Mover:
         self._saving: Final = ThreadPoolExecutor(1, "kvtier-save")
         self._under_way: Final[dict[int, _Copying]] = {}
         self._synchronous: list[Future[None]] = []
-        self._spoiled = False
-        """A synchronous load of the last step failed."""
         self._to_save: tuple[Save, ...] = ()
         self._ended: Final[deque[Outcome]] = deque()
         self._failed: defaultdict[int, set[int]] = defaultdict(set)
@@ -88,7 +86,7 @@ class Mover:
         saves. Waits for copies of pages that are flushed."""
         if work.flush:
             self.flush(work.flush)
-        self._to_save, self._synchronous, self._spoiled = work.saves, [], False
+        self._to_save, self._synchronous = work.saves, []
         for load in work.loads:
             try:
                 rows = {group: self._rows(self._into[group], pages, stream) for group, pages in load.pages.items()}
@@ -104,8 +102,7 @@ class Mover:
         wait(self._synchronous, timeout)
 
     def save(self, *, stream: Stream | None = None) -> None:
-        """Begins the saves of the last step, on a GPU once ``stream`` has done the forward pass. Where a synchronous
-        load of the step failed, the pass has computed on wrong bytes: nothing is saved."""
+        """Begins the saves of the last step, on a GPU once ``stream`` has done the forward pass."""
         saves, self._to_save = self._to_save, ()
         for save in saves:
             placed = [(group, each) for group, places in save.places.items() for each in places]
@@ -121,7 +118,7 @@ class Mover:
             pages: defaultdict[int, list[int]] = defaultdict(list)
             for group, each in placed:
                 pages[group] += each.pages
-            work = partial(self._save, save, None if self._spoiled else rows)
+            work = partial(self._save, save, rows)
             self._begin(self._saving, save.ticket, pages, work, is_save=True)
 
     def failed_pages(self) -> dict[int, set[int]]:
@@ -218,7 +215,6 @@ class Mover:
             if arrived < len(load.pages[group]):
                 failed[group] = frozenset(load.pages[group][arrived:])
         with self._lock:
-            self._spoiled |= load.sync and bool(failed)
             for group, missing in failed.items():
                 self._failed[group] |= missing
         self._tell(load, "load", failed, nbytes, started)

@@ -69,6 +69,8 @@ class _Ticket:
     keys: Sequence[bytes] = ()
     writing: Writing | None = None
     cancelled: bool = False
+    sync: bool = False
+    """A load on whose pages the same step computes."""
 
 
 class Planner:
@@ -165,6 +167,7 @@ class Planner:
         number = next(self._numbers)
         self._loads.append(Load(number, req_id, keys, pages, end - request.first, waits))
         self._tickets[number] = self._ticket(req_id, request, pages, request.first, end)
+        self._tickets[number].sync = waits
         request.loading.add(number)
 
     def scheduled(
@@ -270,7 +273,10 @@ class Planner:
             request.saving.discard(outcome.ticket)
             if ticket.writing is not None:
                 self._written(ticket, ticket.writing)
-            elif not ticket.cancelled:
+                continue
+            if ticket.failed and ticket.sync:
+                self._distrust()
+            if not ticket.cancelled:
                 self._loaded(ticket)
                 for group, missing in ticket.failed.items():
                     failed[group] |= missing
@@ -350,7 +356,7 @@ class Planner:
         end = min(request.complete, len(request.chain))
         end = end if request.most is None else min(end, request.most)
         if request.saved is None:
-            request.saved = self.leader.stored(request.chain.span(0, end))
+            request.saved = self.leader.stored(request.chain.packed)
         first = request.saved
         while first < end and request.chain.key(first) in self._being_saved:
             first += 1
@@ -408,6 +414,14 @@ class Planner:
         self._note("loads that failed in part")
         ticket.request.bound, ticket.request.saved = ticket.first, None
         self.leader.doubt()
+
+    def _distrust(self) -> None:
+        """Steps have computed on pages that did not arrive: nothing is saved of what was planned up to now. Each rank
+        tells of its loads first, so no such save is over yet."""
+        for ticket in self._tickets.values():
+            ticket.cancelled |= ticket.writing is not None
+        for request in self._requests.values():
+            request.tables, request.complete = {}, 0
 
     def _written(self, ticket: _Ticket, writing: Writing) -> None:
         """The pages have been read; the commit takes a little longer."""

@@ -1,0 +1,143 @@
+"""Random walks of an engine over everything that can happen to its requests, to its ranks and to the daemon."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Final
+
+import pytest
+
+from kvtier import Client
+from kvtier.engine import Layout, PageGroup, Plane
+from tests.engine.toy import TOKENS, assert_right, wait_until
+from tests.engine.walk import STALL_S, Walk, walk
+from tests.integration.daemon import DaemonProcess
+
+PLAIN: Final = Layout("plain", TOKENS, (PageGroup((Plane("k", 500), Plane("v", 4096))),))
+HYBRID: Final = Layout(
+    "hybrid", TOKENS, (PageGroup((Plane("full", 700),)), PageGroup((Plane("near", 900),), window=3 * TOKENS))
+)
+SINKS: Final = Layout(
+    "sinks",
+    TOKENS,
+    (PageGroup((Plane("near", 700),), window=3 * TOKENS, sink=TOKENS), PageGroup((Plane("full", 600),))),
+)
+RANKS: Final = Layout(
+    "ranks", TOKENS, (PageGroup((Plane("heads", 300), Plane("latent", 200, replicated=True))),), ranks=2
+)
+LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS)}
+STEPS: Final = 120
+
+
+class World:
+    """What others do between two steps. ``rough``: to the daemon and its sessions, too."""
+
+    def __init__(self, daemon: DaemonProcess, walk: Walk, seed: int, *, rough: bool) -> None:
+        self._daemon = daemon
+        self._walk = walk
+        self._random = random.Random(seed)
+        self._deeds = {self._evict: 0.06, self._reset: 0.01}
+        if rough:
+            self._deeds |= {self._sleep: 0.02, self._crash: 0.01, self._kick: 0.02}
+        self._asleep = False
+
+    def act(self) -> None:
+        if self._asleep:
+            if self._random.random() < 0.1:
+                self.wake()
+            return
+        for deed, chance in self._deeds.items():
+            if not self._asleep and self._random.random() < chance:
+                self._walk.counts[deed.__name__] += 1
+                deed()
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._daemon.resume()
+            self._asleep = False
+            self._maybe_wait()
+
+    def _sleep(self) -> None:
+        self._daemon.pause()
+        self._asleep = True
+
+    def _crash(self) -> None:
+        self._daemon.kill()
+        self._daemon.start()
+        self._maybe_wait()
+
+    def _reset(self) -> None:
+        self._walk.planner.reset()
+
+    def _evict(self) -> None:
+        keys = [key for key in self._walk.keys if self._random.random() < 0.1]
+        if keys:
+            with Client(self._daemon.address) as client:
+                cache = client.open_cache(self._walk.planner.leader.name)
+                cache.in_group(self._random.randrange(len(self._walk.layout.groups))).drop(keys)
+
+    def _kick(self) -> None:
+        with Client(self._daemon.address) as client:
+            sessions = [each.session_id for each in client.stats().sessions if each.session_id != client.session_id]
+            if sessions:
+                client.kick(self._random.choice(sessions))
+        self._maybe_wait()
+
+    def _maybe_wait(self) -> None:
+        """Half of the time the engine goes on while its clients find a new session."""
+        if self._random.random() < 0.5:
+            wait_until(lambda: self._walk.planner.leader.answers)
+
+
+def go(daemon: DaemonProcess, layout: Layout, seed: int, *, rough: bool, steps: int = STEPS, **settings: Any) -> Walk:
+    with walk(daemon.address, layout, seed, **settings) as engine:
+        world = World(daemon, engine, seed, rough=rough)
+        try:
+            for _ in range(steps):
+                world.act()
+                engine.step()
+        finally:
+            world.wake()
+        engine.drain()
+        assert not engine.left_in_planner
+        assert engine.slowest[0] < STALL_S, engine.slowest
+        with Client(daemon.address) as client:
+            found = assert_right(client, engine, engine.keys)
+    with Client(daemon.address) as client:
+        wait_until(lambda: not client.leases())
+    print(found, engine.counts, engine.planner.stats())
+    return engine
+
+
+def settings(layout: Layout, seed: int) -> dict[str, Any]:
+    """Some walks have hardly any slots, some hold what they offer, some have several threads."""
+    chances = random.Random(seed)
+    slots = chances.choice([12, 40, 120])
+    slot_bytes = 4096 * max(-(-layout.spec.block_bytes(group) // 4096) + 2 for group in range(len(layout.groups)))
+    return {
+        "host_bytes": slots * len(layout.groups) * slot_bytes,
+        "disk_bytes": 2 * slots * len(layout.groups) * slot_bytes,
+        "reserve_blocks": chances.choice([1, 8, 64]),
+        "threads": chances.choice([1, 3]),
+        "async_blocks": chances.choice([0, 4, 16]),
+        "pin": chances.random() < 0.3,
+        "late": chances.choice([0.0, 0.2, 0.7]),
+        "broken": chances.choice([0.0, 0.05, 0.2]),
+    }
+
+
+def walks(daemon: DaemonProcess, layout: Layout, seed: int) -> None:
+    go(daemon, layout, seed, rough=seed % 2 == 1, **settings(layout, seed))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_page_is_right_or_named(start_daemon, layout, seed):
+    walks(start_daemon(host=512, disk=1024), LAYOUTS[layout], seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 40))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_walks(start_daemon, layout, seed):
+    walks(start_daemon(host=512, disk=1024), LAYOUTS[layout], seed)
