@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,13 @@ def content(key: bytes, group: int, plane: Plane, rank: int) -> NDArray[np.uint8
     return np.resize(np.frombuffer(seed, np.uint8), plane.nbytes)
 
 
-class Worker:
+M_co = TypeVar("M_co", bound=Mover, covariant=True)
+
+
+class Worker(Generic[M_co]):
     """One rank: its pages and its mover. A page that is free holds 255 everywhere."""
 
-    def __init__(self, layout: Layout, options: EngineOptions, rank: int, pages: int) -> None:
+    def __init__(self, layout: Layout, options: EngineOptions, rank: int, pages: int, mover: type[M_co]) -> None:
         self.rank = rank
         self.layout = layout
         self.memory = [
@@ -42,7 +45,7 @@ class Worker:
             for group in layout.groups
         ]
         arrays = [Pages(group, planes) for group, planes in enumerate(self.memory)]
-        self.mover = Mover(layout, options, arrays, rank=rank)
+        self.mover = mover(layout, options, arrays, rank=rank)
 
     def compute(self, group: int, page: int, key: bytes) -> None:
         for plane in self.layout.groups[group].planes:
@@ -79,7 +82,7 @@ class Engine:
         options = EngineOptions.of({"address": str(address), **settings})
         self.layout = layout
         self.planner = Planner.open(layout, options)
-        self.workers = [Worker(layout, options, rank, pages) for rank in range(layout.ranks)]
+        self.workers = [Worker(layout, options, rank, pages, Mover) for rank in range(layout.ranks)]
         self.free = [list(range(pages)) for _ in layout.groups]
         self.random = random.Random(7)
         self.count = 0
@@ -209,7 +212,7 @@ class Engine:
 
 
 def assert_right(client: Client, toy: Any, keys: Iterable[bytes]) -> int:
-    """That all that is stored of these keys has the bytes that the model computes. Returns how many blocks there are."""
+    """That all that is stored of these keys has the bytes that the model computes. Returns how many blocks it is."""
     found, layout = 0, toy.layout
     cache = client.open_cache(toy.planner.leader.name)
     for group, planes in enumerate(each.planes for each in layout.groups):

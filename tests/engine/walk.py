@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, Pages, Planner
+from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, Planner
 from kvtier.engine.work import NO_PAGE
 from tests.engine.toy import Worker, sent, wait_until
 
@@ -66,23 +66,27 @@ class FaultyMover(Mover):
 class Walk:
     """An engine with few pages. ``trouble``: chances that a copy fails or is late."""
 
-    mover: type[FaultyMover] = FaultyMover
-    planner: type[Planner] = Planner
-
     def __init__(
-        self, address: str, layout: Layout, seed: int, *, pages: int = 40, late: float = 0.2, broken: float = 0.05,
+        self,
+        address: str,
+        layout: Layout,
+        seed: int,
+        *,
+        planner: type[Planner] = Planner,
+        mover: type[FaultyMover] = FaultyMover,
+        pages: int = 40,
+        late: float = 0.2,
+        broken: float = 0.05,
         **settings: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.random = random.Random(seed)
         self.layout = layout
         options = EngineOptions.of({"address": address, "load_timeout": 0.5, "pin_wait": 0.02, **settings})
-        self.planner = self.planner.open(layout, options)
-        self.workers = [Worker(layout, options, rank, pages) for rank in range(layout.ranks)]
+        self.planner = planner.open(layout, options)
+        self.workers = [Worker(layout, options, rank, pages, mover) for rank in range(layout.ranks)]
         for worker in self.workers:
-            worker.mover.close()
-            arrays = [Pages(group, planes) for group, planes in enumerate(worker.memory)]
-            worker.mover = mover = self.mover(layout, options, arrays, rank=worker.rank)
-            mover.chances, mover.late, mover.broken = random.Random(seed + worker.rank), late, broken
+            worker.mover.chances = random.Random(seed + worker.rank)
+            worker.mover.late, worker.mover.broken = late, broken
         self.ahead = self.random.randrange(2)
         """Steps that are planned before the outcomes of one are heard."""
         self._unheard: deque[tuple[list[Outcome], list[Job]]] = deque()
@@ -164,7 +168,7 @@ class Walk:
             self._remove(job)
 
     def _schedule(self) -> dict[Job, int]:
-        batch = {}
+        batch: dict[Job, int] = {}
         for job in self.jobs:
             if job.state == "waiting" and len(batch) < 5:
                 self._admit(job)
@@ -353,7 +357,7 @@ class Walk:
         for group in range(len(self.layout.groups)):
             pages = len(next(iter(self.workers[0].memory[group].values())))
             assert sorted(self.free[group]) == list(range(pages))
-            for page in range(pages):
+            for _ in range(pages):
                 self._hand_out(group)
 
     @property

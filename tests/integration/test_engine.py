@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, Client
-from kvtier.engine import EngineOptions, KeyChain, Layout, PageGroup, Pages, Plane
+from kvtier.engine import EngineOptions, KeyChain, Layout, Load, Mover, PageGroup, Pages, Plane, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
 
@@ -254,3 +256,50 @@ def test_a_step_that_was_planned_before_a_load_failed_saves_nothing(daemon):
         toy.end(run)
         toy.settle()
         assert_right(client, toy, [run.chain.key(block) for block in range(16)])
+
+
+def test_a_failed_load_is_not_laid_to_the_next_owner_of_its_pages(daemon):
+    with engine(daemon.address, async_blocks=1) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        run = toy.begin(PROMPT)
+        client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
+        toy.begin_step()
+        toy.planner.preempted(run.name)
+        toy.begin_step()
+        assert not any(toy.workers[0].mover.failed_pages().values())
+
+
+def test_of_a_hybrid_all_pages_fail_together(daemon):
+    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        run = toy.begin(PROMPT)
+        client.open_cache(toy.planner.leader.name).in_group(1).drop([run.chain.key(8)])
+        toy.begin_step()
+        failed = toy.workers[0].mover.failed_pages()
+        assert failed == {0: set(run.table[0][:10]), 1: set(run.table[1][5:10])}
+
+
+def test_a_closed_mover_touches_no_file_of_others(daemon):
+    gate = threading.Event()
+
+    class Slow(Mover):
+        def _arrived(self, group: int, keys: bytes, rows: Any) -> int:
+            gate.wait()
+            return 0
+
+    memory = {plane.name: np.zeros((1, plane.nbytes), np.uint8) for plane in PLAIN.groups[0].planes}
+    mover = Slow(PLAIN, EngineOptions(str(daemon.address)), [Pages(0, memory)])
+    number = mover.fileno()
+    mover.start(Work(loads=(Load(1, "r", {0: bytes(32)}, {0: (0,)}, 1, False),)))
+    mover.close(timeout=0)
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        assert other == number
+        gate.set()
+        wait_until(lambda: not mover._under_way)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+    finally:
+        os.close(other)

@@ -73,8 +73,7 @@ class Mover:
         self._ended: Final[deque[Outcome]] = deque()
         self._failed: defaultdict[int, set[int]] = defaultdict(set)
         self._lock: Final = threading.Lock()
-        self._fd: Final = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closed = False
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def open(self) -> None:
         """Opens the cache ahead of the first copy. For an engine's start, once the scheduler has made the cache."""
@@ -130,7 +129,8 @@ class Mover:
     def poll(self) -> list[Outcome]:
         """What has ended since."""
         with suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+            if self._fd >= 0:
+                os.eventfd_read(self._fd)
         ended: list[Outcome] = []
         while self._ended:
             ended.append(self._ended.popleft())
@@ -158,12 +158,14 @@ class Mover:
                     each.given_up = True
             elif each.future is not None:
                 wait([each.future])
+        with self._lock:  # a load of theirs that failed is of nobody's concern
+            for group, failed in self._failed.items():
+                failed -= failed if pages is None else set(pages.get(group, ()))
 
     def close(self, timeout: float = 2.0) -> None:
         """Ends copies that have not begun, waits for the others, and gives back what this worker holds."""
-        if self._closed:
+        if self._fd < 0:
             return
-        self._closed = True
         for pool in (self._loading, self._saving):
             pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -171,7 +173,9 @@ class Mover:
         wait(left, timeout)
         if self._client is not None:
             self._client.close()
-        os.close(self._fd)
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        os.close(fd)
 
     # -- in the threads --------------------------------------------------------------------------------------------
 
@@ -214,6 +218,9 @@ class Mover:
             nbytes += arrived * self._into[group].nbytes
             if arrived < len(load.pages[group]):
                 failed[group] = frozenset(load.pages[group][arrived:])
+        if failed and any(group.window for group in self.layout.groups):
+            # The window of a shorter prefix begins with blocks that this load has left out.
+            failed = {group: frozenset(pages) for group, pages in load.pages.items()}
         with self._lock:
             for group, missing in failed.items():
                 self._failed[group] |= missing
@@ -277,8 +284,9 @@ class Mover:
         self._ended.append(
             Outcome(ticket.ticket, ticket.request, kind, self.rank, failed, ticket.blocks, nbytes, seconds)
         )
-        with suppress(OSError):  # it is closed
-            os.eventfd_write(self._fd, 1)
+        with self._lock:
+            if self._fd >= 0:  # its number may be another file's since
+                os.eventfd_write(self._fd, 1)
 
 
 def _nowhere(block: OnGpu) -> Gpu | None:
