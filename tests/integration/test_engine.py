@@ -303,3 +303,15 @@ def test_a_closed_mover_touches_no_file_of_others(daemon):
             os.eventfd_read(other)
     finally:
         os.close(other)
+
+
+def test_what_one_group_has_lost_is_saved_again(daemon):
+    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        window = client.open_cache(toy.planner.leader.name).in_group(1)
+        window.drop([toy.chain(PROMPT).key(9)])
+        assert toy.run(PROMPT).loaded == 9
+        toy.settle()
+        assert toy.run(PROMPT).loaded == 10
+        assert "commit exists" not in toy.planner.stats()

@@ -144,13 +144,10 @@ class Leader:
         cache = self._cache
         return 0 if cache is None else cache.reader.length_across(keys[: MAX_KEYS * KEY_BYTES]) or 0
 
-    def stored(self, keys: bytes) -> int:
-        """How many blocks of a chain need not be saved: what every full-attention group has of it."""
+    def stored(self, keys: bytes, group: int) -> bytes:
+        """For each block of a group a byte, which is not 0 where the block is there for certain."""
         cache = self._cache
-        if cache is None:
-            return 0
-        keys = keys[: MAX_KEYS * KEY_BYTES]
-        return min(cache.reader.prefix_length(keys, group) or 0 for group in self._full)
+        return (cache and cache.reader.probe(keys, group)) or bytes(len(keys) // KEY_BYTES)
 
     def sources(self, keys: bytes) -> dict[str, int]:
         """How many of the blocks there are by the fastest tier that they are in, in the first group."""

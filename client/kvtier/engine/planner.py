@@ -356,7 +356,7 @@ class Planner:
         end = min(request.complete, len(request.chain))
         end = end if request.most is None else min(end, request.most)
         if request.saved is None:
-            request.saved = self.leader.stored(request.chain.packed)
+            request.saved = self.leader.prefix_length(request.chain.packed)
         first = request.saved
         while first < end and request.chain.key(first) in self._being_saved:
             first += 1
@@ -388,10 +388,10 @@ class Planner:
         self, request: _Request, first: int, end: int
     ) -> tuple[tuple[Taken, ...], dict[int, tuple[Placed, ...]], int]:
         """Slots for as many of these blocks as there are some for in every group."""
-        wanted = {
-            group: [block for block in range(first, end) if table[block] != NO_PAGE]
-            for group, table in request.tables.items()
-        }
+        wanted = {}
+        for group, table in request.tables.items():
+            stored = self.leader.stored(request.chain.span(first, end), group)
+            wanted[group] = [at for at in range(first, end) if table[at] != NO_PAGE and not stored[at - first]]
         slots = {}
         for group, blocks in wanted.items():
             slots[group], count = self.leader.take(group, len(blocks))
