@@ -315,3 +315,15 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
         toy.settle()
         assert toy.run(PROMPT).loaded == 10
         assert "commit exists" not in toy.planner.stats()
+
+
+def test_saves_leave_slots_for_loads(daemon):
+    with engine(daemon.address, pages=256, host_bytes=64 * 12288) as toy, Client(daemon.address) as client:
+        runs = [toy.begin([number] * (8 * TOKENS + 1)) for number in range(12)]
+        for run in runs:
+            toy.complete(run)
+        for run in runs:
+            toy.planner.aborted(run.name)
+        toy.settle()
+        slots = client.stats().caches[0].tiers[0].capacity
+        assert 0 < sum(lease.blank_slots for lease in client.leases()) <= slots // 4

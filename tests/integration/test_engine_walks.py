@@ -36,7 +36,7 @@ class World:
         self._daemon = daemon
         self._walk = walk
         self._random = random.Random(seed)
-        self._deeds = {self._evict: 0.06, self._reset: 0.01}
+        self._deeds = {self._evict: 0.06, self._reset: 0.005}
         if rough:
             self._deeds |= {self._sleep: 0.02, self._crash: 0.01, self._kick: 0.02}
         self._asleep = False
@@ -70,7 +70,7 @@ class World:
         self._walk.planner.reset()
 
     def _evict(self) -> None:
-        keys = [key for key in self._walk.keys if self._random.random() < 0.1]
+        keys = [key for key in self._walk.keys if self._random.random() < 0.03]
         if keys:
             with Client(self._daemon.address) as client:
                 cache = client.open_cache(self._walk.planner.leader.name)
@@ -112,7 +112,7 @@ def go(daemon: DaemonProcess, layout: Layout, seed: int, *, rough: bool, steps: 
 def settings(layout: Layout, seed: int) -> dict[str, Any]:
     """Some walks have hardly any slots, some hold what they offer, some have several threads."""
     chances = random.Random(seed)
-    slots = chances.choice([12, 40, 120])
+    slots = chances.choice([12, 60, 200])
     slot_bytes = 4096 * max(-(-layout.spec.block_bytes(group) // 4096) + 2 for group in range(len(layout.groups)))
     return {
         "host_bytes": slots * len(layout.groups) * slot_bytes,
@@ -122,7 +122,7 @@ def settings(layout: Layout, seed: int) -> dict[str, Any]:
         "async_blocks": chances.choice([0, 4, 16]),
         "pin": chances.random() < 0.3,
         "late": chances.choice([0.0, 0.2, 0.7]),
-        "broken": chances.choice([0.0, 0.05, 0.2]),
+        "broken": chances.choice([0.0, 0.1, 0.4]),
     }
 
 

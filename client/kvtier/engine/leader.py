@@ -40,8 +40,8 @@ START_S: Final = 5.0
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
 _LEAST_PIN_S: Final = 0.01
-_MOST_OF_TIER: Final = 8
-"""Reserved ahead is at most one in so many slots of the tier."""
+_MOST_OF_TIER: Final = 4
+"""Reserved, with what is being saved, is at most one in so many slots of the tier: loads need some, too."""
 _MOST_AHEAD: Final = 1 << 16
 _MOST_EVENTS: Final = 1 << 16
 
@@ -347,12 +347,15 @@ class Leader:
     async def _refill(self, cache: Cache) -> None:
         for group in self._groups:
             of_group = cache.in_group(group)
-            target = min(self._target[group], max(1, of_group.slots(Tier.HOST) // _MOST_OF_TIER))
-            free = sum(len(reserved.free) for reserved in self._live(group))
-            if 2 * free > target:
+            most = max(1, of_group.slots(Tier.HOST) // _MOST_OF_TIER)
+            target = min(self._target[group], most)
+            live = self._live(group)
+            free = sum(len(reserved.free) for reserved in live)
+            wanted = min(target - free, most - sum(reserved.open for reserved in live))
+            if 2 * free > target or wanted <= 0:
                 continue
             try:
-                lease = await of_group.reserve(target - free, Tier.HOST, timeout=CALL_S)
+                lease = await of_group.reserve(wanted, Tier.HOST, timeout=CALL_S)
             except KvtierError as error:
                 self.complaints.add("no slots could be reserved", error)
                 continue
