@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,13 +227,20 @@ async def test_an_abort_leaves_nothing(daemon, model, state):
         cold = ask(first)
         first.run()
     aborted: list[Request] = []
+    reached = threading.Event()
 
     def abort(request: Request) -> None:
         if request.state is state and not aborted:
             request.cancelled = True
             aborted.append(request)
+            reached.set()
 
     with engine(daemon, model, ASYNC, reuse=False, seed=2, chunk=7) as second:
+        if state is State.SAVING:  # there has to be something to save, which has not ended
+            with Client(daemon.address) as client:
+                (cache,) = client.caches()
+                client.open_cache(cache.name, cache.spec).reset(force=True)
+            second.workers[0]._mover._saving.submit(reached.wait)
         second.entered = abort
         asked = ask(second)
         abort(asked[-1])
