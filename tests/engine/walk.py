@@ -38,14 +38,20 @@ class Job:
     lost: int | None = None
     state: str = "waiting"
     known: bool = False
+    starved: bool = False
     tables: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def risk(self) -> float:
+        """How likely its pages are taken away now, or it is stopped."""
+        return 0.5 if self.lost is not None or self.starved else 0.01
 
 
 class FaultyMover(Mover):
-    """At times it is late, or cannot copy."""
+    """At times it is late, and cannot load or save."""
 
     chances: random.Random
-    late = broken = 0.0
+    late = broken = unsaved = 0.0
 
     def _arrived(self, group: int, keys: bytes, rows: Any) -> int:
         self._dawdle()
@@ -56,7 +62,7 @@ class FaultyMover(Mover):
 
     def _save(self, save: Any, rows: Any, copying: Any) -> None:
         self._dawdle()
-        super()._save(save, None if self.chances.random() < self.broken else rows, copying)
+        super()._save(save, None if self.chances.random() < self.unsaved else rows, copying)
 
     def _dawdle(self) -> None:
         if self.chances.random() < self.late:
@@ -77,6 +83,7 @@ class Walk:
         pages: int = 40,
         late: float = 0.2,
         broken: float = 0.05,
+        unsaved: float = 0.05,
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -86,7 +93,7 @@ class Walk:
         self.workers = [Worker(layout, options, rank, pages, mover) for rank in range(layout.ranks)]
         for worker in self.workers:
             worker.mover.chances = random.Random(seed + worker.rank)
-            worker.mover.late, worker.mover.broken = late, broken
+            worker.mover.late, worker.mover.broken, worker.mover.unsaved = late, broken, unsaved
         self.ahead = self.random.randrange(2)
         """Steps that are planned before the outcomes of one are heard."""
         self._unheard: deque[tuple[list[Outcome], list[Job]]] = deque()
@@ -104,7 +111,7 @@ class Walk:
     def step(self) -> None:
         while sum(job.state != "over" for job in self.jobs) < 7 and self.random.random() < 0.5:
             self._submit()
-        taken = [self._take_away(job) for job in list(self.jobs) if self.random.random() < 0.015]
+        taken = [self._take_away(job) for job in list(self.jobs) if self.random.random() < job.risk]
         batch = self._schedule()
         for job, new in batch.items():
             self._ask("scheduled", job.name, job.done, new, job.tables, chain=None if job.known else job.chain)
@@ -146,7 +153,11 @@ class Walk:
 
     def _take_away(self, job: Job) -> dict[int, list[int]]:
         """Preempts, aborts or stops it. Returns its pages, which stay until the next work was begun."""
-        how = "aborted" if job.state == "over" else self.random.choice(["aborted", "preempted", "stopped"])
+        how = self.random.choice(["aborted", "preempted", "stopped"])
+        if job.state == "over":
+            how = "aborted"
+        elif job.lost is not None or job.starved:
+            how = "preempted" if job.lost is None else "stopped"
         self.counts[f"{how} while {job.state}"] += 1
         if how == "stopped":
             self._finish(job)
@@ -154,7 +165,7 @@ class Walk:
         self._ask(how, job.name)
         if how == "aborted":
             self.jobs.remove(job)
-        job.done, job.state, job.lost = 0, "waiting", None
+        job.done, job.state, job.lost, job.starved = 0, "waiting", None, False
         tables, job.tables = job.tables, {}
         return tables
 
@@ -174,7 +185,8 @@ class Walk:
                 self._admit(job)
             if job.state == "running" and self.random.random() < 0.9:
                 new = min(self.random.randrange(1, 14), len(job.tokens) - job.done)
-                if self._grow(job, job.done + new):
+                job.starved = not self._grow(job, job.done + new)
+                if not job.starved:
                     batch[job] = new
         return batch
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
 from kvtier import Client
-from kvtier.engine import Layout, PageGroup, Plane
+from kvtier.engine import Completed, Layout, Outcome, PageGroup, Plane, Planner, Work
 from tests.engine.toy import TOKENS, assert_right, wait_until
-from tests.engine.walk import STALL_S, Walk, walk
+from tests.engine.walk import STALL_S, FaultyMover, Walk, walk
 from tests.integration.daemon import DaemonProcess
 
 PLAIN: Final = Layout("plain", TOKENS, (PageGroup((Plane("k", 500), Plane("v", 4096))),))
@@ -26,7 +29,7 @@ RANKS: Final = Layout(
     "ranks", TOKENS, (PageGroup((Plane("heads", 300), Plane("latent", 200, replicated=True))),), ranks=2
 )
 LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS)}
-STEPS: Final = 120
+STEPS: Final = 100
 
 
 class World:
@@ -89,7 +92,19 @@ class World:
             wait_until(lambda: self._walk.planner.leader.answers)
 
 
-def go(daemon: DaemonProcess, layout: Layout, seed: int, *, rough: bool, steps: int = STEPS, **settings: Any) -> Walk:
+def recover(engine: Walk) -> None:
+    """Whatever has happened, blocks are stored and loaded again soon."""
+    for what in ("commit ok", "blocks loaded"):
+        before = engine.planner.stats().get(what, 0)
+
+        def more(what: str = what, before: int = before) -> bool:
+            engine.step()
+            return engine.planner.stats().get(what, 0) > before
+
+        wait_until(more)
+
+
+def go(daemon: DaemonProcess, layout: Layout, seed: int, *, rough: bool, steps: int = STEPS, **settings: Any) -> None:
     with walk(daemon.address, layout, seed, **settings) as engine:
         world = World(daemon, engine, seed, rough=rough)
         try:
@@ -98,15 +113,14 @@ def go(daemon: DaemonProcess, layout: Layout, seed: int, *, rough: bool, steps: 
                 engine.step()
         finally:
             world.wake()
+        recover(engine)
         engine.drain()
         assert not engine.left_in_planner
         assert engine.slowest[0] < STALL_S, engine.slowest
         with Client(daemon.address) as client:
-            found = assert_right(client, engine, engine.keys)
+            assert_right(client, engine, engine.keys)
     with Client(daemon.address) as client:
         wait_until(lambda: not client.leases())
-    print(found, engine.counts, engine.planner.stats())
-    return engine
 
 
 def settings(layout: Layout, seed: int) -> dict[str, Any]:
@@ -122,7 +136,8 @@ def settings(layout: Layout, seed: int) -> dict[str, Any]:
         "async_blocks": chances.choice([0, 4, 16]),
         "pin": chances.random() < 0.3,
         "late": chances.choice([0.0, 0.2, 0.7]),
-        "broken": chances.choice([0.0, 0.1, 0.4]),
+        "broken": chances.choice([0.0, 0.1, 0.5]),
+        "unsaved": chances.choice([0.0, 0.1]),
     }
 
 
@@ -141,3 +156,77 @@ def test_every_page_is_right_or_named(start_daemon, layout, seed):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_walks(start_daemon, layout, seed):
     walks(start_daemon(host=512, disk=1024), LAYOUTS[layout], seed)
+
+
+class SavesWhatAFailedLoadSpoiled(Planner):
+    def _distrust(self) -> None:
+        pass
+
+
+class KeepsOldTables(Planner):
+    def scheduled(self, req_id: str, computed_tokens: int, new_tokens: int, tables: Any, **given: Any) -> None:
+        copy = {group: list(table) for group, table in tables.items()}
+        super().scheduled(req_id, computed_tokens, new_tokens, copy, **given)
+
+    def finished(self, req_id: str, tables: Any = None) -> bool:
+        return super().finished(req_id)
+
+
+class BelievesOneRank(Planner):
+    def completed(self, outcomes: Iterable[Outcome]) -> Completed:
+        return super().completed([replace(each, failed={} if each.rank else each.failed) for each in outcomes])
+
+
+class WaitsForOneRank(Planner):
+    def completed(self, outcomes: Iterable[Outcome]) -> Completed:
+        return super().completed([replace(each, rank=rank) for each in outcomes for rank in range(self.layout.ranks)])
+
+
+class ForgetsToFlush(FaultyMover):
+    def flush(self, pages: Any = None, **given: Any) -> None:
+        pass
+
+
+class ReadsPagesThatWereGivenUp(FaultyMover):
+    def _save(self, save: Any, rows: Any, copying: Any) -> None:
+        super()._save(save, rows, replace(copying, turn=threading.Lock()))
+
+
+class DoesNotWaitForLoads(FaultyMover):
+    def wait_loads(self, timeout: float | None = None) -> None:
+        pass
+
+
+class SavesBeforeThePass(FaultyMover):
+    def start(self, work: Work, **given: Any) -> None:
+        super().start(work, **given)
+        self.save()
+
+
+NO_SLOTS: Final = {"reserve_blocks": 1, "host_bytes": 1 << 18, "disk_bytes": 1 << 19}
+FAULTS: Final = [
+    (HYBRID, SavesWhatAFailedLoadSpoiled, {"broken": 0.7, "unsaved": 0.0, "async_blocks": 1000}),
+    (HYBRID, KeepsOldTables, NO_SLOTS),
+    (RANKS, BelievesOneRank, {"broken": 0.3}),
+    (RANKS, WaitsForOneRank, {}),
+    (HYBRID, ForgetsToFlush, {}),
+    (HYBRID, ReadsPagesThatWereGivenUp, {}),
+    (PLAIN, DoesNotWaitForLoads, {}),
+    (PLAIN, SavesBeforeThePass, {}),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "fault", "given"), [pytest.param(*each, id=str(each[1].__name__)) for each in FAULTS]
+)
+def test_a_planted_fault_is_found(start_daemon, layout, fault, given):
+    daemon = start_daemon(host=512, disk=1024)
+    planted = {"planner" if issubclass(fault, Planner) else "mover": fault}
+    for seed in range(20):
+        plenty = {"host_bytes": None, "disk_bytes": None, "pin": False, "late": 0.3}
+        try:
+            go(daemon, layout, seed, rough=False, **(settings(layout, seed) | plenty | given | planted))
+        except AssertionError:
+            return
+    pytest.fail("no walk has found it")
