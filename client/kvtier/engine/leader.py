@@ -306,7 +306,9 @@ class Leader:
             self._tried.set()
         size = sum(cache.spec.block_bytes(group) for group in self._groups)
         tiers = ", ".join(f"{cache.slots(tier)} {tier}" for tier in cache.tiers)
-        _log.info("cache %s: blocks of %d bytes, slots of the first group: %s", self.name, size, tiers)
+        pieces = sum(len(group.planes) for group in self.layout.groups)
+        line = "cache %s: blocks of %d bytes in %d pieces a rank, slots of the first group: %s"
+        _log.info(line, self.name, size, pieces, tiers)
         if self.options.events and self._client is not None:
             self._watching = asyncio.create_task(self._watch(self._client))
         while True:

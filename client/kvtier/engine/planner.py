@@ -163,6 +163,7 @@ class Planner:
             wanted = [block for block in self._needed(group, request.first, end) if table[block] != NO_PAGE]
             keys[group] = request.chain.pick(wanted)
             pages[group] = tuple(table[block] for block in wanted)
+        self._note("blocks being loaded", end - request.first)
         waits = not self.is_async(req_id) if sync is None else sync
         number = next(self._numbers)
         self._loads.append(Load(number, req_id, keys, pages, end - request.first, waits))
@@ -263,6 +264,8 @@ class Planner:
             ticket.ranks.discard(outcome.rank)
             for group, pages in outcome.failed.items():
                 ticket.failed[group] |= pages
+            self._note(f"{outcome.kind} bytes", outcome.nbytes)
+            self._note(f"{outcome.kind} microseconds", round(outcome.seconds * 1e6))
             if outcome.kind == "load" and not outcome.failed:
                 self._measure(outcome.seconds / max(1, outcome.blocks))
             if ticket.ranks:
