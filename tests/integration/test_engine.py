@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -328,3 +329,22 @@ def test_saves_leave_slots_for_loads(daemon):
         toy.settle()
         slots = client.stats().caches[0].tiers[0].capacity
         assert 0 < sum(lease.blank_slots for lease in client.leases()) <= slots // 4
+
+
+def measured(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+def test_a_worker_that_cannot_open_its_cache_waits_once(daemon):
+    with engine(daemon.address) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+    with engine(daemon.address, load_timeout=0.5) as toy:
+        daemon.pause()
+        try:
+            first, *others = [measured(lambda: toy.run(PROMPT)) for _ in range(3)]
+            assert max(others) < first / 4
+        finally:
+            daemon.resume()

@@ -16,7 +16,6 @@ from typing import Final, Literal
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.engine.layout import Layout, Pages
-from kvtier.engine.leader import CALL_S
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError
@@ -30,6 +29,7 @@ from kvtier.sync.cache import Cache
 from kvtier.types import Tier
 
 _JOIN_S: Final = 1.0
+_PATIENCE: Final = 10
 _SILENT_S: Final = 0.01
 """A daemon that did not answer the last call is waited for so long; what is in mapped memory takes no call."""
 
@@ -65,6 +65,7 @@ class Mover:
         self._client: Client | None = None
         self._cache: Cache | None = None
         self._opening: Final = threading.Lock()
+        self._not_before = 0.0
         self._loading: Final = ThreadPoolExecutor(options.threads, "kvtier-load")
         self._saving: Final = ThreadPoolExecutor(1, "kvtier-save")
         self._under_way: Final[dict[int, _Copying]] = {}
@@ -269,12 +270,21 @@ class Mover:
         return self._client is None or self._client.reachable
 
     def _opened(self) -> Cache:
-        """The cache, opened at the first use: the scheduler has made it."""
+        """The cache, opened at the first use: the scheduler has made it. After an attempt in vain nobody tries again
+        for several times as long as it took."""
         with self._opening:
-            if self._client is None:
-                self._client = Client(self.options.address, timeout=CALL_S)
-            if self._cache is None:
-                self._cache = self._client.open_cache(self._name, self.layout.spec)
+            started = time.monotonic()
+            if started < self._not_before:
+                raise DaemonUnavailable("the cache could not be opened a moment ago", reason="SILENT")
+            try:
+                if self._client is None:
+                    self._client = Client(self.options.address, timeout=self.options.load_timeout)
+                if self._cache is None:
+                    self._cache = self._client.open_cache(self._name, self.layout.spec)
+            except KvtierError:
+                now = time.monotonic()
+                self._not_before = now + _PATIENCE * (now - started)
+                raise
             return self._cache
 
     def _tell(
