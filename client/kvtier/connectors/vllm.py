@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import select
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,13 +55,16 @@ _log: Final = logging.getLogger("vllm.kvtier")
 _NAMESPACE_BYTES: Final = 16
 _FLUSH_S: Final = 0.05
 """The longest that a step waits for saves of pages that it writes anew. vLLM soon uses again what has left a window."""
+_IDLE_S: Final = 0.001
+"""A step that computes nothing waits so long for the end of a copy: else steps follow each other and take the CPU from
+who copies."""
 _NULL_BLOCK: Final = 0
 """vLLM's block for positions outside of a window."""
 
 
 @dataclass(slots=True)
 class Step(KVConnectorMetadata):
-    """What the scheduler tells the workers of one step.
+    """What the scheduler tells the workers of one step. ``idle``: it computes nothing.
 
     ``reused``: pages that are written anew from this step on. ``saved``: finished requests whose pages are free again;
     vLLM hears of them from its workers only.
@@ -69,6 +73,7 @@ class Step(KVConnectorMetadata):
     work: Work
     reused: frozenset[int] = frozenset()
     saved: frozenset[str] = frozenset()
+    idle: bool = False
 
 
 @dataclass(slots=True)
@@ -224,6 +229,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         step = self._get_connector_metadata()
         assert isinstance(step, Step)
         results = KVConnectorTransferResults(finished_sending=set(step.saved))
+        if step.idle and self._mover is not None:
+            select.select([self._mover], [], [], _IDLE_S)
         self._ended = self._mover.poll() if self._mover is not None else []
         for outcome in self._ended:
             if outcome.kind == "load" and outcome.request in self._loading:
@@ -301,7 +308,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._reuse(tables or (), computed // self._tokens if name in cached.resumed_req_ids else 0)
             self._compute(name, computed, scheduler_output)
         self._complete(())  # vLLM does not come with an output in which nothing has ended
-        step = Step(self._planner.step(), frozenset(self._reused), frozenset(self._saved))
+        step = Step(self._planner.step(), frozenset(self._reused), frozenset(self._saved), idle=not scheduled)
         self._reused.clear()
         self._saved.clear()
         return step

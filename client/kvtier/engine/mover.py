@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.engine.layout import Layout, Pages
+from kvtier.engine.leader import CALL_S
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError
@@ -28,7 +29,6 @@ from kvtier.sync import Client
 from kvtier.sync.cache import Cache
 from kvtier.types import Tier
 
-_JOIN_S: Final = 1.0
 _PATIENCE: Final = 10
 _SILENT_S: Final = 0.01
 """A daemon that did not answer the last call is waited for so long; what is in mapped memory takes no call."""
@@ -252,7 +252,7 @@ class Mover:
                 with ExitStack() as joined:
                     # Held by this process, too: whoever else dies, the slots stay its own while it writes.
                     leases = [
-                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=_JOIN_S))
+                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=CALL_S))
                         for group, placed, _ in rows
                     ]
                     with copying.turn:
