@@ -237,10 +237,7 @@ async def test_an_abort_leaves_nothing(daemon, model, state):
             reached.set()
 
     with engine(daemon, model, ASYNC, reuse=False, seed=2, chunk=7) as second:
-        if state is State.SAVING:  # there has to be something to save, which has not ended
-            with Client(daemon.address) as client:
-                (cache,) = client.caches()
-                client.open_cache(cache.name, cache.spec).reset(force=True)
+        if state is State.SAVING:  # a save that has not ended
             second.workers[0]._mover._saving.submit(reached.wait)
         second.entered = abort
         asked = ask(second)

@@ -16,7 +16,6 @@ from typing import Final, Literal
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.engine.layout import Layout, Pages
-from kvtier.engine.leader import CALL_S
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError
@@ -251,8 +250,9 @@ class Mover:
                     raise DaemonUnavailable("the daemon does not answer", reason="SILENT")
                 with ExitStack() as joined:
                     # Held by this process, too: whoever else dies, the slots stay its own while it writes.
+                    timeout = self.options.load_timeout
                     leases = [
-                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=CALL_S))
+                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=timeout))
                         for group, placed, _ in rows
                     ]
                     with copying.turn:
