@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import select
@@ -25,6 +26,7 @@ def in_child(work: Callable[[], int]) -> int:
             warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: what this is about
             child = os.fork()
         if child == 0:
+            faulthandler.disable()  # whoever dies of a signal is asked for it
             status = 1
             try:
                 status = work()
