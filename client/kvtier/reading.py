@@ -209,7 +209,7 @@ class Read:
         self.there = 0
         self.reuses = 0
         self._wanted: Final = wanted
-        self._attention: Final = reader.spec.attention(group)
+        self._attention: Final = mapping.chains.attentions[group] if mapping else reader.spec.attention(group)
         self._reader: Final = reader
         self._mapping: Final = mapping
         self.keys: Final = keys
