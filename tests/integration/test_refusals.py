@@ -169,14 +169,22 @@ async def test_a_wait_ends_at_its_deadline_with_nothing_held(client, raw, name):
     assert {(fault.code, fault.reason, fault.detail.wanted) for fault in late} == {
         (Code.DEADLINE_EXCEEDED, "DEADLINE", 4)
     }
-    fetch = blocks_pb2.AcquireRequest(
-        cache_id=cache_id,
-        tier=tier_to_wire(Tier.DEVICE),
-        chains=[blocks_pb2.Chain(keys=b"".join(chain(f"{name} 0", 4)))],
-        timeout_ns=1,
-    )
-    (answer,) = (await raw.call(raw.stubs.blocks.Acquire, fetch)).chains
-    assert (answer.lease_id, answer.matched, answer.refusal) == (0, 4, "DEADLINE")
+    answers: list[tuple[int, str]] = []
+    for index in range(10):  # now and then the disk is quicker than the look at the clock
+        fetch = blocks_pb2.AcquireRequest(
+            cache_id=cache_id,
+            tier=tier_to_wire(Tier.DEVICE),
+            chains=[blocks_pb2.Chain(keys=b"".join(chain(f"{name} {index}", 4)))],
+            timeout_ns=1,
+        )
+        (answer,) = (await raw.call(raw.stubs.blocks.Acquire, fetch)).chains
+        answers.append((answer.matched, answer.refusal))
+        if answer.lease_id:
+            release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[answer.lease_id])
+            await raw.call(raw.stubs.blocks.Release, release)
+        else:
+            break
+    assert answers[-1] == (4, "DEADLINE")
     await eventually(lambda: tier_stats(client, name, Tier.DEVICE), lambda stats: not (stats.held or stats.filling))
     with pytest.raises(DeadlineExceeded):
         await cache.acquire(chain(f"{name} 1", 4), timeout=1e-9)
