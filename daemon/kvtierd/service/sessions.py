@@ -82,14 +82,20 @@ class ReplyMemory(Generic[T]):
                 self._calls.pop(seq, None)
 
     async def give_up(self, seq: int) -> T | None:
-        """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered."""
-        call = self._calls.setdefault(seq, _Call(b"", None))
-        task, call.task = call.task, None
-        if task is None:
-            return None
-        task.cancel()
-        await asyncio.wait([task])
-        return None if _is_void(task) else task.result()
+        """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered.
+
+        Whoever is cancelled here has taken no reply: the next one to give the call up gets it.
+        """
+        while True:
+            call = self._calls.setdefault(seq, _Call(b"", None))
+            task = call.task
+            if task is None:
+                return None
+            if task.done():
+                call.task = None
+                return None if _is_void(task) else task.result()
+            task.cancel()
+            await asyncio.wait([task])
 
     def _forget_old(self, kept: Callable[[T], bool]) -> None:
         """Forgets up to two of the oldest calls, so the memory shrinks to the calls that must stay."""

@@ -100,6 +100,17 @@ async def test_a_call_that_is_given_up_while_it_runs_is_cancelled() -> None:
     await asyncio.wait([caller])
 
 
+async def test_a_reply_is_not_lost_with_whoever_was_cancelled_while_asking_for_it() -> None:
+    """A release that its client gives up in that moment comes again, and has to release something."""
+    memory = ReplyMemory[int]()
+    assert await memory.answer(1, b"a", Counted()) == 1
+    asking = asyncio.create_task(memory.give_up(1))
+    asyncio.get_running_loop().call_soon(asking.cancel)
+    await asyncio.wait([asking])
+    got = None if asking.cancelled() else asking.result()
+    assert [got, await memory.give_up(1)] in ([1, None], [None, 1])
+
+
 async def test_a_call_that_comes_after_it_was_given_up_never_begins() -> None:
     memory, call = ReplyMemory[int](), Counted()
     assert [await memory.give_up(1) for _ in range(2)] == [None, None]
