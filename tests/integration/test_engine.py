@@ -153,6 +153,26 @@ def test_a_pinned_hit_stays_until_it_is_loaded(daemon):
         toy.end(run)
 
 
+def test_a_load_that_costs_more_than_to_compute_is_not_offered(daemon):
+    with engine(daemon.address, recompute_seconds_per_block=1e-9) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        assert toy.run(PROMPT).loaded == 10  # nothing has been measured yet
+        assert toy.run(PROMPT).loaded == 0
+        assert toy.planner.stats()["not offered: to recompute is cheaper"] == 1
+
+
+@pytest.mark.parametrize(("save_decode", "saved"), [(True, 3), (False, 0)])
+def test_blocks_of_the_answer_are_saved_where_that_is_wanted(daemon, save_decode, saved):
+    with engine(daemon.address, save_decode=save_decode) as toy:
+        chain, table = toy.chain(PROMPT), {0: toy.pages(0, 14)}
+        toy.planner.scheduled("x", 0, len(PROMPT), table, chain=chain)
+        assert sum(save.blocks for save in toy.planner.step().saves) == 10
+        chain.extend(range(3 * TOKENS))
+        toy.planner.scheduled("x", len(PROMPT), 3 * TOKENS, table)
+        assert sum(save.blocks for save in toy.planner.step().saves) == saved
+
+
 def test_two_layouts_share_nothing(daemon):
     other = Layout("toy", TOKENS, PLAIN.groups, identity={"dtype": "bfloat16"})
     with engine(daemon.address, PLAIN, **SMALL) as one, engine(daemon.address, other, **SMALL) as two:

@@ -57,10 +57,6 @@ class Work:
     saves: tuple[Save, ...] = ()
     flush: FailedPages = field(default_factory=dict)
 
-    @property
-    def empty(self) -> bool:
-        return not (self.loads or self.saves or self.flush)
-
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
