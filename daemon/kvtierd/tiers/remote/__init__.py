@@ -1,0 +1,1 @@
+"""Stores beyond this host, one module each behind one contract."""

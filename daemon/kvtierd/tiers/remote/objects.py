@@ -1,0 +1,114 @@
+"""How a block is written to a store: one object that describes itself. Integers are little-endian.
+
+========  =========================================================================================================
+bytes     what
+========  =========================================================================================================
+16        xxh3-128 of everything after it
+8         ``b"kvtier\\0\\1"``: the last byte is the version
+4, 4      bytes of the header, of which the payload follows, and of the block's record
+8         bytes of the payload
+32        fingerprint of the cache's specification
+4         window group
+32        block key
+n         the record, as the disk's index has it (``tiers/disk/records.py``), with slot and last use 0
+n         the payload: the block's bytes in each pool, in their order, without padding
+========  =========================================================================================================
+
+The name has the cache's name, fingerprint, group and key, so a namespace is a prefix: ``cache/print/group/ab/key``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, GroupId, Key, SlotId, Traits
+from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.disk.records import decode_records, encode_record, parents_of, traits_of
+
+MAGIC: Final = b"kvtier\0\1"
+_CHECKSUM_BYTES: Final = 16
+_HEAD: Final = struct.Struct(f"<{_CHECKSUM_BYTES}s8sIIQ32sI{KEY_BYTES}s")
+MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
+"""A header has no more."""
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where the blocks of one window group of a cache stand. ``cache``: its name, which has no ``/``."""
+
+    cache: str
+    fingerprint: bytes
+    group: GroupId
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.cache}/{self.fingerprint.hex()}/{self.group}/"
+
+    def name(self, key: Key) -> str:
+        """Of a block's object: its first byte spreads them over directories."""
+        digits = key.hex()
+        return f"{self.prefix}{digits[:2]}/{digits}"
+
+
+@dataclass(slots=True, frozen=True)
+class Remembered:
+    """What an object says of its block, besides its bytes."""
+
+    parent: Key | None
+    traits: Traits
+
+
+class BadObject(Exception):
+    """An object is not what its name says. The message says in which way."""
+
+
+def object_bytes(payload_bytes: int) -> int:
+    """At most so many has an object of a block of so many bytes."""
+    return MAX_HEADER_BYTES + payload_bytes
+
+
+def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytearray:
+    """The object of a block. ``parts``: its bytes, a part a pool."""
+    record = encode_record(SlotId(0), 0, 0, b"", parent, traits)
+    nbytes, start = sum(len(part) for part in parts), _HEAD.size + len(record)
+    written = bytearray(start + nbytes)
+    _HEAD.pack_into(written, 0, b"", MAGIC, start, len(record), nbytes, place.fingerprint, place.group, key)
+    written[_HEAD.size : start] = record
+    rest = np.frombuffer(written, np.uint8)
+    for part in parts:
+        rest[start : start + len(part)] = part
+        start += len(part)
+    written[:_CHECKSUM_BYTES] = xxhash.xxh3_128_digest(memoryview(written)[_CHECKSUM_BYTES:])
+    return written
+
+
+def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tuple[Remembered, memoryview]:
+    """What an object says, and its payload inside ``found``.
+
+    Raises:
+        BadObject: it is not this block's, or not what was written.
+    """
+    if len(found) < _HEAD.size:
+        raise BadObject(f"it has {len(found)} bytes, fewer than a header")
+    checksum, magic, start, record_bytes, nbytes, fingerprint, group, named = _HEAD.unpack_from(found)
+    if magic != MAGIC:
+        raise BadObject("it is not an object of this version of kvtier")
+    if (fingerprint, group, named) != (place.fingerprint, place.group, key):
+        raise BadObject(f"it is the block {named.hex()} of group {group} of another name")
+    if (start, start + nbytes, nbytes) != (_HEAD.size + record_bytes, len(found), payload_bytes):
+        raise BadObject(f"it has {len(found)} bytes, {nbytes} of them payload; the block has {payload_bytes}")
+    if xxhash.xxh3_128_digest(found[_CHECKSUM_BYTES:]) != checksum:
+        raise BadObject("its bytes do not have its checksum")
+    values = [bytes(found[_HEAD.size : start])]
+    rows = decode_records(values)
+    if not rows["version"][0]:
+        raise BadObject("its record cannot be read")
+    (traits,) = traits_of(rows, values, np.zeros(1, np.intp))
+    (parent,) = parents_of(rows)
+    return Remembered(None if parent is None else Key(parent), traits), found[start:]
