@@ -40,7 +40,7 @@ from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import Deadline, Link, Session, Stubs
-from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
+from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
 
@@ -199,7 +199,7 @@ _GIVE_BACK_S: Final = 1.0
 """For one attempt; while the daemon does not answer there is another."""
 UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
 """After these the daemon may have answered and nobody have heard it."""
-_TIER_OF: Final = {str(tier): tier for tier in Tier}
+_TIER_OF: Final = {str(tier): tier for tier in TIERS}
 _FOLLOW_S: Final = 60.0
 """How long a daemon that has started anew may take to open a cache before reads without calls end."""
 

@@ -10,6 +10,7 @@ from typing import Final
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
+from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  others take it from here
 from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  others take it from here
@@ -67,7 +68,7 @@ class ReadTicket(LeaseTicket):
 
 def tiers_of(residency: int) -> Iterator[Tier]:
     """The tiers of a residency set, the fastest first."""
-    return (tier for tier in Tier if residency & tier.bit)
+    return (tier for tier in TIERS if residency & tier.bit)
 
 
 def fastest(residency: int) -> Tier | None:

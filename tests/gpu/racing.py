@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import BlockResult, Cache, CacheSpec, DeadlineExceeded, PoolSpec, Tier, TierFull, WindowGroupSpec, connect
+from kvtier.abi.words import TIERS
 from kvtier.memory.gpu import Stream
 from tests import devices
 from tests.gpu.kernels import WORD, Kernels, pattern
@@ -108,7 +109,7 @@ class Race:
         self.tally["checked in arrays"] += len(found)
 
     async def _move(self, cache: Cache, stream: Stream) -> None:
-        await cache.move(self._some(), self._random.choice(tuple(Tier)))
+        await cache.move(self._some(), self._random.choice(tuple(TIERS)))
 
     def _stored(self, results: list[BlockResult], how: str) -> None:
         assert set(results) <= {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING}

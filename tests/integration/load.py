@@ -21,6 +21,7 @@ from kvtier import (
     TooShort,
     connect,
 )
+from kvtier.abi.words import TIERS
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain
 from tests.integration.touching import bytes_in, scribble_into
 
@@ -127,7 +128,7 @@ class Load:
                 scribble_into(lease.view(index))
 
     async def _move(self, cache: Cache) -> None:
-        await cache.move(self._some_keys(), self._rng.choice(tuple(Tier)))
+        await cache.move(self._some_keys(), self._rng.choice(tuple(TIERS)))
 
     async def _drop(self, cache: Cache) -> None:
         number = self._rng.randrange(len(self._names))

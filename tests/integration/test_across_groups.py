@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvtier import BlockResult, InvalidArgument, LeaseError, Tier, TierFull, TooShort, connect
+from kvtier.abi.words import TIERS
 from tests.integration.blocks import chain
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
@@ -197,7 +198,7 @@ async def disturb(cache, chooser, keys):
         case "put":
             await group.put(some, content(VSWA, group.group, some), tier=chooser.choice([Tier.DEVICE, Tier.HOST]))
         case "move":
-            await group.move(some, chooser.choice(list(Tier)))
+            await group.move(some, chooser.choice(list(TIERS)))
         case "drop":
             await group.drop(some[-1:])
 

@@ -25,6 +25,7 @@ from kvtier import (
     WritePolicy,
     connect,
 )
+from kvtier.abi.words import TIERS
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, last_event
 from tests.integration.waiting import eventually
@@ -105,7 +106,7 @@ async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
         break
     # Name and room are free again, also for something else.
     again = await client.open_cache("doomed", SPEC)
-    assert [again.slots(tier) for tier in Tier] == list(SLOTS.values())
+    assert [again.slots(tier) for tier in TIERS] == list(SLOTS.values())
     assert (await again.match(KEYS)).blocks == 0
     await again.close()
     await client.remove_cache("doomed")

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 import pytest
 
 from kvtier import BlockResult, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
+from kvtier.abi.words import TIERS
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.books import Books, moved
@@ -24,7 +25,7 @@ from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_disk_faults import flip_a_bit, limit_files, slab
 from tests.integration.waiting import PATIENCE_S, eventually
 
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = TIERS
 SLOTS: Final = {"device": 24, "host": 24, "disk": 48}
 SMALL: Final = sizes(device=6, host=6, disk=12)
 
@@ -160,7 +161,7 @@ async def test_every_edge_up_and_down_by_call(books, cache):
 
 @drives((REMOVED, Cause.EXPLICIT), (REMOVED, Cause.ANCESTOR), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.EXPIRED))
 async def test_drops_and_retention_in_every_tier(books, cache):
-    for tier in Tier:
+    for tier in TIERS:
         keys = await put(cache, f"in {tier}", 4)
         await move(cache, keys, tier)
         await cache.set_retention(keys[3:], 90)
@@ -189,7 +190,7 @@ async def test_drops_and_retention_in_every_tier(books, cache):
 
 @drives((REMOVED, Cause.RESET), (UPDATED, Cause.RESET))
 async def test_a_reset_and_what_it_leaves(books, cache):
-    for tier in Tier:
+    for tier in TIERS:
         await move(cache, await put(cache, f"in {tier}", 2), tier)
     keys = await put(cache, "held", 1)
     more = chain("important", 1)
@@ -199,7 +200,7 @@ async def test_a_reset_and_what_it_leaves(books, cache):
         await books.agree(cache)
     await cache.reset()
     await books.agree(cache)
-    await say(books, *((REMOVED, Cause.RESET, tier.bit, 0) for tier in Tier), (UPDATED, Cause.RESET, 1, 1))
+    await say(books, *((REMOVED, Cause.RESET, tier.bit, 0) for tier in TIERS), (UPDATED, Cause.RESET, 1, 1))
 
 
 @drives((UPDATED, Cause.CAPACITY), (REMOVED, Cause.CAPACITY))
@@ -334,7 +335,7 @@ async def test_memory_that_is_taken_over(short_dir, cause):
             await asyncio.to_thread(daemon.kill if cause is Cause.LOST else daemon.upgrade)
             await books.agree(cache)
             assert sum(1 for _ in [block async for block in cache.blocks()]) == before
-            recovered = ((STORED, Cause.RECOVERED, 0, tier.bit) for tier in Tier)
+            recovered = ((STORED, Cause.RECOVERED, 0, tier.bit) for tier in TIERS)
             raised = ((UPDATED, Cause.RECOVERED, tier.bit, tier.bit) for tier in (DEVICE, HOST))
             await say(books, (CLEARED, cause, HOST.bit, 0), *recovered, *raised)
         assert await asyncio.to_thread(daemon.stop) == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier import Cause, EventType, InvalidArgument, NotFound, Tier, connect
+from kvtier.abi.words import TIERS
 from kvtier.cli.explain import GONE, UNKNOWN
 from kvtier.client import CopyState, why_gone
 from tests.integration.actors import Actor
@@ -62,7 +63,7 @@ async def test_a_block_in_three_tiers(daemon, client, cache):
     block = only(told)
     assert (block.cache, block.group, block.parent, block.depth, block.children) == (cache.name, 0, keys[0], 1, 1)
     assert (block.priority, block.own_priority, block.duration_ms, block.deadline_ns) == (80, 80, 30_000, 0)
-    assert [copy.tier for copy in block.copies] == [tier for tier in Tier if block.residency & tier.bit]
+    assert [copy.tier for copy in block.copies] == [tier for tier in TIERS if block.residency & tier.bit]
     assert {lease.pid for lease in block.leases} == {os.getpid()}
     assert steps(told)[:2] == [
         (EventType.STORED, Cause.COMMIT, bytes([Tier.DEVICE.bit])),

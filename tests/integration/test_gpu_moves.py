@@ -10,7 +10,8 @@ from itertools import permutations
 import pytest
 import xxhash
 
-from kvtier import BlockResult, Tier, TierFull, connect
+from kvtier import BlockResult, TierFull, connect
+from kvtier.abi.words import TIERS
 from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
@@ -22,8 +23,8 @@ from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
-DEVICE, HOST, DISK = Tier
-EDGES = list(permutations(Tier, 2))
+DEVICE, HOST, DISK = TIERS
+EDGES = list(permutations(TIERS, 2))
 OK = {BlockResult.OK}
 OLD_DRIVER = {"driver_version": 12060}
 """Without a call for whole batches."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import Tier, connect
+from kvtier.abi.words import TIERS
 from kvtierd.service.metrics import METRICS
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
@@ -68,7 +69,7 @@ async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(daemon,
 
 
 def test_hits_are_attributed_to_the_tier_of_the_match(seen):
-    hits = {tier: seen.value("kvtier_hit_blocks_total", cache="c", tier=str(tier)) for tier in Tier}
+    hits = {tier: seen.value("kvtier_hit_blocks_total", cache="c", tier=str(tier)) for tier in TIERS}
     assert hits == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 4}
     assert seen.value("kvtier_missed_blocks_total", cache="c") == 3
     assert seen.value("kvtier_stored_blocks_total", cache="c") == seen.value("kvtier_blocks", cache="c") == 6

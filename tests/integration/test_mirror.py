@@ -25,6 +25,7 @@ from kvtier import (
     rank_mirrors,
     sync,
 )
+from kvtier.abi.words import TIERS
 from tests.events_page import told
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.load import CHAIN_BLOCKS, Load
@@ -85,7 +86,7 @@ class Sequences:
         await group.set_retention(self._some(), self._rng.randint(0, 100), self._rng.choice((None, 0.01, 0.1)))
 
     async def _move(self, cache):
-        await cache.in_group(self._rng.choice(groups_of(VSWA))).move(self._some(), self._rng.choice(tuple(Tier)))
+        await cache.in_group(self._rng.choice(groups_of(VSWA))).move(self._some(), self._rng.choice(tuple(TIERS)))
 
     async def _drop(self, cache):
         await cache.in_group(self._rng.choice(groups_of(VSWA))).drop(self._some()[-1:])

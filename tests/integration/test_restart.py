@@ -20,6 +20,7 @@ from kvtier import (
     connect,
 )
 from kvtier.abi.layout import first_generation
+from kvtier.abi.words import TIERS
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
@@ -171,7 +172,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     daemon.start()
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
-        assert [cache.slots(tier) for tier in Tier] == [2, 3, SLOTS["disk"]]
+        assert [cache.slots(tier) for tier in TIERS] == [2, 3, SLOTS["disk"]]
         assert_bytes(ON_DISK, await cache.get(ON_DISK))
 
 

@@ -21,6 +21,7 @@ from kvtier import (
     Tier,
     connect,
 )
+from kvtier.abi.words import TIERS
 from kvtier.v1 import events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.models import VSWA, content, groups_of
@@ -29,7 +30,7 @@ from tests.integration.residency import ResidencyTable, snapshot
 from tests.integration.seeing import cache_stats, last_event
 from tests.integration.waiting import PATIENCE_S, eventually
 
-DEVICE, HOST, DISK = (tier.bit for tier in Tier)
+DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
 
 
 @pytest.fixture

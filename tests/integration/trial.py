@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtier import AsyncClient, Cache, Cursor, Tier, TierFull, connect
+from kvtier import AsyncClient, Cache, Cursor, TierFull, connect
+from kvtier.abi.words import TIERS
 from kvtierd.tiers.disk.records import decode_records, parents_of
 from tests.integration.blocks import SLOT_BYTES, SPEC, Blocks, assert_bytes, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -98,7 +99,7 @@ async def trial(start_daemon: StartDaemon, seed: int, *flags: str) -> AsyncItera
     """A daemon with two caches under load and somebody who watches them from the first event on."""
     rng = random.Random(seed)
     budgets = {"roomy": ROOMY, "tight": TIGHT}
-    slots = {str(tier): sum(each[tier] for each in budgets.values()) // SLOT_BYTES for tier in Tier}
+    slots = {str(tier): sum(each[tier] for each in budgets.values()) // SLOT_BYTES for tier in TIERS}
     daemon = start_daemon("--chaos-seed", str(rng.randrange(1 << 32)), *flags, **slots)
     async with AsyncExitStack() as stack:
         observer = await stack.enter_async_context(await connect(daemon.address))

@@ -147,6 +147,10 @@ def pin(world: World, choose: Chooser) -> None:
     world.pin(_session(world, choose), site, tier, keys, unpin=unpin)
 
 
+def carry(world: World, choose: Chooser) -> None:
+    world.carry(_site(world, choose), choose.between(1, 4), choose.pick((1.0, 0.5, 0.0)))
+
+
 def reset(world: World, choose: Chooser) -> None:
     world.reset(_session(world, choose), force=choose.chance(50))
 
@@ -245,7 +249,7 @@ def stop_and_start(world: World, choose: Chooser) -> None:
 
 MEANWHILE: Final[Sequence[Action]] = (
     *(report, report, report, reserve, join, commit, commit, acquire, acquire_across, release),
-    *(move, drop, retain, pin, reset, expire, cancel, orphan, reattach, end, end_remnant),
+    *(move, drop, retain, pin, carry, reset, expire, cancel, orphan, reattach, end, end_remnant),
 )
 """Calls that may come at any time."""
 
@@ -263,6 +267,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     touch: 30,
     retain: 12,
     pin: 14,
+    carry: 20,
     reset: 1,
     tick: 20,
     expire: 15,

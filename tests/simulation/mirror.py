@@ -36,6 +36,10 @@ class Mirror:
         if event.type is EventType.CLEARED:
             self.blocks.clear()
             self._children.clear()
+        if (event.type, event.cause) == (EventType.UPDATED, Cause.REMOTE):
+            for change in event.blocks:
+                require(self.blocks.get(change.key) == change, "a journey beyond the host changes a block")
+            return
         handle = self._handlers.get(event.type)
         for change in event.blocks:
             if (event.type, event.cause) == (EventType.STORED, Cause.COMMIT):

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import GroupId, Tier
-from kvtierd.core.policy import GroupShape, Policy, WritePolicy
+from kvtierd.core.policy import GroupShape, Policy, RemotePolicy, RemoteWrites, WritePolicy
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import Forest
 
@@ -97,9 +97,17 @@ class Setup:
             reserve_shift=choose.pick((7, 3, 2)),
             waiting_victims=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
+            remote=_remote(choose),
         )
         memory, forest = draw_memory(choose, count), Forest.draw(choose, choose.between(8, 30))
         return cls(groups, memory, _with_slices(choose, policy), forest)
+
+
+def _remote(choose: Chooser) -> RemoteWrites | None:
+    if choose.chance(60):
+        return None
+    policy = choose.pick(tuple(RemotePolicy))
+    return RemoteWrites(policy, choose.pick((0, 0, 35)), choose.pick((0, 0, 4)), choose.pick((0.05, 0.5, 1.0)))
 
 
 def _with_slices(choose: Chooser, policy: Policy) -> Policy:

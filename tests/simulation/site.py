@@ -34,6 +34,8 @@ class Site:
         self.disk = Disk(plan.disk, chained=plan.chained) if plan.disk else None
         self.retentions = Retentions()
         self.pins: Counter[tuple[Tier, Key]] = Counter()
+        self.settled: set[Key] = set()
+        """What the store beyond the host has, of blocks that are here."""
         self._forest = forest
 
     def boot(self, memory: Mapping[Tier, int]) -> GroupShape:
@@ -46,6 +48,7 @@ class Site:
         """The memory tiers stay as they are."""
         self.mover = Mover(self.memories, self.disk)
         self.pins.clear()
+        self.settled.clear()
         return self.plan.shape(self.slots)
 
     @property

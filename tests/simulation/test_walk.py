@@ -28,6 +28,8 @@ HAPPENS: Final = (
     "UPDATED WRITE_THROUGH",
     "UPDATED CORRUPT",
     "UPDATED IO_ERROR",
+    "UPDATED REMOTE",
+    "offered and not taken",
     "REMOVED CAPACITY",
     "REMOVED EXPLICIT",
     "REMOVED CORRUPT",

@@ -338,6 +338,29 @@ class World:
             site.retentions.wanted([key], self.now)
         self._carry_out(outcome)
 
+    def carry(self, site: Site, count: int, taken: float) -> None:
+        """The store beyond the host takes a part of what is offered."""
+        offers = self.core.offers(site.group, count)
+        before = dict(site.mirror.blocks)
+        above: set[Key] = set()
+        for offer, place in zip(offers, self.core.locate(site.group, [each.key for each in offers]), strict=True):
+            require(offer.key in before, "a block is offered that is not there")
+            require(place.slots[offer.tier] == offer.slot, "an offer names a slot where the block is not")
+            require(offer.key not in site.settled, "a block is offered twice")
+            site.settled.add(offer.key)
+            require(not site.plan.chained or offer.key not in above, "a block is offered after what stands on it")
+            if offer.parent is not None:
+                above.add(offer.parent)
+        gone, back = offers[: int(taken * len(offers))], offers[int(taken * len(offers)) :]
+        self.core.put_back(site.group, [offer.key for offer in back])
+        site.settled -= {offer.key for offer in back}
+        for tier in {offer.tier for offer in gone}:
+            keys = [offer.key for offer in gone if offer.tier is tier]
+            self._carry_out(self.core.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
+        require(before == site.mirror.blocks, "a store beyond the host changes what is here")
+        self.seen["offered"] += bool(offers)
+        self.seen["offered and not taken"] += bool(back)
+
     def reset(self, session: SessionId, *, force: bool) -> None:
         plan = self.core.reset_plan()
         blocks = sum(len(site.mirror.blocks) for site in self.sites.values())
@@ -678,6 +701,7 @@ class World:
         self.seen[f"{event.type.name} {event.cause.name}"] += len(event.blocks)
         self.sites[event.group].mirror.apply(event)
         if event.type is EventType.REMOVED:
+            self.sites[event.group].settled -= {change.key for change in event.blocks}
             gone = {(event.group, change.key) for change in event.blocks}
             for request in self.clients.requests.values():
                 if isinstance(request, WindowRequest):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-BITS: Final[tuple[int, ...]] = (1, 2, 4)
-_NAMES: Final[tuple[str, ...]] = ("device", "host", "disk")
+BITS: Final[tuple[int, ...]] = (1, 2, 4, 8)
+_NAMES: Final[tuple[str, ...]] = ("device", "host", "disk", "remote")
 
 
 class Tier(IntEnum):
@@ -15,6 +15,8 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    REMOTE = 3
+    """A store beyond the host. No residency set names it: what is there is known only by asking."""
 
     @property
     def bit(self) -> int:
@@ -26,6 +28,10 @@ class Tier(IntEnum):
 
     __hash__ = int.__hash__
     """An enum's own is a Python call, and tiers are in the keys of tables that every block's every step looks into."""
+
+
+TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""Those of a host, which have slots."""
 
 
 class Cause(IntEnum):
@@ -47,6 +53,8 @@ class Cause(IntEnum):
     LOST = 14
     SHUTDOWN = 15
     RECOVERED = 16
+    REMOTE = 17
+    """A block went to, or came from, a store beyond the host."""
 
     def __str__(self) -> str:
         return self.name.lower()

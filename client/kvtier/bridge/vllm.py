@@ -20,7 +20,7 @@ import msgspec
 
 from kvtier.bridge import Encoding, Options
 from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
-from kvtier.types import ROOT_PARENT, EventType, Tier, tiers_of
+from kvtier.types import ROOT_PARENT, TIERS, EventType, Tier, tiers_of
 from kvtier.wire import split_keys
 
 MEDIA: Final[Mapping[Tier, str]] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
@@ -220,7 +220,7 @@ class VllmEvents:
         for run in _runs(blocks, added):
             for tier in tiers_of(added[run[0].key]):
                 yield self._chain(group, run, MEDIA[tier])
-        for tier in reversed(Tier):
+        for tier in reversed(TIERS):
             old = [_hash(block.name) for block in reversed(blocks) if lost[block.key] & tier.bit]
             for place in range(0, len(old), EVENT_BLOCKS):
                 yield BlockRemoved(old[place : place + EVENT_BLOCKS], MEDIA[tier], group.number)

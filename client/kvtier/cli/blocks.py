@@ -22,7 +22,7 @@ from kvtier.cli.common import (
     yes_option,
 )
 from kvtier.client import AsyncClient
-from kvtier.types import BlockResult, Tier
+from kvtier.types import TIERS, BlockResult, Tier
 
 PIECE: Final = 256
 """Keys of one call: each of them gets its slots in one step, so a piece must be small beside any tier worth having."""
@@ -89,7 +89,7 @@ class Outcome:
             raise SystemExit(1)
 
 
-_TIER: Final = click.argument("tier", type=click.Choice([str(tier) for tier in Tier], case_sensitive=False))
+_TIER: Final = click.argument("tier", type=click.Choice([str(tier) for tier in TIERS], case_sensitive=False))
 _GROUP: Final = click.option(
     "--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group."
 )

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, run
 from kvtier.errors import KvtierError, PermissionDenied
-from kvtier.types import CacheStats, DaemonStats, LeaseInfo, Tier, clean, count, size
+from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, Tier, clean, count, size
 
 ROWS_SHOWN: Final = 8
 """Caches, and leases; the screen has no room for all."""
@@ -179,7 +179,7 @@ def _head(look: Look, address: str) -> RenderableType:
 
 def _tiers(look: Look) -> RenderableType:
     rows = _rows(("tier", "filled", "", "slots", "held", "free", "clean", "out"), left=("tier", ""))
-    for tier in Tier:
+    for tier in TIERS:
         parts = [part for cache in look.stats.caches for part in cache.tiers if part.tier is tier]
         if not parts:
             continue
@@ -244,7 +244,7 @@ def _caches(look: Look) -> RenderableType:
         rows.add_row(
             cache.name,
             count(cache.blocks),
-            *(filled.get(tier, UNKNOWN) for tier in Tier),
+            *(filled.get(tier, UNKNOWN) for tier in TIERS),
             _share(hits, hits + cache.misses),
             _rate(one.rate(lambda cache: cache.stored)),
             _rate(one.rate(lambda cache: cache.removed)),

@@ -16,7 +16,7 @@ from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, Kvtie
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.session import Backoff
-from kvtier.types import Cursor, Tier, fastest
+from kvtier.types import TIERS, Cursor, Tier, fastest
 from kvtier.watch import Watch
 from kvtier.wire import AcrossMatch, GroupSpan, Keys, packed_keys
 
@@ -304,9 +304,9 @@ def rank_mirrors(
 
 def _by_tier(groups: tuple[GroupSpan, ...]) -> dict[Tier, int]:
     counts = Counter(fastest(residency) for span in groups for residency in span.residency)
-    return {tier: counts[tier] for tier in Tier}
+    return {tier: counts[tier] for tier in TIERS}
 
 
 def _rank(standing: Standing) -> tuple[object, ...]:
-    faster_first = [-standing.by_tier[tier] for tier in Tier]
+    faster_first = [-standing.by_tier[tier] for tier in TIERS]
     return (-standing.blocks, standing.state is not MirrorState.EXACT, faster_first, standing.name)

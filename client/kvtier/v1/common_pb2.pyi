@@ -44,6 +44,8 @@ class _TierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     """secondary, cache level 1"""
     TIER_DISK: _Tier.ValueType  # 3
     """cache level 2"""
+    TIER_REMOTE: _Tier.ValueType  # 4
+    """a store beyond the host: only where blocks went or came from"""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper): ...
 
@@ -54,6 +56,8 @@ TIER_HOST: Tier.ValueType  # 2
 """secondary, cache level 1"""
 TIER_DISK: Tier.ValueType  # 3
 """cache level 2"""
+TIER_REMOTE: Tier.ValueType  # 4
+"""a store beyond the host: only where blocks went or came from"""
 global___Tier = Tier
 
 class _Cause:
@@ -94,6 +98,8 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     """of a cleared group: the daemon was stopped; told at the next start"""
     CAUSE_RECOVERED: _Cause.ValueType  # 16
     """found at a start: on disk, or in memory that was kept"""
+    CAUSE_REMOTE: _Cause.ValueType  # 17
+    """came from, or went to, a store beyond the host"""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """Why a residency, a priority or an existence changed. A change of one block may change the effective priority of those
@@ -132,6 +138,8 @@ CAUSE_SHUTDOWN: Cause.ValueType  # 15
 """of a cleared group: the daemon was stopped; told at the next start"""
 CAUSE_RECOVERED: Cause.ValueType  # 16
 """found at a start: on disk, or in memory that was kept"""
+CAUSE_REMOTE: Cause.ValueType  # 17
+"""came from, or went to, a store beyond the host"""
 global___Cause = Cause
 
 class _BlockResult:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final
 
-from kvtierd.core.ids import Key, SlotId, Tier, Traits, shared
+from kvtierd.core.ids import TIERS, Key, SlotId, Traits, shared
 
 _ORDER_BITS: Final = 52
 """So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
@@ -131,7 +131,7 @@ class Block:
         self.previous_sibling: Block | None = None
         self.traits = shared(traits)
         self.rank = traits.priority << _ORDER_BITS
-        self.copies: list[Copy | None] = [None] * len(Tier)
+        self.copies: list[Copy | None] = [None] * len(TIERS)
         self.depth: int = _below(parent.depth) if parent is not None else 0
         self.claims = 0
         self.disk_children = 0

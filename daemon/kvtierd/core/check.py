@@ -12,14 +12,14 @@ from kvtierd.core.block import DOWNWARDS, UPWARDS, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
 from kvtierd.core.groups import AcrossTicket
-from kvtierd.core.ids import NO_LABEL, GroupId, SlotId, Tier
+from kvtierd.core.ids import NO_LABEL, TIERS, GroupId, SlotId, Tier
 from kvtierd.core.leases import FetchTicket, Lease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import DEFAULT_PRIORITY, WritePolicy
 from kvtierd.core.slots import SlotState
 from kvtierd.core.window import WindowManager
 
-LISTS: Final = ("redundant", "demotable", "clean", "leaf", "dirty")
+LISTS: Final = ("redundant", "demotable", "clean", "leaf", "dirty", "unsettled")
 _STATES: Final = tuple(SlotState)
 _STATE_IN: Final = {
     Phase.FILLING: SlotState.FILLING,
@@ -160,14 +160,14 @@ class _Checker:
     def index(self) -> None:
         """5: indexed means READY somewhere, and so is its parent."""
         sets = Counter(block.residency for block in self.state.index)
-        if any(self.state.residencies.count(one) != sets[one] for one in range(1, 1 << len(Tier))):
+        if any(self.state.residencies.count(one) != sets[one] for one in range(1, 1 << len(TIERS))):
             raise _broken(5, f"blocks by residency are {sets}, counted otherwise")
         for block in self.state.index:
             if not block.indexed:
                 raise _broken(5, f"block {block} is in the index but does not know")
             if block.residency == 0:
                 raise _broken(5, f"block {block} is indexed and nowhere READY")
-            valid = sum(tier.bit for tier in Tier if (copy := block.copies[tier]) is not None and copy.valid)
+            valid = sum(tier.bit for tier in TIERS if (copy := block.copies[tier]) is not None and copy.valid)
             if block.residency != valid:
                 raise _broken(2, f"block {block} says {block.residency}, its copies {valid}")
             parent = block.parent
@@ -350,7 +350,9 @@ class _Checker:
         fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
         kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
         watermarks = self.state.policy.clean_high > 0
+        remote = self.state.remote
         belongs = {
+            "unsettled": remote is not None and remote.is_candidate(block, tier),
             "dirty": watermarks and kept and not low and not redundant and all(block.copies[t] is None for t in below),
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),

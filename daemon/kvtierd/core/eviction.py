@@ -267,6 +267,7 @@ DEMOTABLE: Final = 2
 CLEAN: Final = 4
 LEAF: Final = 8
 DIRTY: Final = 16
+UNSETTLED: Final = 32
 _GOES_FREELY: Final = REDUNDANT | CLEAN
 
 
@@ -277,11 +278,12 @@ class Candidates:
     ``demotable``: not redundant, and its priority or a copy below lets it go down; one copy downwards may read it.
     ``clean``: valid in a tier below: may go without a copy. ``leaf``: resident nowhere else and without indexed
     children: may be dropped. ``dirty``: demotable, unread, and neither in a tier below nor on the way there; only of a
-    cache with watermarks. ``cleans``: how many are clean or redundant. Hot blocks are protected in the lowest tier
-    (``lowest``), which blocks leave for good; kept above as well, they would take places twice.
+    cache with watermarks. ``unsettled``: of the lowest tier, those that a store beyond the host is to have. ``cleans``:
+    how many are clean or redundant. Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for
+    good; kept above as well, they would take places twice.
     """
 
-    __slots__ = ("_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
+    __slots__ = ("_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")
 
     def __init__(self, tier: Tier, *, lowest: bool) -> None:
         self._counts = WHOLE_RANK if lowest else COLD_RANK
@@ -290,6 +292,7 @@ class Candidates:
         self.clean = Ranked(tier, CLEAN)
         self.leaf = Ranked(tier, LEAF)
         self.dirty = Ranked(tier, DIRTY)
+        self.unsettled = Ranked(tier, UNSETTLED)
         self.cleans = 0
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
@@ -313,6 +316,8 @@ class Candidates:
             self.leaf.offer(rank, block)
         if new & DIRTY:
             self.dirty.offer(rank, block)
+        if new & UNSETTLED:
+            self.unsettled.offer(rank, block)
 
 
 class Priorities:

@@ -13,11 +13,12 @@ from typing import Final
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation, TierOffline
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
-from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, Candidates, Priorities
+from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates, Priorities
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.index import BlockIndex, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
+from kvtierd.core.remote import Remote
 from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import (
     SLOT_BLANK,
@@ -69,6 +70,7 @@ class GroupState:
         self.reused: set[Block] = set()
         """Where the cache writes selectively: those that have been used again since they were committed."""
         self._selective = policy.write_policy is WritePolicy.SELECTIVE
+        self.remote = None if policy.remote is None else Remote(self, policy.remote)
         self._retirements: dict[MoveId, list[tuple[Block, SlotId]]] = {}
         self.undeleted: list[tuple[Block, SlotId]] = []
         """Disk slots whose record could not be deleted, in the order in which that failed, and whose it is."""
@@ -127,6 +129,8 @@ class GroupState:
             lists |= DIRTY
         if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
+        if self.remote is not None and self.remote.is_candidate(block, tier):
+            lists |= UNSETTLED
         return lists
 
     def expendable(self, block: Block, tier: Tier) -> bool:
@@ -255,6 +259,8 @@ class GroupState:
         self.slots[tier].change(copy.slot, SLOT_READY)
         if tier is not DISK:
             self.ledgers[tier].end_write(copy.slot, block)
+        if self.remote is not None and tier is not DEVICE:
+            self.remote.arrived(block)
 
     def detach(self, block: Block, tier: Tier) -> Copy:
         """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
@@ -480,6 +486,8 @@ class GroupState:
         self.residencies.change(block, BITS[tier])
         self.ledgers[tier].end_write(slot, block)
         self.introduce(block, cause)
+        if self.remote is not None and tier is not DEVICE:
+            self.remote.arrived(block)
         return block
 
     def introduce(self, block: Block, cause: Cause) -> None:
@@ -505,6 +513,8 @@ class GroupState:
         self.clocks.stop(block)
         if self._selective:
             self.reused.discard(block)
+        if self.remote is not None:
+            self.remote.forget(block)
         block.indexed = False
         self.removed += 1
         self.recorder.change(REMOVED, cause, self.group, block)

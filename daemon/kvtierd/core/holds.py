@@ -10,7 +10,7 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument
-from kvtierd.core.events import COMMIT
+from kvtierd.core.events import COMMIT, Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import NO_LABEL, SEVERAL, Key, Label, SlotId, traits_of
 from kvtierd.core.leases import Lease
@@ -31,7 +31,9 @@ class Holding:
         self._window = state.attention
         self._background = background
 
-    def store(self, lease: Lease, items: Sequence[CommitItem], *, hold: bool) -> tuple[BlockResult, ...]:
+    def store(
+        self, lease: Lease, items: Sequence[CommitItem], *, hold: bool, cause: Cause = COMMIT
+    ) -> tuple[BlockResult, ...]:
         """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the lease lets go of the
         slot; where the parent is not indexed or is a partial block, or is not that of the equal key, the slot stays
         blank. All blocks found or made are used. ``hold``: the lease holds the blocks made. All other leases over their
@@ -59,7 +61,7 @@ class Holding:
                 results.append(PARENT_MISSING)
                 continue
             else:
-                block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, COMMIT)
+                block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, cause)
                 made.append(block)
                 if label is not None and label.tokens and self._window.chained:
                     self._outgrow(block, label)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, NewType, TypeVar, cast
 
 from kvtier.abi.words import BITS as BITS  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
 from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  others take it from here
 
 CacheId = NewType("CacheId", int)
@@ -34,6 +35,7 @@ KEY_BYTES: Final = 32
 DEVICE: Final = Tier.DEVICE
 HOST: Final = Tier.HOST
 DISK: Final = Tier.DISK
+REMOTE: Final = Tier.REMOTE
 """The same. To look a member up in its class takes ten times as long as a global (Python 3.11), and the core does so
 dozens of times a block: hence such names beside its enumerations."""
 

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Final
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.ids import NO_LABEL, Key, Tier
+from kvtierd.core.ids import NO_LABEL, TIERS, Key, Tier
 
 
 class BlockIndex:
@@ -86,7 +86,7 @@ class BlockIndex:
         return found, 0
 
 
-_SETS: Final = 1 << len(Tier)
+_SETS: Final = 1 << len(TIERS)
 
 
 class Residencies:

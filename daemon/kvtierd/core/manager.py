@@ -13,15 +13,16 @@ from typing import Final
 
 from kvtierd.core import explain, lookup, reclaim, recovery
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
-from kvtierd.core.events import Cause, EventSequencer
+from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.groups import AcrossGroups, AcrossTicket
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, Lease, LeaseRecord, Leases, LeftLease, ReserveTicket, Ticket, holders_of
 from kvtierd.core.lookup import Cover, indexed, match
-from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
+from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason, Transfer
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
+from kvtierd.core.remote import Offer
 from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import (
     AcrossMatch,
@@ -191,13 +192,14 @@ class BlockManager:
         *,
         hold: bool = True,
         release: bool = False,
+        cause: Cause = Cause.COMMIT,
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the lease lets go of the
         slot; where the parent is not, the slot stays blank. ``hold``: the lease holds the new blocks. ``release``: the
         lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
-        results = window.holding.store(owned, items, hold=hold and not release)
+        results = window.holding.store(owned, items, hold=hold and not release, cause=cause)
         if release:
             self._end(owned)
         self._pump(now, window)
@@ -401,6 +403,33 @@ class BlockManager:
             results.append(BlockResult.NOT_FOUND if block is None else BlockResult.OK)
         self._pump(now, window)
         return tuple(results), self._take(now)
+
+    # -- a store beyond the host -------------------------------------------------------------------------------------
+
+    def offers(self, group: GroupId, count: int) -> list[Offer]:
+        """The next ``count`` blocks, or a few more, that the store is to have. They are not offered again, unless they
+        are :meth:`put_back`."""
+        remote = self._window(group).state.remote
+        return [] if remote is None else remote.take(count)
+
+    def put_back(self, group: GroupId, keys: Sequence[Key]) -> None:
+        """The store did not take these blocks, which were offered."""
+        remote = self._window(group).state.remote
+        if remote is not None:
+            remote.put_back(keys)
+
+    def travelled(self, group: GroupId, keys: Sequence[Key], src: Tier, dst: Tier, copy_ns: int, now: int) -> Outcome:
+        """Blocks went to the store, or came from it: the store has those that are indexed. Tells of them; nothing else
+        changes."""
+        state = self._window(group).state
+        known = [block for block in map(state.index.get, keys) if block is not None]
+        local = src if dst is Tier.REMOTE else dst
+        transfer = Transfer(src, dst, state.shape.slot_bytes[local], 0, copy_ns)
+        for block in known:
+            self._recorder.change(EventType.UPDATED, Cause.REMOTE, group, block, transfer)
+        if state.remote is not None:
+            state.remote.keep(block.key for block in known)
+        return self._take(now)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 

@@ -59,6 +59,30 @@ class WritePolicy(StrEnum):
     others would go down."""
 
 
+class RemotePolicy(StrEnum):
+    """When a store beyond the host is to have a block."""
+
+    EVICT = "evict"
+    """Shortly before the block would leave the lowest tier."""
+    SECOND_USE = "second_use"
+    THROUGH = "through"
+    """As soon as the host can read it."""
+
+
+@dataclass(slots=True, frozen=True)
+class RemoteWrites:
+    """Which blocks a store beyond the host is to have.
+
+    ``min_priority``: of their effective priority. ``first_tokens``: blocks beyond so many tokens of a chain stay here;
+    0 = none does. ``ahead``: the share of the lowest tier's slots that is copied ahead of its eviction.
+    """
+
+    policy: RemotePolicy = RemotePolicy.EVICT
+    min_priority: int = 0
+    first_tokens: int = 0
+    ahead: float = 0.05
+
+
 @dataclass(slots=True, frozen=True)
 class Policy:
     """How a cache moves, keeps and evicts its blocks. Shares are of a tier's slots in a group."""
@@ -85,6 +109,9 @@ class Policy:
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
     """So many failures in a row take an edge out of planning for so long."""
+
+    remote: RemoteWrites | None = None
+    """None: there is no store beyond the host."""
 
     def threshold(self, src: Tier, dst: Tier) -> int:
         return self.thresholds.get((src, dst), DEFAULT_THRESHOLD)

@@ -14,14 +14,14 @@ from typing import Final
 from kvtierd.core.block import Block
 from kvtierd.core.events import CAPACITY, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DEVICE, DISK, HOST, Key, TicketId, Tier
+from kvtierd.core.ids import DEVICE, DISK, HOST, TIERS, Key, TicketId, Tier
 from kvtierd.core.policy import WritePolicy
 from kvtierd.core.transfers import BlockResult, DropReport, Flights
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
 _SOURCES: Final = {
-    residency: next(tier for tier in SOURCE_ORDER if residency & tier.bit) for residency in range(1, 1 << len(Tier))
+    residency: next(tier for tier in SOURCE_ORDER if residency & tier.bit) for residency in range(1, 1 << len(TIERS))
 }
 """By residency set: the first in that order."""
 
@@ -296,6 +296,8 @@ class Background:
             self._state.reuse(blocks)
 
     def used_again(self, blocks: Sequence[Block]) -> None:
+        if self._state.remote is not None:
+            self._state.remote.used_again(blocks)
         if self._state.policy.write_policy is WritePolicy.SELECTIVE:
             fresh = self._state.reuse(blocks)
             self._due.update(dict.fromkeys(fresh))

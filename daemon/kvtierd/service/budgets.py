@@ -27,7 +27,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2
 from kvtierd.config import Config
 from kvtierd.config.keys import STAND_IN
-from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.ids import TIERS, GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
@@ -257,7 +257,7 @@ class _Content:
             return cls()
         if (version := content.get("version")) != _VERSION:
             raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads version {_VERSION}")
-        names = {str(tier) for tier in Tier}
+        names = {str(tier) for tier in TIERS}
         try:
             return cls(
                 {

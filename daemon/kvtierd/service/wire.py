@@ -17,6 +17,7 @@ TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
     Tier.DEVICE: common_pb2.TIER_DEVICE,
     Tier.HOST: common_pb2.TIER_HOST,
     Tier.DISK: common_pb2.TIER_DISK,
+    Tier.REMOTE: common_pb2.TIER_REMOTE,
 }
 TIER_FROM_WIRE: Final[Mapping[int, Tier]] = {value: tier for tier, value in TIER_TO_WIRE.items()}
 

@@ -12,17 +12,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtier.abi.words import TIERS
 from kvtier.bridge import Encoding, Options
 from kvtier.bridge.vllm import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, VllmEvent, VllmEvents, batch_of
 from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
-from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
+from kvtier.types import Cause, Cursor, EventType, tiers_of
 from tests import vllm_reader as vllm
 from tests.vllm_reader import Router
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(8)]
 ROOT = bytes(32)
 STEP = 2
-DEVICE, HOST, DISK = (tier.bit for tier in Tier)
+DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
 END = SnapshotEnd(Cursor(1, 1))
 CLEARED = AllBlocksCleared()
 PLACE = "ipc:///nowhere"

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtierd.core.check import check
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.ids import TIERS, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal
 from kvtierd.core.policy import GroupShape, Policy
@@ -19,7 +19,7 @@ from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, TierCo
 GROUP: Final = GroupId(0)
 ALICE: Final = SessionId(1)
 BOB: Final = SessionId(2)
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = TIERS
 SECOND: Final = 1_000_000_000
 
 
@@ -62,7 +62,7 @@ class Bench:
         restarted: bool = False,
         unclean: bool = False,
     ) -> None:
-        slots = {tier: count for tier, count in zip(Tier, (device, host, disk), strict=True) if count}
+        slots = {tier: count for tier, count in zip(TIERS, (device, host, disk), strict=True) if count}
         shape = GroupShape(GROUP, slots, dict.fromkeys(slots, 4096))
         self.core = BlockManager(CacheId(1), [shape], EventSequencer(), policy)
         self.now = 0
@@ -256,7 +256,7 @@ class Bench:
     def where(self, name: str) -> set[Tier]:
         """The tiers where the block is READY."""
         (location,) = self.core.locate(GROUP, [key(name)])
-        return {tier for tier in Tier if location.residency & tier.bit}
+        return {tier for tier in TIERS if location.residency & tier.bit}
 
     def slot(self, name: str, tier: Tier) -> SlotId | None:
         return self.core.locate(GROUP, [key(name)])[0].slots[tier]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtierd.core.events import Cause
-from kvtierd.core.ids import Tier, Traits
+from kvtierd.core.ids import TIERS, Traits
 from kvtierd.core.policy import Policy, WritePolicy
 from tests.slot_rows import begun, contents, restated
 from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, Bench, keys
@@ -15,7 +15,7 @@ def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block() ->
         bench.acquire("a", tier=tier)
         bench.land()
     bench.end()
-    assert bench.where("a") == set(Tier)
+    assert bench.where("a") == set(TIERS)
     _, outcome = bench.core.set_retention(ALICE, GROUP, keys("a"), [80], [9], now=1_000_000)
     assert [content.ref.tier for content in restated(outcome)] == [DEVICE, HOST]
     assert {content.traits for content in restated(outcome)} == {Traits(80, 9, 10_000_000)}

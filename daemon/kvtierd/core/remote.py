@@ -1,0 +1,136 @@
+"""Which blocks of a window group a store beyond the host is to have next.
+
+The store is no tier: it has no slots, and no block waits for it. Blocks are offered ahead of their eviction, or as soon
+as they are new or used again; a block that leaves before it was copied is gone. What the store has is never known for
+certain, so residency sets do not name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtierd.core.block import Block
+from kvtierd.core.eviction import Candidates
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, Tier, Traits
+from kvtierd.core.policy import RemotePolicy, RemoteWrites
+
+if TYPE_CHECKING:
+    from kvtierd.core.group import GroupState
+
+_READABLE: Final = BITS[HOST] | BITS[DISK]
+
+
+class Offer(NamedTuple):
+    """A block that the store is to have. ``tier`` and ``slot``: where its bytes can be read now."""
+
+    key: Key
+    parent: Key | None
+    traits: Traits
+    tier: Tier
+    slot: int
+
+
+class Remote:
+    """Of one window group whose cache writes to a store. ``settled``: blocks that are there, on their way, or never to
+    go."""
+
+    def __init__(self, state: GroupState, writes: RemoteWrites) -> None:
+        self._state = state
+        self._writes = writes
+        self._lowest = state.tiers[-1]
+        slots = state.slots[self._lowest].capacity
+        self._ahead = max(1, int(writes.ahead * slots))
+        self._by_rank = writes.policy is RemotePolicy.EVICT and self._lowest is not DEVICE
+        """Blocks are offered in the order in which they will leave."""
+        self._offered = 0
+        self._due: dict[Block, None] = {}
+        self.settled: set[Block] = set()
+        self.left = 0
+        """Blocks that have gone for good and that the store was never offered."""
+
+    def is_candidate(self, block: Block, tier: Tier) -> bool:
+        """It is to be offered before it leaves this tier."""
+        return self._by_rank and tier is self._lowest and block not in self.settled
+
+    def arrived(self, block: Block) -> None:
+        """It can be read now."""
+        if self._writes.policy is RemotePolicy.THROUGH and block not in self.settled:
+            self._due[block] = None
+
+    def used_again(self, blocks: Iterable[Block]) -> None:
+        if self._writes.policy is RemotePolicy.SECOND_USE:
+            self._due.update((block, None) for block in blocks if block not in self.settled)
+
+    def forget(self, block: Block) -> None:
+        """It is indexed no more."""
+        self._due.pop(block, None)
+        if block in self.settled:
+            self.settled.discard(block)
+        else:
+            self.left += 1
+
+    def take(self, count: int) -> list[Offer]:
+        """The next blocks to copy, ``count`` or a few more: each comes after all that it stands on."""
+        offers: list[Offer] = []
+        while len(offers) < count and (block := self._next()) is not None:
+            line = [block]
+            for above in block.ancestors():
+                if above in self.settled:
+                    break
+                line.append(above)
+            for member in reversed(line):
+                offers += self._offer(member)
+        return offers
+
+    def _next(self) -> Block | None:
+        if self._by_rank:
+            free = self._state.slots[self._lowest].free
+            if free >= self._ahead or self._offered >= self._state.removed + self._ahead:
+                return None
+            candidates: Candidates = self._state.candidates(self._lowest)
+            return candidates.unsettled.victim()
+        while self._due:
+            block = next(iter(self._due))
+            del self._due[block]
+            if block not in self.settled:
+                return block
+        return None
+
+    def _offer(self, block: Block) -> Iterable[Offer]:
+        if not block.residency & _READABLE:
+            return  # only a device has it: it is offered when it comes down
+        self._settle(block)
+        if not self._wanted(block):
+            return
+        self._offered += 1
+        tier = HOST if block.residency & BITS[HOST] else DISK
+        copy = block.copies[tier]
+        if copy is not None:
+            yield Offer(block.key, block.parent_key, block.traits, tier, copy.slot)
+
+    def _settle(self, block: Block) -> None:
+        self.settled.add(block)
+        self._state.reconsider(block)
+
+    def _wanted(self, block: Block) -> bool:
+        most, tokens = self._writes.first_tokens, self._state.shape.tokens_per_block
+        return block.priority >= self._writes.min_priority and (not most or block.depth * tokens < most)
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """The store has these blocks: they were fetched from there."""
+        for key in keys:
+            block = self._state.index.get(key)
+            if block is not None:
+                self._settle(block)
+
+    def put_back(self, keys: Iterable[Key]) -> None:
+        """The store did not take these: they are offered again."""
+        for key in keys:
+            block = self._state.index.get(key)
+            if block is not None and block in self.settled:
+                self.settled.discard(block)
+                self._offered -= 1
+                self._state.reconsider(block)
+                if not self._by_rank:
+                    self._due[block] = None
