@@ -92,7 +92,7 @@ async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
     await cache.move(KEYS[:2], Tier.DISK)
     start = await last_event(client)
     await cache.close()
-    expected = {tier: count * SLOT_BYTES for tier, count in zip(Tier, SLOTS.values(), strict=True)}
+    expected = {tier: count * SLOT_BYTES for tier, count in zip(TIERS, SLOTS.values(), strict=True)}
     planned = await client.remove_cache("doomed", dry_run=True)
     assert (planned.blocks, dict(planned.freed)) == (len(KEYS), expected)
     assert [cache.name for cache in await client.caches()] == ["doomed"]

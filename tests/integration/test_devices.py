@@ -16,6 +16,7 @@ from kvtier import BlockResult, InvalidArgument, KvtierError, Tier, TierFull, co
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.abi.cuda.views import DeviceView
+from kvtier.abi.words import TIERS
 from kvtier.memory.gpu import Gpu
 from tests.fake_cuda import load_fake
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -87,7 +88,7 @@ async def test_caches_on_two_gpus_move_blocks_to_the_shared_host_and_disk(daemon
         async def moved(cache, number):
             keys = chain(f"{cache.name} {number}", 2)
             await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
-            for src, dst in permutations(Tier, 2):
+            for src, dst in permutations(TIERS, 2):
                 await cache.move(keys, src)
                 assert await cache.move(keys, dst) == [BlockResult.OK] * 2, (src, dst)
                 assert_bytes(keys, await cache.get(keys))

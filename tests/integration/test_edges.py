@@ -10,10 +10,11 @@ from itertools import permutations
 import pytest
 
 from kvtier import BlockResult, Cause, Event, EventType, Tier
+from kvtier.abi.words import TIERS
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import edge_stats
 
-EDGES = list(permutations(Tier, 2))
+EDGES = list(permutations(TIERS, 2))
 COUNT = 6
 
 

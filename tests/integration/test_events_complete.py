@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import pytest
 
-from kvtier import BlockResult, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
+from kvtier import BlockResult, CacheOptions, Cause, EventType, WritePolicy, connect
 from kvtier.abi.words import TIERS
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
@@ -133,7 +133,7 @@ async def test_what_a_commit_does(books, cache):
 
 @drives((UPDATED, Cause.DEMAND), (UPDATED, Cause.PREFETCH), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.WRITE_THROUGH))
 async def test_every_edge_up_and_down_by_call(books, cache):
-    for src, dst in permutations(Tier, 2):
+    for src, dst in permutations(TIERS, 2):
         keys = await put(cache, f"from {src} to {dst}", 2)
         await move(cache, keys, src)
         await books.agree(cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.abi.attention import Needed
+from kvtier.abi.words import TIERS
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager
@@ -34,7 +35,7 @@ class GroupsBench(Bench):
         super().__init__(host=1)
         shapes = []
         for group, window in enumerate(windows):
-            slots = {tier: counts[group] for tier, counts in zip(Tier, (device, host, disk), strict=True) if counts}
+            slots = {tier: counts[group] for tier, counts in zip(TIERS, (device, host, disk), strict=True) if counts}
             kept, alone = (sinks if window else 0), flat and not window
             sizes = dict.fromkeys(slots, 4096)
             shapes.append(GroupShape(GroupId(group), slots, sizes, window, tokens_per_block, kept, flat=alone))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvtier.abi.words import TIERS
 from kvtier.replay.trace import Request, key_of, read
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.eviction import EVICTORS
@@ -76,7 +77,7 @@ class Replay:
 
 def replay(requests: Sequence[Request], slots: Sequence[int], eviction: str) -> Replay:
     """``slots``: of device, host and disk, or the first of them. Requests longer than the device are left out."""
-    made = Replay(dict(zip(Tier, slots, strict=False)), eviction)
+    made = Replay(dict(zip(TIERS, slots, strict=False)), eviction)
     for request in requests:
         if len(request.ids) <= slots[0]:
             made.request(request.ids)
