@@ -25,6 +25,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "move": "blocks",
     "replay": "replay",
     "reset": "caches",
+    "simulate": "simulate",
     "status": "status",
     "top": "top",
     "unpin": "blocks",

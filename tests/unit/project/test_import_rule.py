@@ -52,6 +52,8 @@ def test_what_is_exempt_is_not_judged():
         ("kvtier.abi", ("grpc", "google.protobuf", "torch", "cuda", "lmdb", "kvtierd")),
         ("kvtier.abi.cuda.views", ("torch", "cuda")),
         ("kvtier.cli", ("torch", "cuda", "lmdb", "kvtierd")),
+        ("kvtier.cli.simulate", ("torch", "cuda", "lmdb", "kvtierd")),
+        ("kvtierd.simulate.fleet", ("torch", "cuda", "lmdb", "grpc", "asyncio", "kvtierd.tiers")),
         ("kvtierd.main", ("torch", "cuda", "grpc", "numpy", "lmdb")),
         ("kvtierd.serve", ("torch", "cuda")),
     ],

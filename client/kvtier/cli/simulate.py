@@ -1,0 +1,125 @@
+"""``kvtier simulate``: a request trace through the daemon's core alone, in this process: no daemon, no bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvtier.cli.common import console, json_option, run, slim_table
+from kvtier.replay.trace import key_of, read
+from kvtier.types import Tier, size
+
+if TYPE_CHECKING:
+    from kvtierd.simulate.fleet import Report
+
+_HOST_COUNT: Final = click.IntRange(1, 64)
+
+
+@click.group()
+def simulate() -> None:
+    """Run a request trace through the daemon's core alone: no daemon, no bytes, seconds a run."""
+
+
+def _host_counts(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    parts: list[Any] = text.split(",")
+    return tuple(_HOST_COUNT.convert(part, parameter, context) for part in parts)
+
+
+@simulate.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--hosts",
+    callback=_host_counts,
+    metavar="N,...",
+    default="1,2,4,8,16,32,64",
+    show_default=True,
+    help=f"Sizes of the fleet, each up to {_HOST_COUNT.max}.",
+)
+@click.option("--slots", type=click.IntRange(min=1), default=2000, show_default=True, help="Host blocks of each host.")
+@click.option("--disk-slots", type=click.IntRange(min=0), default=0, show_default=True, help="Disk blocks likewise.")
+@click.option("--router", type=click.Choice(["prefix", "round-robin"]), default="prefix", show_default=True)
+@click.option(
+    "--remote",
+    type=click.Choice(["none", "evict", "second_use", "through"]),
+    default="none",
+    show_default=True,
+    help="What goes to a remote store: what leaves a host, what a host found again, or everything.",
+)
+@click.option("--peers/--no-peers", default=False, show_default=True, help="Hosts fetch blocks from each other.")
+@click.option(
+    "--block-bytes", type=click.IntRange(min=1), metavar="BYTES", default=1 << 20, show_default=True, help="Of a block."
+)
+@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
+@json_option("One JSON list, an object a row.")
+def fleet(
+    trace: Path,
+    hosts: tuple[int, ...],
+    slots: int,
+    disk_slots: int,
+    router: str,
+    remote: str,
+    peers: bool,
+    block_bytes: int,
+    requests: int | None,
+    as_json: bool,
+) -> None:
+    """Send the request TRACE through a router to fleets of several sizes.
+
+    Each host is a real core with its own tiers. A request acquires what its host has, fetches from peers and the
+    remote store what follows, and stores the rest. A second row shows one host with the memory of all, and no store.
+
+    A prompt longer than --slots is cut. The prefix router takes the host with the longest known prefix, unless it has
+    much more load than the least loaded.
+    """
+    from kvtierd.simulate.fleet import FleetShape, RemotePolicy, simulate  # nothing else here needs the daemon
+
+    chains = _chains(trace, requests)
+    tiers = {Tier.HOST: slots} | ({Tier.DISK: disk_slots} if disk_slots else {})
+    reports: dict[str, Report] = {}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        for count in hosts:
+            shape = FleetShape(count, tiers, router, RemotePolicy(remote), peers)
+            reports[str(count)] = simulate(shape, bar.track(chains, description=f"{count} hosts"))
+            if count > 1:
+                name = f"one with the memory of {count}"
+                reports[name] = simulate(shape.pooled(), bar.track(chains, description=name))
+    if as_json:
+        click.echo(json.dumps([_plain(name, report, block_bytes) for name, report in reports.items()], indent=1))
+    else:
+        console().print(_table(reports, block_bytes))
+
+
+def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
+    """The keys of every request's blocks; equal keys are one object."""
+    made: dict[int, bytes] = {}
+    requests = run(read(trace, limit))
+    return [[made.setdefault(block, key_of(block)) for block in request.ids] for request in requests]
+
+
+def _plain(name: str, report: Report, block_bytes: int) -> dict[str, Any]:
+    return {
+        "hosts": name,
+        **asdict(report),
+        "put_bytes": report.put * block_bytes,
+        "read_bytes": report.remote * block_bytes,
+    }
+
+
+def _table(reports: Mapping[str, Report], block_bytes: int) -> Table:
+    """Shares are of the blocks asked for. ``busiest``: requests of that host, as a multiple of the mean."""
+    columns = ("hosts", "hit ratio", "local", "peers", "remote", "put", "read", "evictions", "busiest")
+    table = slim_table(columns, left=("hosts",))
+    for name, report in reports.items():
+        places = (report.local, report.peers, report.remote)
+        shares = [f"{blocks / (report.asked or 1):.3f}" for blocks in (sum(places), *places)]
+        moved = [size(blocks * block_bytes) for blocks in (report.put, report.remote)]
+        table.add_row(name, *shares, *moved, f"{report.evicted:,}", f"{report.busiest:.2f}")
+    return table

@@ -1,0 +1,173 @@
+"""A fleet of hosts behind a router: what each request finds on its host, on another one, and in a remote store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from kvtierd.core.ids import Key, Tier
+from kvtierd.simulate.host import Host, Served
+
+_RECENT: Final = 16
+"""A request is load of its host until so many requests a host have come after it."""
+_SLACK: Final = 8
+"""A prefix is not followed to a host that has so many more recent requests than the least loaded one."""
+
+
+class RemotePolicy(StrEnum):
+    """When a block goes to the remote store, which keeps all that it gets."""
+
+    NONE = "none"
+    """Never: there is no store."""
+    EVICT = "evict"
+    """Before it leaves the lowest tier of a host."""
+    SECOND_USE = "second_use"
+    """When a request finds it on its host."""
+    THROUGH = "through"
+    """When it is stored on a host."""
+
+
+Choose = Callable[[int, Sequence[int], Sequence[int]], int]
+"""The host of the n-th request, from each host's known prefix and its recent requests."""
+
+
+def _round_robin(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> int:
+    return turn % len(loads)
+
+
+def _longest_prefix(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> int:
+    """Of the hosts that are not much busier than the least loaded one, the one with the longest prefix."""
+    bound = min(loads) + _SLACK
+    fit = (host for host, load in enumerate(loads) if load <= bound)
+    return max(fit, key=lambda host: (prefixes[host], -loads[host]))
+
+
+ROUTERS: Final[Mapping[str, Choose]] = {"prefix": _longest_prefix, "round-robin": _round_robin}
+
+
+@dataclass(slots=True, frozen=True)
+class FleetShape:
+    """``slots``: of each host, by tier. ``longest``: blocks to which a longer prompt is cut; 0 = what the fastest tier
+    has. ``peers``: a host fetches what another one has."""
+
+    hosts: int
+    slots: Mapping[Tier, int]
+    router: str = "prefix"
+    remote: RemotePolicy = RemotePolicy.NONE
+    peers: bool = False
+    longest: int = 0
+
+    def pooled(self) -> FleetShape:
+        """One host with the slots of all, and nothing beside it."""
+        longest = self.longest or self.slots[min(self.slots)]
+        slots = {tier: count * self.hosts for tier, count in self.slots.items()}
+        return replace(self, hosts=1, slots=slots, remote=RemotePolicy.NONE, peers=False, longest=longest)
+
+
+@dataclass(slots=True)
+class Report:
+    """Blocks, but for ``requests``, by host. Found blocks are ``local``, at ``peers`` or ``remote``; the last two were
+    fetched. ``put``: went to the remote store. ``evicted``: left a host."""
+
+    requests: list[int]
+    asked: int = 0
+    local: int = 0
+    peers: int = 0
+    remote: int = 0
+    put: int = 0
+    evicted: int = 0
+
+    @property
+    def busiest(self) -> float:
+        """The requests of the busiest host, as a multiple of the mean."""
+        return max(self.requests) * len(self.requests) / (sum(self.requests) or 1)
+
+
+class Directory:
+    """Which hosts have each block, a bit a host: what a router knows from the events of all hosts."""
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+        self._holders: dict[Key, int] = {}
+
+    def note(self, host: int, served: Served) -> None:
+        holders, bit = self._holders, 1 << host
+        for key in served.stored:
+            holders[key] = holders.get(key, 0) | bit
+        for key in served.removed:
+            holders[key] ^= bit
+
+    def prefixes(self, chain: Sequence[Key]) -> list[int]:
+        """How many leading blocks of the chain each host has."""
+        lengths, still = [0] * self._hosts, (1 << self._hosts) - 1
+        for length, key in enumerate(chain, start=1):
+            still &= self._holders.get(key, 0)
+            left = still
+            while left:
+                lengths[left.bit_length() - 1] = length
+                left ^= 1 << left.bit_length() - 1
+            if not still:
+                break
+        return lengths
+
+
+class Fleet:
+    """Requests come one after another; moves, fetches and events arrive at once."""
+
+    def __init__(self, shape: FleetShape) -> None:
+        self.hosts = [Host(shape.slots) for _ in range(shape.hosts)]
+        self.report = Report([0] * shape.hosts)
+        self._shape = shape
+        self._longest = shape.longest or shape.slots[min(shape.slots)]
+        self._choose = ROUTERS[shape.router]
+        self._directory = Directory(shape.hosts)
+        self._store: set[Key] = set()
+        self._recent: deque[int] = deque()
+        self._loads = [0] * shape.hosts
+
+    def request(self, chain: Sequence[Key]) -> None:
+        chain = chain[: self._longest]
+        prefixes = self._directory.prefixes(chain)
+        host = self._choose(sum(self.report.requests), prefixes, self._loads)
+        self._load(host)
+        near = max(prefixes) if self._shape.peers else prefixes[host]
+        far = next((place for place in range(near, len(chain)) if chain[place] not in self._store), len(chain))
+        served = self.hosts[host].request(chain)
+        self._directory.note(host, served)
+        report = self.report
+        report.requests[host] += 1
+        report.asked += len(chain)
+        report.local += served.found
+        report.peers += near - served.found
+        report.remote += far - near
+        report.evicted += len(served.removed)
+        report.put += self._put(chain[: served.found], served)
+
+    def _load(self, host: int) -> None:
+        self._loads[host] += 1
+        self._recent.append(host)
+        if len(self._recent) > _RECENT * len(self._loads):
+            self._loads[self._recent.popleft()] -= 1
+
+    def _put(self, used: Sequence[Key], served: Served) -> int:
+        """How many blocks the store did not have."""
+        before = len(self._store)
+        match self._shape.remote:
+            case RemotePolicy.EVICT:
+                self._store.update(served.removed)
+            case RemotePolicy.SECOND_USE:
+                self._store.update(used)
+            case RemotePolicy.THROUGH:
+                self._store.update(served.stored)
+        return len(self._store) - before
+
+
+def simulate(shape: FleetShape, chains: Iterable[Sequence[bytes]]) -> Report:
+    """Sends every request, a chain of keys, to the fleet, in order."""
+    fleet = Fleet(shape)
+    for chain in chains:
+        fleet.request([Key(key) for key in chain])
+    return fleet.report
