@@ -25,7 +25,9 @@ import torch
 
 from kvtier import Client, Tier
 from kvtier.cli import main
+from kvtier.replay.trace import key_of, read
 from kvtierd.main import main as daemon_main
+from kvtierd.simulate.fleet import FleetShape, simulate
 from tests.connectors import tiny
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.test_cli import DEADLINE_S
@@ -181,6 +183,17 @@ async def test_the_example_for_a_gpu(daemon, monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     await runpy.run_path(str(ROOT / "examples/gpu_slots.py"))["main"](daemon.address)
     assert capsys.readouterr().out == "[0.0, 1.0, 2.0, 3.0]\n"
+
+
+async def test_the_example_of_a_router(capsys):
+    """It finds more than round-robin, which finds what the simulation says."""
+    example = runpy.run_path(str(ROOT / "examples/router.py"))
+    await example["main"]()
+    hits = [int(count) for count in re.findall(r"(\d+) of \d+ blocks", capsys.readouterr().out)]
+    chains = [[key_of(block) for block in request.ids] for request in await read(example["TRACE"], example["REQUESTS"])]
+    fleet = FleetShape(3, {Tier.HOST: example["HOST_BLOCKS"]}, "round-robin")
+    assert hits[0] == pytest.approx(simulate(fleet, chains).local, rel=0.05)
+    assert hits[1] > 1.4 * hits[0]
 
 
 @pytest.mark.parametrize(
