@@ -41,6 +41,7 @@ PAGES = (
     "docs/events.md",
     "docs/gpu.md",
     "docs/engines.md",
+    "docs/fleet.md",
 )
 HOW = {"runnable", "check-config", "by-hand", "engines"}
 

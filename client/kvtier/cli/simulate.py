@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import console, json_option, run, slim_table
+from kvtier.errors import InvalidArgument
 from kvtier.replay.trace import key_of, read
 from kvtier.types import Tier, size
 
@@ -81,27 +82,36 @@ def fleet(
     """
     from kvtierd.simulate.fleet import FleetShape, RemotePolicy, simulate  # nothing else here needs the daemon
 
-    chains = _chains(trace, requests)
+    chains = run(_chains(trace, requests))
     tiers = {Tier.HOST: slots} | ({Tier.DISK: disk_slots} if disk_slots else {})
     reports: dict[str, Report] = {}
     with Progress(console=Console(stderr=True), transient=True) as bar:
         for count in hosts:
             shape = FleetShape(count, tiers, router, RemotePolicy(remote), peers)
-            reports[str(count)] = simulate(shape, bar.track(chains, description=f"{count} hosts"))
+            reports[str(count)] = simulate(shape, bar.track(chains, description=f"hosts: {count}"))
             if count > 1:
                 name = f"one with the memory of {count}"
-                reports[name] = simulate(shape.pooled(), bar.track(chains, description=name))
+                reports[name] = simulate(shape.pooled(), bar.track(chains, description=f"hosts: {name}"))
     if as_json:
         click.echo(json.dumps([_plain(name, report, block_bytes) for name, report in reports.items()], indent=1))
     else:
         console().print(_table(reports, block_bytes))
 
 
-def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
-    """The keys of every request's blocks; equal keys are one object."""
-    made: dict[int, bytes] = {}
-    requests = run(read(trace, limit))
-    return [[made.setdefault(block, key_of(block)) for block in request.ids] for request in requests]
+async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
+    """The keys of every request's blocks.
+
+    Raises:
+        InvalidArgument: a line cannot be read, or a block follows different blocks, so that its prefix is not one.
+    """
+    requests = await read(trace, limit)
+    parents: dict[int, int | None] = {}
+    for line, request in enumerate(requests, start=1):
+        for block, parent in zip(request.ids, (None, *request.ids), strict=False):
+            if parents.setdefault(block, parent) != parent:
+                raise InvalidArgument(f"{trace}:{line}: hash_ids", block, "an id that always follows the same id")
+    keys = {block: key_of(block) for block in parents}
+    return [[keys[block] for block in request.ids] for request in requests]
 
 
 def _plain(name: str, report: Report, block_bytes: int) -> dict[str, Any]:

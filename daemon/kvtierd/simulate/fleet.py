@@ -62,9 +62,12 @@ class FleetShape:
 
     def pooled(self) -> FleetShape:
         """One host with the slots of all, and nothing beside it."""
-        longest = self.longest or self.slots[min(self.slots)]
         slots = {tier: count * self.hosts for tier, count in self.slots.items()}
-        return replace(self, hosts=1, slots=slots, remote=RemotePolicy.NONE, peers=False, longest=longest)
+        return replace(self, hosts=1, slots=slots, remote=RemotePolicy.NONE, peers=False, longest=self.cut)
+
+    @property
+    def cut(self) -> int:
+        return self.longest or self.slots[min(self.slots)]
 
 
 @dataclass(slots=True)
@@ -121,7 +124,6 @@ class Fleet:
         self.hosts = [Host(shape.slots) for _ in range(shape.hosts)]
         self.report = Report([0] * shape.hosts)
         self._shape = shape
-        self._longest = shape.longest or shape.slots[min(shape.slots)]
         self._choose = ROUTERS[shape.router]
         self._directory = Directory(shape.hosts)
         self._store: set[Key] = set()
@@ -129,7 +131,7 @@ class Fleet:
         self._loads = [0] * shape.hosts
 
     def request(self, chain: Sequence[Key]) -> None:
-        chain = chain[: self._longest]
+        chain = chain[: self._shape.cut]
         prefixes = self._directory.prefixes(chain)
         host = self._choose(sum(self.report.requests), prefixes, self._loads)
         self._load(host)

@@ -79,8 +79,17 @@ def test_bad_options_are_refused_with_what_is_allowed(trace, options, says):
     assert says in outcome.output
 
 
-def test_a_bad_line_is_named(tmp_path):
-    (tmp_path / "t").write_text('{"hash_ids": [1]}\nnothing\n')
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("nothing", "must be a JSON object"),
+        ('{"hash_ids": [3, 2]}', "hash_ids = 2: must be an id that always follows the same id"),
+        ('{"hash_ids": [2]}', "hash_ids = 2: must be an id that always follows the same id"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    (tmp_path / "t").write_text(f'{{"hash_ids": [1, 2]}}\n{line}\n')
     outcome = run(str(tmp_path / "t"))
     assert outcome.exit_code == 1
     assert "t:2" in outcome.output
+    assert says in outcome.output
