@@ -1,0 +1,175 @@
+"""Objects in a bucket (S3 and what speaks it, GCS, Azure), in a directory that hosts share, or in memory.
+
+obstore takes endpoint, region, time limits and credentials from the environment: ``AWS_*``, ``GOOGLE_*``, ``AZURE_*``,
+and from the files and services those name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from kvtierd.tiers.remote.base import (
+    ABSENT,
+    Listed,
+    RemoteError,
+    RemoteFull,
+    RemoteRefused,
+    RemoteStore,
+    RemoteUnavailable,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore, RetryConfig  # names of its type stubs
+
+_T = TypeVar("_T")
+
+_REQUESTS: Final = 64
+"""So many requests are under way at a time."""
+_PAGE: Final = 1000
+"""Objects a step of a listing."""
+_RETRIES: Final[RetryConfig] = {
+    "max_retries": 2,
+    "retry_timeout": timedelta(seconds=5),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
+}
+"""For the odd request that an overloaded store turns away. A store that is down is the caller's to wait for."""
+
+_STATUS: Final = re.compile(r"status code: (\d{3})\b")
+_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_ERRNO: Final = re.compile(r"\(os error (\d{1,3})\)")
+_MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[RemoteError]]]] = (
+    (re.compile(r"status code: 507\b|QuotaExceeded|StorageFull|os error (28|122)\b"), RemoteFull),
+    (re.compile(r"status code: (408|429)\b"), RemoteUnavailable),
+    (re.compile(r"status code: 4|Received redirect|BadScheme|os error (1|2|13|20|21|30|36)\b"), RemoteRefused),
+)
+"""Of obstore's errors, by their text; the first that fits."""
+_REASONS: Final = (
+    ("BadScheme", "its endpoint is http, which AWS_ALLOW_HTTP=true allows"),
+    ("Received redirect", "the bucket is in another region"),
+    ("kind: Connect", "it cannot be reached"),
+    ("Timeout", "it did not answer in time"),
+)
+
+
+class Bucket:
+    """A store that obstore can reach."""
+
+    def __init__(self, store: ObjectStore, shown: str) -> None:
+        self._store = store
+        self._shown = shown
+        self._requests = asyncio.Semaphore(_REQUESTS)
+
+    async def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        return await self._each([self._exists(name) for name in names])
+
+    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        return await self._each([self._get(*pair) for pair in zip(names, into, strict=True)])
+
+    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+        await self._each([self._put(*pair) for pair in zip(names, objects, strict=True)])
+
+    async def delete(self, names: Sequence[str]) -> None:
+        await self._each([self._delete(name) for name in names])
+
+    async def listing(self, prefix: str) -> AsyncIterator[Listed]:
+        folder = prefix.rpartition("/")[0]  # obstore wants whole parts of a name
+        with self._told("list"):
+            async for page in obstore.list(self._store, folder or None, chunk_size=_PAGE):
+                for meta in page:
+                    if meta["path"].startswith(prefix):
+                        yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
+
+    async def close(self) -> None:
+        del self._store
+
+    async def _exists(self, name: str) -> bool:
+        async with self._requests:
+            with self._told("head"):
+                try:
+                    await obstore.head_async(self._store, name)
+                except FileNotFoundError:
+                    return False
+                return True
+
+    async def _get(self, name: str, into: memoryview) -> int:
+        async with self._requests:
+            with self._told("get"):
+                try:
+                    found = await obstore.get_async(self._store, name)
+                    if found.meta["size"] > len(into):
+                        return found.meta["size"]
+                    body = memoryview(await found.bytes_async())
+                except FileNotFoundError:
+                    return ABSENT
+        into[: len(body)] = body
+        return len(body)
+
+    async def _put(self, name: str, data: memoryview) -> None:
+        async with self._requests:
+            with self._told("put"):
+                # A copy: obstore may still read after a cancelled call has ended.
+                await obstore.put_async(self._store, name, bytes(data), use_multipart=False)
+
+    async def _delete(self, name: str) -> None:
+        async with self._requests:
+            with self._told("delete"):
+                try:
+                    await obstore.delete_async(self._store, name)
+                except FileNotFoundError:
+                    return
+
+    async def _each(self, calls: Sequence[Coroutine[None, None, _T]]) -> list[_T]:
+        """The results of all calls; the first failure ends the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(call) for call in calls]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    @contextmanager
+    def _told(self, request: str) -> Iterator[None]:
+        """Raises the contract's errors for obstore's."""
+        try:
+            yield
+        except (BaseError, OSError) as failed:
+            error, reason = _meaning(failed)
+            # Not `from failed`: obstore tells whole requests and answers, keys in them.
+            raise error(f"{self._shown}: {request}: {reason}") from None
+
+
+def open_bucket(url: str) -> RemoteStore:
+    """The bucket or the directory of a URL without credentials and query.
+
+    Raises:
+        ValueError: it names neither. The message says what it must be.
+    """
+    in_process = url.startswith(("file:", "memory:"))
+    try:
+        return Bucket(from_url(url) if in_process else from_url(url, retry_config=_RETRIES), url)
+    except (BaseError, ValueError, OSError):
+        if in_process:
+            raise ValueError("must be file:// and the absolute path of a directory that is there") from None
+        raise ValueError("must name a bucket; obstore takes account and endpoint from the environment") from None
+
+
+def _meaning(failed: BaseError | OSError) -> tuple[type[RemoteError], str]:
+    """What an error of obstore is in the contract, and its reason without a word of the request."""
+    text = str(failed)
+    error = next((error for pattern, error in _MEANINGS if pattern.search(text)), RemoteUnavailable)
+    if status := _STATUS.search(text):
+        code = _CODE.search(text)
+        return error, f"it answered {status[1]}" + (f" {code[1]}" if code else "")
+    if errno := _ERRNO.search(text):
+        return error, os.strerror(int(errno[1]))
+    return error, next((reason for sign, reason in _REASONS if sign in text), type(failed).__name__)
