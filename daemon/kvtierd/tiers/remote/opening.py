@@ -46,11 +46,18 @@ def _bucket(url: str) -> RemoteStore:
     return open_bucket(url)
 
 
+def _mooncake(url: str) -> RemoteStore:
+    from kvtierd.tiers.remote.mooncake import open_mooncake
+
+    return open_mooncake(url)
+
+
 _ENGINES: Final[Mapping[str, tuple[str, Callable[[str], RemoteStore]]]] = {
     "s3": ("remote", _bucket),
     "gs": ("remote", _bucket),
     "az": ("remote", _bucket),
     "file": ("remote", _bucket),
     "memory": ("remote", _bucket),
+    "mooncake": ("mooncake", _mooncake),
 }
 """By the URL's scheme: the extra that installs the engine, and the engine."""

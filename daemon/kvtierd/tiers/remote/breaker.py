@@ -1,0 +1,180 @@
+"""Keeps a store that fails from slowing its callers: a deadline for each call, and circuits that open.
+
+An open circuit turns calls away at once. After a back-off it lets one call through; a call that succeeds closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvtierd.tiers.remote.base import Listed, RemoteFull, RemoteRefused, RemoteStore, RemoteUnavailable
+
+Operation = Literal["exists", "get", "put", "delete", "list"]
+
+FAILURES: Final = 3
+"""So many in a row open a circuit."""
+FIRST_BACKOFF_S: Final = 1.0
+LAST_BACKOFF_S: Final = 30.0
+"""It doubles with each call let through that fails; a random half of it is left out."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of one operation. ``calls`` were made, of which ``failures`` failed; ``refused`` met an open circuit. ``nbytes``
+    are those of objects. A step of a listing is a call."""
+
+    calls: int = 0
+    failures: int = 0
+    refused: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Guarded:
+    """A store behind a circuit for all calls and one more for puts, which a store without room or rights opens.
+
+    Whatever an open circuit turns away raises :class:`RemoteUnavailable`.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """
+        Args:
+            timeout_s: of each call, and of each step of a listing.
+            chance: a random number from 0 to 1.
+        """
+        self._store = store
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._all = _Circuit(clock, chance)
+        self._puts = _Circuit(clock, chance)
+        self._counts: dict[Operation, Counts] = {
+            operation: Counts() for operation in ("exists", "get", "put", "delete", "list")
+        }
+
+    @property
+    def problem(self) -> str | None:
+        """Why a circuit is open."""
+        return self._all.problem or self._puts.problem
+
+    @property
+    def counts(self) -> Mapping[Operation, Counts]:
+        return self._counts
+
+    async def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        async with self._call("exists"):
+            return await self._store.exists(names)
+
+    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        async with self._call("get") as counts:
+            found = await self._store.get(names, into)
+            counts.nbytes += sum(n for n, view in zip(found, into, strict=True) if 0 < n <= len(view))
+            return found
+
+    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+        async with self._call("put") as counts:
+            await self._store.put(names, objects)
+            counts.nbytes += sum(map(len, objects))
+
+    async def delete(self, names: Sequence[str]) -> None:
+        async with self._call("delete"):
+            await self._store.delete(names)
+
+    async def listing(self, prefix: str) -> AsyncIterator[Listed]:
+        found: AsyncIterator[Listed] | None = None
+        while True:
+            async with self._call("list"):
+                found = found or self._store.listing(prefix)
+                listed = await anext(found, None)
+            if listed is None:
+                return
+            yield listed
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    @asynccontextmanager
+    async def _call(self, operation: Operation) -> AsyncIterator[Counts]:
+        counts = self._counts[operation]
+        circuits = [self._all, self._puts] if operation == "put" else [self._all]
+        for circuit in circuits:
+            if circuit.shut:
+                counts.refused += 1
+                raise RemoteUnavailable(circuit.problem)
+        tried = [circuit for circuit in circuits if circuit.problem]
+        for circuit in tried:
+            circuit.trying = True
+        counts.calls += 1
+        counts.failures += 1  # until it is known better
+        started = self._clock()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield counts
+        except TimeoutError:
+            late = RemoteUnavailable(f"{operation}: no answer within {self._timeout_s:g} s")
+            self._all.fail(str(late), FAILURES)
+            raise late from None
+        except RemoteUnavailable as failed:
+            self._all.fail(str(failed), FAILURES)
+            raise
+        except RemoteFull as failed:
+            self._all.succeed()
+            self._puts.fail(str(failed), 1)
+            raise
+        except RemoteRefused as failed:
+            if operation != "list":  # some stores list for nobody
+                circuits[-1].fail(str(failed), 1)
+            raise
+        except asyncio.CancelledError:
+            counts.failures -= 1
+            raise
+        else:
+            counts.failures -= 1
+            for circuit in circuits:
+                circuit.succeed()
+        finally:
+            counts.seconds += self._clock() - started
+            for circuit in tried:
+                circuit.trying = False
+
+
+class _Circuit:
+    """``problem``: why it is open, None while it is closed. ``trying``: a call is on its way to find out."""
+
+    __slots__ = ("_backoff_s", "_chance", "_clock", "_failures", "_retry_at", "problem", "trying")
+
+    def __init__(self, clock: Callable[[], float], chance: Callable[[], float]) -> None:
+        self._clock = clock
+        self._chance = chance
+        self.trying = False
+        self._retry_at = 0.0
+        self.succeed()
+
+    @property
+    def shut(self) -> bool:
+        """Whether a call is turned away now."""
+        return self.problem is not None and (self.trying or self._clock() < self._retry_at)
+
+    def succeed(self) -> None:
+        self.problem: str | None = None
+        self._failures = 0
+        self._backoff_s = FIRST_BACKOFF_S
+
+    def fail(self, problem: str, limit: int) -> None:
+        """Counts a failure. The ``limit``-th in a row opens it, and one of a call let through keeps it open."""
+        self._failures += 1
+        if self.trying or (self.problem is None and self._failures >= limit):
+            self.problem = problem
+            self._retry_at = self._clock() + self._backoff_s * (1 + self._chance()) / 2
+            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)

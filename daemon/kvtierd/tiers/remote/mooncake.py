@@ -1,0 +1,227 @@
+"""Objects in Mooncake Store: memory that other hosts lend to its master. It cannot list.
+
+``mooncake://master:port/prefix?protocol=tcp&devices=&metadata=P2PHANDSHAKE``: the query is optional and has Mooncake's
+words. Two processes call its library, so two calls are under way at a time. A call that is cancelled ends its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Final
+from urllib.parse import parse_qsl, urlsplit
+
+from kvtierd.tiers.remote.base import (
+    ABSENT,
+    Listed,
+    RemoteError,
+    RemoteFull,
+    RemoteRefused,
+    RemoteStore,
+    RemoteUnavailable,
+)
+
+_PROCESSES: Final = 2
+_ROOM_BYTES: Final = 32 << 20
+"""Of each process for the objects of a request."""
+_SETTINGS: Final[Mapping[str, str]] = {"protocol": "tcp", "devices": "", "metadata": "P2PHANDSHAKE"}
+_PORT: Final = 50051
+
+MASTER_GONE: Final = -900
+TOO_LONG: Final = -600
+_ABSENT: Final = frozenset({-703, -704, -707})
+"""Not written to its end, not there, evicted while it was read."""
+_ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
+    -200: (RemoteFull, "it has no room"),
+    -400: (RemoteRefused, "it refuses the key"),
+    TOO_LONG: (RemoteRefused, "it refuses the object"),
+    -800: (RemoteUnavailable, "the transfer failed"),
+    MASTER_GONE: (RemoteUnavailable, "its master cannot be reached"),
+    -901: (RemoteUnavailable, "its master does not answer"),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Address:
+    """Where a Mooncake is, and how to reach it."""
+
+    master: str
+    prefix: str
+    protocol: str
+    devices: str
+    metadata: str
+
+    @property
+    def shown(self) -> str:
+        return f"mooncake://{self.master}/{self.prefix}"
+
+
+class Mooncake:
+    """A store that Mooncake's master knows."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._idle: list[_Worker] = []
+        self._free = asyncio.Semaphore(_PROCESSES)
+
+    async def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        async with self._worker() as worker:
+            codes = await worker.call("exists", self._keys(names), [0] * len(names))
+        return [self._count(code, "exists") > 0 for code in codes]
+
+    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        found: list[int] = []
+        for part in self._parts(into, "get"):
+            sizes = [len(view) for view in into[part]]
+            async with self._worker() as worker:
+                codes = await worker.call("get", self._keys(names[part]), sizes)
+                start = 0
+                for code, view in zip(codes, into[part], strict=True):
+                    if 0 < code <= len(view):
+                        view[:code] = worker.room[start : start + code]
+                    start += len(view)
+            found += [ABSENT if code in _ABSENT else self._count(code, "get") for code in codes]
+        return found
+
+    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+        for part in self._parts(objects, "put"):
+            async with self._worker() as worker:
+                start = 0
+                for data in objects[part]:
+                    worker.room[start : start + len(data)] = data
+                    start += len(data)
+                codes = await worker.call("put", self._keys(names[part]), [len(data) for data in objects[part]])
+            for code in codes:
+                self._count(code, "put")
+
+    async def delete(self, names: Sequence[str]) -> None:
+        async with self._worker() as worker:
+            codes = await worker.call("delete", self._keys(names), [0] * len(names))
+        for code in codes:
+            if code not in _ABSENT:
+                self._count(code, "delete")
+
+    def listing(self, prefix: str) -> AsyncIterator[Listed]:
+        raise RemoteRefused(f"{self._address.shown}: Mooncake does not list its objects")
+
+    async def close(self) -> None:
+        for worker in self._idle:
+            worker.kill()
+            await worker.process.wait()
+
+    def _keys(self, names: Sequence[str]) -> list[str]:
+        return [f"{self._address.prefix}{name}" for name in names]
+
+    def _parts(self, buffers: Sequence[memoryview], verb: str) -> Iterator[slice]:
+        """Runs of buffers that fit into a process's room together."""
+        first = nbytes = 0
+        for i, buffer in enumerate(buffers):
+            if len(buffer) > _ROOM_BYTES:
+                reason = f"an object has {len(buffer)} bytes; it must have at most {_ROOM_BYTES}"
+                raise RemoteRefused(f"{self._address.shown}: {verb}: {reason}")
+            if nbytes + len(buffer) > _ROOM_BYTES:
+                yield slice(first, i)
+                first, nbytes = i, 0
+            nbytes += len(buffer)
+        yield slice(first, len(buffers))
+
+    def _count(self, code: int, verb: str) -> int:
+        """The code if it is a number of bytes or objects; raises what it means if it is none."""
+        if code >= 0:
+            return code
+        error, reason = _ERRORS.get(code, (RemoteUnavailable, f"it answered {code}"))
+        raise error(f"{self._address.shown}: {verb}: {reason}")
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[_Worker]:
+        """A process for one call. It ends if the call does not, as a later reply would be taken for another call's."""
+        async with self._free:
+            worker = self._idle.pop() if self._idle else None
+            try:
+                if worker is None:
+                    worker = await _Worker.start(self._address)
+                    self._count(await worker.ready(), "connect")
+                yield worker
+            except BaseException:
+                if worker is not None:
+                    worker.kill()
+                raise
+            self._idle.append(worker)
+
+
+@dataclass(slots=True, frozen=True)
+class _Worker:
+    """A process that calls Mooncake, and the memory it shares with it."""
+
+    process: Process
+    room: memoryview
+    shown: str
+
+    @classmethod
+    async def start(cls, address: Address) -> _Worker:
+        fd = os.memfd_create("kvtier-mooncake")
+        try:
+            os.ftruncate(fd, _ROOM_BYTES)
+            room = memoryview(mmap.mmap(fd, _ROOM_BYTES))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", f"{__name__}_process"),
+                *(address.master, address.protocol, address.devices, address.metadata, str(fd)),
+                stdin=PIPE,
+                stdout=PIPE,
+                pass_fds=(fd,),
+                env={"GLOG_minloglevel": "3", **os.environ},  # it would log each miss
+            )
+        except OSError as failed:
+            raise RemoteUnavailable(f"{address.shown}: its process did not start: {failed.strerror}") from None
+        finally:
+            os.close(fd)
+        return cls(process, room, address.shown)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def ready(self) -> int:
+        """Mooncake's code for its set-up."""
+        (code,) = await self._reply()
+        return code
+
+    async def call(self, verb: str, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        """Mooncake's code for each key."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([verb, keys, sizes]).encode() + b"\n")
+        return await self._reply()
+
+    async def _reply(self) -> list[int]:
+        assert self.process.stdout is not None
+        if line := await self.process.stdout.readline():
+            codes: list[int] = json.loads(line)
+            return codes
+        raise RemoteUnavailable(f"{self.shown}: its process has ended")
+
+
+def open_mooncake(url: str) -> RemoteStore:
+    """The store of a URL without credentials.
+
+    Raises:
+        ModuleNotFoundError: Mooncake is not installed.
+        ValueError: the URL names no master, or a setting that is none. The message says what it must be.
+    """
+    if find_spec("mooncake") is None:
+        raise ModuleNotFoundError("No module named 'mooncake'")
+    parts = urlsplit(url)
+    settings = dict(parse_qsl(parts.query))
+    if not parts.hostname or not settings.keys() <= _SETTINGS.keys():
+        raise ValueError(f"must be mooncake://host:port/prefix, with any of {', '.join(_SETTINGS)} in its query")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    folder = parts.path.strip("/")
+    prefix = f"{folder}/" if folder else ""
+    return Mooncake(Address(f"{host}:{parts.port or _PORT}", prefix, **{**_SETTINGS, **settings}))
