@@ -23,7 +23,8 @@ class Listed:
 
 
 class RemoteStore(Protocol):
-    """Objects by name; a name is ASCII, of at most 512 bytes, with ``/`` between its parts.
+    """Objects of one byte or more, by name; a name is ASCII, of at most 512 bytes, with ``/`` between its parts. A call
+    has no name twice.
 
     Loop thread only. Every call may be cancelled, and its caller bounds its time; buffers are not touched once it has
     ended. Each raises :class:`RemoteUnavailable`, :class:`RemoteRefused` or :class:`RemoteFull`, and no other error.

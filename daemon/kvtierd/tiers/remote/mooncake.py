@@ -61,7 +61,7 @@ class Address:
 
     @property
     def shown(self) -> str:
-        return f"mooncake://{self.master}/{self.prefix}"
+        return f"mooncake://{self.master}/{self.prefix}".rstrip("/")
 
 
 class Mooncake:
@@ -114,8 +114,7 @@ class Mooncake:
 
     async def close(self) -> None:
         for worker in self._idle:
-            worker.kill()
-            await worker.process.wait()
+            await worker.end()
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [f"{self._address.prefix}{name}" for name in names]
@@ -152,7 +151,7 @@ class Mooncake:
                 yield worker
             except BaseException:
                 if worker is not None:
-                    worker.kill()
+                    await worker.end()
                 raise
             self._idle.append(worker)
 
@@ -177,7 +176,6 @@ class _Worker:
                 stdin=PIPE,
                 stdout=PIPE,
                 pass_fds=(fd,),
-                env={"GLOG_minloglevel": "3", **os.environ},  # it would log each miss
             )
         except OSError as failed:
             raise RemoteUnavailable(f"{address.shown}: its process did not start: {failed.strerror}") from None
@@ -185,9 +183,10 @@ class _Worker:
             os.close(fd)
         return cls(process, room, address.shown)
 
-    def kill(self) -> None:
+    async def end(self) -> None:
         with suppress(ProcessLookupError):
             self.process.kill()
+        await self.process.wait()
 
     async def ready(self) -> int:
         """Mooncake's code for its set-up."""

@@ -1,0 +1,264 @@
+"""Stores that refuse, fail, hang, lie or die: one of three errors in time, and never a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvtierd.tiers.remote.base import ABSENT, RemoteError, RemoteFull, RemoteRefused, RemoteStore, RemoteUnavailable
+from kvtierd.tiers.remote.breaker import Guarded
+from kvtierd.tiers.remote.opening import open_store
+from tests.remote.servers import KEYS, Server, free_ports, mooncake, seaweed
+
+MIB: Final = 1 << 20
+SECRET: Final = "another-secret"
+
+
+def into_environment(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+async def each_call(store: RemoteStore) -> dict[str, RemoteError | None]:
+    """How each call ends."""
+
+    async def listed() -> None:
+        async for _ in store.listing("a/"):
+            pass
+
+    calls = {
+        "exists": lambda: store.exists(["a/b"]),
+        "get": lambda: store.get(["a/b"], [memoryview(bytearray(10))]),
+        "put": lambda: store.put(["a/b"], [memoryview(b"1234")]),
+        "delete": lambda: store.delete(["a/b"]),
+        "list": listed,
+    }
+    ends: dict[str, RemoteError | None] = {}
+    for name, call in calls.items():
+        ends[name] = None
+        try:
+            await call()
+        except RemoteError as failed:
+            ends[name] = failed
+    return ends
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"AWS_SECRET_ACCESS_KEY": SECRET}, {"AWS_ACCESS_KEY_ID": SECRET}], ids=["secret", "key"]
+)
+async def test_wrong_credentials_are_refused_and_not_told(
+    seaweed_server: Server, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
+) -> None:
+    into_environment(monkeypatch, {**seaweed_server.env, **wrong})
+    for name, failed in (await each_call(open_store(seaweed_server.url))).items():
+        assert isinstance(failed, RemoteRefused), name
+        assert str(failed).startswith(f"{seaweed_server.url}: ")
+        assert not [text for text in (SECRET, *KEYS.values()) if text in repr(failed) or failed.__cause__]
+
+
+async def test_an_endpoint_without_tls_must_be_allowed(seaweed_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    into_environment(monkeypatch, {**seaweed_server.env, "AWS_ALLOW_HTTP": "false"})
+    for failed in (await each_call(open_store(seaweed_server.url))).values():
+        assert isinstance(failed, RemoteRefused)
+        assert "AWS_ALLOW_HTTP=true" in str(failed)
+
+
+@pytest.mark.parametrize("engine", ["s3", "mooncake"])
+async def test_a_store_that_is_not_there_is_unavailable_at_once(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    (port,) = free_ports(1)
+    endpoint = f"http://127.0.0.1:{port}"
+    into_environment(monkeypatch, {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"})
+    store = open_store({"s3": "s3://blocks", "mooncake": f"mooncake://127.0.0.1:{port}"}[engine])
+    started = time.monotonic()
+    ends = await each_call(store)
+    if engine == "mooncake":
+        assert isinstance(ends.pop("list"), RemoteRefused)
+    for failed in ends.values():
+        assert isinstance(failed, RemoteUnavailable)
+        assert "cannot be reached" in str(failed)
+    assert time.monotonic() - started < 30
+    await store.close()
+
+
+@pytest.mark.parametrize("engine", [seaweed, mooncake])
+async def test_a_store_killed_in_mid_traffic_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, engine: Callable[[], AbstractContextManager[Server]]
+) -> None:
+    with engine() as server:
+        into_environment(monkeypatch, server.env)
+        store = Guarded(open_store(server.url), timeout_s=3.0)
+        blocks = {f"blocks/{i}": random.randbytes(MIB) for i in range(8)}
+        names = list(blocks)
+        await store.put(names, [memoryview(data) for data in blocks.values()])
+        rounds, ends = asyncio.Event(), list[RemoteUnavailable]()
+
+        async def read() -> None:
+            into = [memoryview(bytearray(MIB)) for _ in names]
+            while True:
+                try:
+                    found = await store.get(names, into)
+                except RemoteUnavailable as failed:
+                    ends.append(failed)
+                    return
+                for name, nbytes, view in zip(names, found, into, strict=True):
+                    assert nbytes == ABSENT or view == blocks[name]
+                rounds.set()
+
+        async def write() -> None:
+            for i in range(10_000):
+                try:
+                    await store.put([f"more/{i}"], [memoryview(blocks[names[0]])])
+                except RemoteUnavailable as failed:
+                    ends.append(failed)
+                    return
+
+        traffic = [asyncio.create_task(work()) for work in (read, read, write)]
+        await rounds.wait()
+        server.kill()
+        await asyncio.wait_for(asyncio.gather(*traffic), 20)
+        assert len(ends) == 3
+        while not store.problem:
+            with pytest.raises(RemoteUnavailable):
+                await store.exists(names)
+        started = time.monotonic()
+        with pytest.raises(RemoteUnavailable):
+            await store.exists(names)
+        assert time.monotonic() - started < 0.5  # its circuit is open
+        await store.close()
+
+
+async def test_a_mooncake_process_that_dies_is_replaced(mooncake_server: Server) -> None:
+    store = open_store(mooncake_server.url)
+    (name,) = (random.randbytes(8).hex(),)
+    await store.put([name], [memoryview(b"12345")])
+    for worker in store._idle:  # type: ignore[attr-defined]
+        worker.process.kill()
+        await worker.process.wait()
+    with pytest.raises(RemoteUnavailable, match="its process has ended"):
+        await store.exists([name])
+    assert await store.exists([name]) == [True]
+    await store.close()
+
+
+class Liar:
+    """An HTTP server that answers every request with the same bytes, or never. ``None``: never."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self._answer = answer
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            for line in head.lower().split(b"\r\n"):
+                if line.startswith(b"content-length:"):
+                    await reader.readexactly(int(line.partition(b":")[2]))
+            if self._answer is None:
+                await reader.read()
+            else:
+                writer.write(self._answer)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client has gone
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def lying(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteStore]:
+    server = await asyncio.start_server(Liar(answer), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}"
+    into_environment(monkeypatch, {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"})
+    store = open_store("s3://blocks/kvtier")
+    try:
+        yield store
+    finally:
+        await store.close()
+        server.close()
+
+
+def answer(status: str, body: bytes = b"", length: int | None = None) -> bytes:
+    fields = {
+        "Content-Length": len(body) if length is None else length,
+        "ETag": '"1"',
+        "Last-Modified": "Wed, 25 Nov 2026 19:00:00 GMT",
+        "Connection": "close",
+    }
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def s3_error(code: str) -> bytes:
+    return f"<Error><Code>{code}</Code><AWSAccessKeyId>{KEYS['AWS_ACCESS_KEY_ID']}</AWSAccessKeyId></Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "reason"),
+    [
+        (answer("500 Internal Server Error", b"oops"), RemoteUnavailable, "it answered 500"),
+        (answer("503 Slow Down", s3_error("SlowDown")), RemoteUnavailable, "it answered 503 SlowDown"),
+        (answer("429 Too Many Requests"), RemoteUnavailable, "it answered 429"),
+        (answer("403 Forbidden", s3_error("AccessDenied")), RemoteRefused, "it answered 403 AccessDenied"),
+        (answer("400 Bad Request", s3_error("ExpiredToken")), RemoteRefused, "it answered 400 ExpiredToken"),
+        (answer("301 Moved Permanently"), RemoteRefused, "another region"),
+        (answer("507 Insufficient Storage"), RemoteFull, "it answered 507"),
+        (answer("403 Forbidden", s3_error("XMinioStorageFull")), RemoteFull, "it answered 403 XMinioStorageFull"),
+        (answer("200 OK", b"half", length=10), RemoteUnavailable, ": get: "),
+        (b"\0\1\2 what is this\r\n\r\n", RemoteUnavailable, ": get: "),
+        (b"", RemoteUnavailable, ": get: "),
+    ],
+)
+async def test_an_answer_that_is_no_object_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, error: type[RemoteError], reason: str
+) -> None:
+    async with lying(sent, monkeypatch) as store:
+        (into,) = (memoryview(bytearray(10)),)
+        with pytest.raises(error, match=reason) as caught:
+            await store.get(["a/b"], [into])
+        assert into == bytes(10)
+        assert not [secret for secret in KEYS.values() if secret in str(caught.value)]
+
+
+async def test_a_bucket_that_is_not_there_refuses_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lying(answer("404 Not Found", s3_error("NoSuchBucket")), monkeypatch) as store:
+        ends = await each_call(store)
+        assert isinstance(ends["put"], RemoteRefused)
+        assert "it answered 404 NoSuchBucket" in str(ends["put"])
+        assert ends["exists"] is ends["get"] is ends["delete"] is None
+
+
+async def test_a_store_that_never_answers_costs_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lying(None, monkeypatch) as store:
+        guarded = Guarded(store, timeout_s=0.2)
+        started = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(RemoteUnavailable, match="no answer within"):
+                await guarded.get(["a/b"], [memoryview(bytearray(10))])
+        with pytest.raises(RemoteUnavailable):
+            await guarded.get(["a/b"], [memoryview(bytearray(10))])
+        assert time.monotonic() - started < 5
+        assert guarded.problem == "get: no answer within 0.2 s"
+
+
+@pytest.fixture
+def file_for_directory(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "store" / "a").mkdir(parents=True)
+    yield tmp_path / "store"
+
+
+async def test_a_directory_that_cannot_be_used_is_refused(file_for_directory: Path) -> None:
+    store = open_store(f"file://{file_for_directory}")
+    (file_for_directory / "a").rmdir()
+    (file_for_directory / "a").write_bytes(b"a file where a directory must be")
+    ends = await each_call(store)
+    assert isinstance(ends["put"], RemoteRefused)
+    assert "Not a directory" in str(ends["put"])
+    with pytest.raises(RemoteRefused, match="File name too long"):
+        await store.put(["x" * 300], [memoryview(b"1")])
