@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -132,6 +133,31 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
             await store.exists(names)
         assert time.monotonic() - started < 0.5  # its circuit is open
         await store.close()
+
+
+async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
+    with mooncake() as server:
+        master = server.processes[0]
+        connected, late = (Guarded(open_store(server.url), timeout_s=1.0) for _ in range(2))
+        await connected.put(["a"], [memoryview(b"12345")])
+        master.send_signal(signal.SIGSTOP)
+        for store in (connected, late):
+            waiting = asyncio.create_task(store.exists(["a"]))
+            longest, before = 0.0, time.monotonic()
+            while not waiting.done():
+                await asyncio.sleep(0.01)
+                longest, before = max(longest, time.monotonic() - before), time.monotonic()
+            assert isinstance(waiting.exception(), RemoteUnavailable)
+            assert longest < 0.8  # of a turn of the loop, on a busy machine
+        master.send_signal(signal.SIGCONT)
+        for store in (connected, late):
+            while True:
+                try:
+                    assert await store.exists(["a"]) == [True]
+                    break
+                except RemoteUnavailable:
+                    await asyncio.sleep(0.05)
+            await store.close()
 
 
 async def test_a_mooncake_process_that_dies_is_replaced(mooncake_server: Server) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -83,7 +83,7 @@ class Bucket:
 
     async def listing(self, prefix: str) -> AsyncIterator[Listed]:
         folder = prefix.rpartition("/")[0]  # obstore wants whole parts of a name
-        with self._told("list"):
+        async with self._request("list"):
             async for page in obstore.list(self._store, folder or None, chunk_size=_PAGE):
                 for meta in page:
                     if meta["path"].startswith(prefix):
@@ -93,40 +93,34 @@ class Bucket:
         del self._store
 
     async def _exists(self, name: str) -> bool:
-        async with self._requests:
-            with self._told("head"):
-                try:
-                    await obstore.head_async(self._store, name)
-                except FileNotFoundError:
-                    return False
-                return True
+        async with self._request("head"):
+            try:
+                await obstore.head_async(self._store, name)
+            except FileNotFoundError:
+                return False
+            return True
 
     async def _get(self, name: str, into: memoryview) -> int:
-        async with self._requests:
-            with self._told("get"):
-                try:
-                    found = await obstore.get_async(self._store, name)
-                    if found.meta["size"] > len(into):
-                        return found.meta["size"]
-                    body = memoryview(await found.bytes_async())
-                except FileNotFoundError:
-                    return ABSENT
+        async with self._request("get"):
+            try:
+                found = await obstore.get_async(self._store, name)
+                if found.meta["size"] > len(into):
+                    return found.meta["size"]
+                body = memoryview(await found.bytes_async())
+            except FileNotFoundError:
+                return ABSENT
         into[: len(body)] = body
         return len(body)
 
     async def _put(self, name: str, data: memoryview) -> None:
-        async with self._requests:
-            with self._told("put"):
-                # A copy: obstore may still read after a cancelled call has ended.
-                await obstore.put_async(self._store, name, bytes(data), use_multipart=False)
+        async with self._request("put"):
+            # A copy: obstore may still read after a cancelled call has ended.
+            await obstore.put_async(self._store, name, bytes(data), use_multipart=False)
 
     async def _delete(self, name: str) -> None:
-        async with self._requests:
-            with self._told("delete"):
-                try:
-                    await obstore.delete_async(self._store, name)
-                except FileNotFoundError:
-                    return
+        async with self._request("delete"):
+            with suppress(FileNotFoundError):
+                await obstore.delete_async(self._store, name)
 
     async def _each(self, calls: Sequence[Coroutine[None, None, _T]]) -> list[_T]:
         """The results of all calls; the first failure ends the others."""
@@ -137,15 +131,16 @@ class Bucket:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    @contextmanager
-    def _told(self, request: str) -> Iterator[None]:
-        """Raises the contract's errors for obstore's."""
-        try:
-            yield
-        except (BaseError, OSError) as failed:
-            error, reason = _meaning(failed)
-            # Not `from failed`: obstore tells whole requests and answers, keys in them.
-            raise error(f"{self._shown}: {request}: {reason}") from None
+    @asynccontextmanager
+    async def _request(self, request: str) -> AsyncIterator[None]:
+        """Waits for its turn, and raises the contract's errors for obstore's."""
+        async with self._requests:
+            try:
+                yield
+            except (BaseError, OSError) as failed:
+                error, reason = _meaning(failed)
+                # Not `from failed`: obstore tells whole requests and answers, keys in them.
+                raise error(f"{self._shown}: {request}: {reason}") from None
 
 
 def open_bucket(url: str) -> RemoteStore:
