@@ -151,24 +151,25 @@ class AcrossGroups:
         self._holdings: Final = holdings
         self._deadline: Final = deadline
 
-    async def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
+    async def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> AcrossMatch:
         """The longest prefix that all groups can serve together. No side effect.
 
         The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w
-        tokens those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
+        tokens those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block). ``remote``: as in
+        :meth:`kvtier.Cache.match`.
         """
         packed = packed_keys(keys)
         await in_turn(timeout)
-        found = self.reader.match_across(packed)
+        found = None if remote else self.reader.match_across(packed)
         if found is not None:
             return found
         self.reader.count(calls=1)
-        request = blocks_pb2.MatchRequest(keys=packed, across_groups=True)
+        request = blocks_pb2.MatchRequest(keys=packed, across_groups=True, remote=remote)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
         spans = tuple(
             GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
         )
-        return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event))
+        return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event), reply.remote_blocks)
 
     def acquire(
         self,

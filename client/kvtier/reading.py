@@ -98,6 +98,11 @@ class Reader:
         with self._lock:
             return ReadCounts(**self._counts)
 
+    @property
+    def remote(self) -> bool:
+        """There is a store beyond the host."""
+        return self._binder.binding.info.remote
+
     def count(self, **more: int) -> None:
         """Adds to the counts of :class:`ReadCounts`, by name."""
         with self._lock:
@@ -246,6 +251,8 @@ class Read:
         """All of the chain that is stored is there, so there is nothing to ask the daemon for."""
         if self._mapping is None or self.blocks == self._wanted.stop or not self._current:
             return self._mapping is not None and self._current
+        if self._reader.remote and not self._mapping.alone:
+            return False  # the daemon brings more
         following = self.there - self._start
         return not self._attention.span and bool(self._found.sure[following]) and self._found.residency[following] == 0
 

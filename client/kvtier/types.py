@@ -315,6 +315,29 @@ class DeviceStats:
 
 
 @dataclass(slots=True, frozen=True)
+class RemoteOperation:
+    """Calls of one kind that the store beyond the host was asked; ``refused`` ones were not made."""
+
+    operation: str
+    calls: int
+    failures: int
+    refused: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(slots=True, frozen=True)
+class RemoteStats:
+    """The store beyond the host. ``url``: empty where there is none. ``problem``: why it is left alone, if it is.
+    ``blocks``: by what became of them."""
+
+    url: str = ""
+    problem: str = ""
+    operations: tuple[RemoteOperation, ...] = ()
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
 
@@ -336,6 +359,7 @@ class DaemonStats:
     watcher_stats: tuple[WatcherStats, ...] = ()
     event_log: EventLogStats = EventLogStats()
     devices: tuple[DeviceStats, ...] = ()
+    remote: RemoteStats = RemoteStats()
 
 
 @dataclass(slots=True, frozen=True)
@@ -360,7 +384,8 @@ class GroupInfo:
 
 @dataclass(slots=True, frozen=True)
 class CacheInfo:
-    """One cache: what its bytes mean and where they may live. ``device``: a GPU's uuid, ``stand-in``, or empty."""
+    """One cache: what its bytes mean and where they may live. ``device``: a GPU's uuid, ``stand-in``, or empty.
+    ``remote``: the daemon has a store beyond the host."""
 
     cache_id: int
     name: str
@@ -371,3 +396,4 @@ class CacheInfo:
     sessions: int
     options: CacheOptions
     device: str
+    remote: bool = False

@@ -69,21 +69,21 @@ class GroupVerbs:
         length = self.reader.prefix_length(packed, self.group)
         return length if length is not None else (await self._ask_match(packed, timeout)).blocks
 
-    async def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
+    async def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
         """The longest stored prefix of a chain, the last blocks of which a sliding group needs: those that its window
         covers at the end. Residency 0: absent, before the window. No side effect.
 
         Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
         one's block was, or would be, committed under the one before. While the daemon does not answer, only blocks in
-        mapped tiers count.
+        mapped tiers count. ``remote``: asks the store beyond the host, too, by a call.
         """
         packed = packed_keys(keys)
         await in_turn(timeout)
-        found = self.reader.match(packed, self.group)
+        found = None if remote else self.reader.match(packed, self.group)
         if found is not None:
             return found
-        reply = await self._ask_match(packed, timeout)
-        return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event))
+        reply = await self._ask_match(packed, timeout, remote=remote)
+        return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event), reply.remote_blocks)
 
     async def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
         """The residency of each key by itself, one byte each, 0 = absent; a key may come twice. No side effect."""
@@ -257,8 +257,10 @@ class GroupVerbs:
         request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
         return await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))
 
-    async def _ask_match(self, packed: bytes, timeout: float | None) -> blocks_pb2.MatchResponse:
-        return await self._call_match(blocks_pb2.MatchRequest(group=self.group, keys=packed), timeout)
+    async def _ask_match(
+        self, packed: bytes, timeout: float | None, *, remote: bool = False
+    ) -> blocks_pb2.MatchResponse:
+        return await self._call_match(blocks_pb2.MatchRequest(group=self.group, keys=packed, remote=remote), timeout)
 
     async def _call_match(self, request: blocks_pb2.MatchRequest, timeout: float | None) -> blocks_pb2.MatchResponse:
         self.reader.count(calls=1)

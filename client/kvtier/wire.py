@@ -30,6 +30,8 @@ from kvtier.types import (
     GroupStats,
     GroupTier,
     LeaseInfo,
+    RemoteOperation,
+    RemoteStats,
     SessionStats,
     Tier,
     TierStats,
@@ -73,11 +75,13 @@ class Held(Generic[T]):
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """A stored prefix: ``blocks`` long, one residency byte a block."""
+    """A stored prefix: ``blocks`` long, one residency byte a block. ``remote_blocks``: how long with what the store
+    beyond the host has, where that was asked; it may turn out shorter."""
 
     blocks: int
     residency: bytes
     as_of: Cursor
+    remote_blocks: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -174,6 +178,7 @@ class AcrossMatch:
     blocks: int
     groups: tuple[GroupSpan, ...]
     as_of: Cursor
+    remote_blocks: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -377,6 +382,7 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
         sessions=message.sessions,
         options=options_from_wire(message.options),
         device=message.device,
+        remote=message.remote,
     )
 
 
@@ -390,6 +396,12 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
         watcher_stats=tuple(same_fields(WatcherStats, watcher) for watcher in message.watcher_stats),
         event_log=same_fields(EventLogStats, message.event_log),
         devices=tuple(same_fields(DeviceStats, device) for device in message.devices),
+        remote=RemoteStats(
+            message.remote.url,
+            message.remote.problem,
+            tuple(same_fields(RemoteOperation, operation) for operation in message.remote.operations),
+            dict(message.remote.blocks),
+        ),
     )
 
 

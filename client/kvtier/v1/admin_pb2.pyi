@@ -663,6 +663,88 @@ class DeviceStats(google.protobuf.message.Message):
 global___DeviceStats = DeviceStats
 
 @typing.final
+class RemoteOperation(google.protobuf.message.Message):
+    """Calls of one kind that the store beyond the host was asked."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    operation: builtins.str
+    """"exists", "get", "put", "delete" or "list" """
+    calls: builtins.int
+    failures: builtins.int
+    refused: builtins.int
+    """not made: the store is left alone for a while"""
+    bytes: builtins.int
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        operation: builtins.str = ...,
+        calls: builtins.int = ...,
+        failures: builtins.int = ...,
+        refused: builtins.int = ...,
+        bytes: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "calls", b"calls", "failures", b"failures", "operation", b"operation", "refused", b"refused", "seconds", b"seconds"]) -> None: ...
+
+global___RemoteOperation = RemoteOperation
+
+@typing.final
+class RemoteStats(google.protobuf.message.Message):
+    """The store beyond the host."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class BlocksEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    URL_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    OPERATIONS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    url: builtins.str
+    """empty: there is none"""
+    problem: builtins.str
+    """why it is left alone; empty = it is not"""
+    @property
+    def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RemoteOperation]: ...
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by what became of them: "fetched", "written", "gone meanwhile", ..."""
+
+    def __init__(
+        self,
+        *,
+        url: builtins.str = ...,
+        problem: builtins.str = ...,
+        operations: collections.abc.Iterable[global___RemoteOperation] | None = ...,
+        blocks: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "operations", b"operations", "problem", b"problem", "url", b"url"]) -> None: ...
+
+global___RemoteStats = RemoteStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -678,6 +760,7 @@ class StatsResponse(google.protobuf.message.Message):
     PROBLEMS_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    REMOTE_FIELD_NUMBER: builtins.int
     UPTIME_NS_FIELD_NUMBER: builtins.int
     WATCHER_STATS_FIELD_NUMBER: builtins.int
     version: builtins.str
@@ -688,9 +771,7 @@ class StatsResponse(google.protobuf.message.Message):
     last_event_id: builtins.int
     watchers: builtins.int
     uptime_ns: builtins.int
-    """30 to 39: for rates, and who watches
-    by a clock that never jumps: the time base of the counters
-    """
+    """by a clock that never jumps: the time base of the counters"""
     @property
     def caches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CacheStats]: ...
     @property
@@ -705,6 +786,10 @@ class StatsResponse(google.protobuf.message.Message):
     def event_log(self) -> global___EventLogStats: ...
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceStats]: ...
+    @property
+    def remote(self) -> global___RemoteStats:
+        """30 to 39: for rates, and who watches"""
+
     @property
     def watcher_stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WatcherStats]:
         """those of the sessions above"""
@@ -724,10 +809,11 @@ class StatsResponse(google.protobuf.message.Message):
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         event_log: global___EventLogStats | None = ...,
         devices: collections.abc.Iterable[global___DeviceStats] | None = ...,
+        remote: global___RemoteStats | None = ...,
         uptime_ns: builtins.int = ...,
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event_log", b"event_log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["event_log", b"event_log", "remote", b"remote"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

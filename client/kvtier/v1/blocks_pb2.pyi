@@ -53,6 +53,7 @@ class MatchRequest(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     LORA_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    REMOTE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     keys: builtins.bytes
@@ -66,6 +67,8 @@ class MatchRequest(google.protobuf.message.Message):
     lora_id: builtins.int
     """with tokens, as in the commit of the blocks"""
     cache_salt: builtins.str
+    remote: builtins.bool
+    """also asks the store beyond the host, if there is one"""
     def __init__(
         self,
         *,
@@ -76,9 +79,10 @@ class MatchRequest(google.protobuf.message.Message):
         tokens: builtins.bytes = ...,
         lora_id: builtins.int | None = ...,
         cache_salt: builtins.str | None = ...,
+        remote: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "across_groups", b"across_groups", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "group", b"group", "keys", b"keys", "lora_id", b"lora_id", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "across_groups", b"across_groups", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "group", b"group", "keys", b"keys", "lora_id", b"lora_id", "remote", b"remote", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -125,6 +129,7 @@ class MatchResponse(google.protobuf.message.Message):
     PARTIAL_KEY_FIELD_NUMBER: builtins.int
     PARTIAL_TOKENS_FIELD_NUMBER: builtins.int
     PARTIAL_RESIDENCY_FIELD_NUMBER: builtins.int
+    REMOTE_BLOCKS_FIELD_NUMBER: builtins.int
     blocks: builtins.int
     """length of the prefix"""
     residency: builtins.bytes
@@ -136,6 +141,8 @@ class MatchResponse(google.protobuf.message.Message):
     partial_tokens: builtins.int
     """how many tokens of that block are the request's; the others, if it has any, are not"""
     partial_residency: builtins.int
+    remote_blocks: builtins.int
+    """with remote: length of the prefix that an acquire would find, as the store was last known"""
     @property
     def as_of_event(self) -> global___Cursor: ...
     @property
@@ -152,9 +159,10 @@ class MatchResponse(google.protobuf.message.Message):
         partial_key: builtins.bytes = ...,
         partial_tokens: builtins.int = ...,
         partial_residency: builtins.int = ...,
+        remote_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "partial_key", b"partial_key", "partial_residency", b"partial_residency", "partial_tokens", b"partial_tokens", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "partial_key", b"partial_key", "partial_residency", b"partial_residency", "partial_tokens", b"partial_tokens", "remote_blocks", b"remote_blocks", "residency", b"residency"]) -> None: ...
 
 global___MatchResponse = MatchResponse
 
@@ -527,6 +535,7 @@ class AcquireRequest(google.protobuf.message.Message):
     TIMEOUT_NS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
     ACROSS_GROUPS_FIELD_NUMBER: builtins.int
+    RECOMPUTE_NS_PER_BLOCK_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
@@ -535,6 +544,10 @@ class AcquireRequest(google.protobuf.message.Message):
     seq: builtins.int
     across_groups: builtins.bool
     """matched and held over all window groups; group must be 0"""
+    recompute_ns_per_block: builtins.int
+    """What a block costs the caller to compute, 0 = unknown. Blocks come from a store beyond the host only where that is
+    cheaper, as far as it has been measured.
+    """
     @property
     def chains(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Chain]: ...
     def __init__(
@@ -547,8 +560,9 @@ class AcquireRequest(google.protobuf.message.Message):
         timeout_ns: builtins.int = ...,
         seq: builtins.int = ...,
         across_groups: builtins.bool = ...,
+        recompute_ns_per_block: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["across_groups", b"across_groups", "cache_id", b"cache_id", "chains", b"chains", "group", b"group", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["across_groups", b"across_groups", "cache_id", b"cache_id", "chains", b"chains", "group", b"group", "recompute_ns_per_block", b"recompute_ns_per_block", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 

@@ -440,6 +440,7 @@ class CacheInfo(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    REMOTE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
@@ -449,6 +450,8 @@ class CacheInfo(google.protobuf.message.Message):
     """indexed"""
     sessions: builtins.int
     """that have it open"""
+    remote: builtins.bool
+    """blocks that no tier here has may be in a store beyond the host: an acquire brings them"""
     device: builtins.str
     """where it lives: a GPU's uuid, "stand-in", or "" for one without a device tier"""
     @property
@@ -468,10 +471,11 @@ class CacheInfo(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         sessions: builtins.int = ...,
         options: global___CacheOptions | None = ...,
+        remote: builtins.bool = ...,
         device: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "options", b"options", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
 

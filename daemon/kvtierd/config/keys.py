@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
 from kvtier.abi.cuda.opening import is_device_name
 from kvtierd.core.ids import Tier
-from kvtierd.core.policy import DEFAULT_THRESHOLD, NEVER, Policy, WritePolicy
+from kvtierd.core.policy import DEFAULT_THRESHOLD, MAX_PRIORITY, NEVER, Policy, RemotePolicy, RemoteWrites, WritePolicy
 from kvtierd.rights import AllowRule
 from kvtierd.tcp import TcpListener, host_and_port
 
@@ -87,6 +87,11 @@ def _runtime_dir(path: Path) -> Path:
     return path
 
 
+def _table(value: object) -> object:
+    """The environment has a table as JSON, or as what a flag has."""
+    return from_json(value) if isinstance(value, str) and value.startswith("{") else value
+
+
 def _listed(value: object) -> object:
     """The environment has a list as JSON."""
     return from_json(value) if isinstance(value, str) else value
@@ -135,6 +140,47 @@ class Device(BaseModel):
         return f"{self.name}={self.bytes}"
 
 
+class Remote(BaseModel):
+    """The ``[remote]`` table; as a flag its URL alone."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(
+        description="Store for blocks beyond this host: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///directory` "
+        "that hosts share, or `mooncake://…`. Credentials come from the environment."
+    )
+    write: RemotePolicy = Field(
+        RemotePolicy.EVICT,
+        description="When a block is written there: shortly before it leaves the lowest tier, at its second use, or at "
+        "once.",
+    )
+    min_priority: int = Field(0, ge=0, le=MAX_PRIORITY, description="Least effective priority of what is written.")
+    first_tokens: int = Field(0, ge=0, description="Only blocks of the first so many tokens of a prompt; 0 = all.")
+    ahead: float = Field(
+        0.05,
+        gt=0,
+        le=1,
+        description="With `evict`, the share of the lowest tier that is written ahead of need.",
+    )
+    bytes_per_second: Annotated[Size, Field(ge=0)] = Field(
+        ByteSize(0), description="Most bytes a second that are written; 0 = no limit."
+    )
+    timeout_seconds: float = Field(5.0, gt=0, le=600, description="How long one call of the store may take.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def writes(self) -> RemoteWrites:
+        """The same for the core."""
+        return RemoteWrites(self.write, self.min_priority, self.first_tokens, self.ahead)
+
+
 class Config(BaseSettings):
     """All keys. :func:`kvtierd.config.load.read` makes one from all sources."""
 
@@ -158,6 +204,9 @@ class Config(BaseSettings):
         description="Size of the host tier. A tier exists if its size is above 0; at least one tier must exist.",
     )
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
+    remote: Annotated[Remote | None, BeforeValidator(_table)] = Field(
+        None, description="A store beyond this host, under its tiers. Blocks come from it into the host tier."
+    )
 
     allow: Annotated[tuple[AllowRule, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (), description="Who may do what with which caches, besides root and the daemon's own user."
@@ -268,6 +317,8 @@ class Config(BaseSettings):
             other = seen.setdefault(path.absolute(), name)
             if other != name:
                 yield f"{name} = {str(path)!r}: must not be {other}, which is the same directory"
+        if self.remote is not None and Tier.HOST not in self.tiers:
+            yield f"remote = {str(self.remote)!r}: needs host_bytes above 0, for what comes from there"
         try:
             _ = self.tcp, self.metrics_address
         except ValueError as error:
@@ -307,4 +358,5 @@ class Config(BaseSettings):
             eviction=self.eviction,
             clean_low=self.clean_fraction / 2,
             clean_high=self.clean_fraction,
+            remote=None if self.remote is None else self.remote.writes,
         )

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core import explain, lookup, reclaim, recovery
+from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.explain import BlockNow
@@ -411,6 +412,19 @@ class BlockManager:
         are :meth:`put_back`."""
         remote = self._window(group).state.remote
         return [] if remote is None else remote.take(count)
+
+    def absent(self, group: GroupId, keys: Sequence[Key]) -> list[Key]:
+        """Those that are not indexed, in their order."""
+        index = self._window(group).state.index
+        return [key for key in keys if index.get(key) is None]
+
+    def damaged(self, group: GroupId, key: Key, now: int) -> Outcome:
+        """What the store has of a block is not what was written. Told where the block is not here either."""
+        state = self._window(group).state
+        if state.index.get(key) is None:
+            transfer = Transfer(Tier.REMOTE, Tier.HOST, state.shape.slot_bytes[Tier.HOST], 0, 0)
+            self._recorder.change(EventType.REMOVED, Cause.CORRUPT, group, Block(key, None, None, Traits(0)), transfer)
+        return self._take(now)
 
     def put_back(self, group: GroupId, keys: Sequence[Key]) -> None:
         """The store did not take these blocks, which were offered."""

@@ -232,6 +232,36 @@ class Engine:
         self._executor.apply(cache, outcome)
         return results
 
+    def take_in(
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        group: GroupId,
+        lease: LeaseId,
+        items: Sequence[CommitItem],
+        copy_ns: int,
+    ) -> tuple[BlockResult, ...]:
+        """Commits blocks that came from a store beyond the host, and ends the lease."""
+        cache = self._find(cache_id)
+        commit = partial(cache.manager.commit, release=True, cause=Cause.REMOTE)
+        results, outcome = commit(session, lease, items, self._clock())
+        self._executor.apply(cache, outcome)
+        came = [item.key for item, result in zip(items, results, strict=True) if result is BlockResult.OK]
+        self.travelled(cache_id, group, came, Tier.REMOTE, Tier.HOST, copy_ns)
+        return results
+
+    def travelled(
+        self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], src: Tier, dst: Tier, copy_ns: int
+    ) -> None:
+        """Blocks went to a store beyond the host, or came from there."""
+        cache = self._find(cache_id)
+        self._executor.apply(cache, cache.manager.travelled(group, keys, src, dst, copy_ns, self._clock()))
+
+    def tell_damaged(self, cache_id: CacheId, group: GroupId, key: Key) -> None:
+        """What a store beyond the host has of a block is not what was written."""
+        cache = self._find(cache_id)
+        self._executor.apply(cache, cache.manager.damaged(group, key, self._clock()))
+
     def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> Lease:
         """The session's own lease over what the lease holds."""
         cache = self._accepting(cache_id)

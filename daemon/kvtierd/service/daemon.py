@@ -33,6 +33,7 @@ from kvtierd.service.devices import Devices
 from kvtierd.service.errors import Translator
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
+from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health, RpcServer, RuntimeDir
 from kvtierd.service.servicers.admin import AdminService
 from kvtierd.service.servicers.blocks import BlocksService, Caps
@@ -46,6 +47,8 @@ from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.mapped import Chaos
+from kvtierd.tiers.remote.base import RemoteStore
+from kvtierd.tiers.remote.opening import open_store
 
 if TYPE_CHECKING:
     from kvtierd.service.metrics import Metrics
@@ -217,7 +220,13 @@ class Daemon:
     """Serves from :meth:`start` to :meth:`stop`."""
 
     def __init__(
-        self, config: Config, directories: _Directories, keeper: Keeper, roll: Roll | None, devices: Devices
+        self,
+        config: Config,
+        directories: _Directories,
+        keeper: Keeper,
+        roll: Roll | None,
+        devices: Devices,
+        store: RemoteStore | None,
     ) -> None:
         state, life = directories.state, directories.state.identity
         self._config = config
@@ -256,6 +265,11 @@ class Daemon:
         """That GPU's."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
         self._sessions: Final = SessionRegistry(self._engine, _capacity(config), roll)
+        self._beyond: Final = (
+            None
+            if store is None or config.remote is None
+            else RemoteTier(self._engine, self._catalog, config.remote, store)
+        )
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
@@ -266,6 +280,7 @@ class Daemon:
             self._sessions,
             lambda: self.config_problems,
             self._log,
+            lambda: None if self._beyond is None else self._beyond.problem,
         )
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
@@ -298,12 +313,13 @@ class Daemon:
         larger than this machine; nothing was touched where it is a GPU or the machine.
         """
         await asyncio.to_thread(require_possible, config)
+        store = None if config.remote is None else open_store(config.remote.url)
         keeper = Keeper(notifier or Notifier(None), passed)
         gpus = await asyncio.to_thread(open_gpus, config, keeper)
         directories = await asyncio.to_thread(_Directories.open, config)
         roll, entries = await asyncio.to_thread(open_roll, keeper)
         devices = await asyncio.to_thread(open_devices, config, gpus, keeper, directories.remembered)
-        daemon = cls(config, directories, keeper, roll, devices)
+        daemon = cls(config, directories, keeper, roll, devices, store)
         try:
             await daemon._serve(entries)
         except BaseException:
@@ -328,6 +344,8 @@ class Daemon:
         await self._catalog.load(plans)
         self._sessions.settle()
         self._failing.start()
+        if self._beyond is not None:
+            self._beyond.start()
         self._serving = True
 
     @property
@@ -351,6 +369,8 @@ class Daemon:
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
         probed = await self._failing.stop()
+        if self._beyond is not None:
+            await self._beyond.stop()
         clean = await self._engine.shutdown(self._config.shutdown_seconds) and probed
         self._dispatcher.stop()
         self._hub.close()
@@ -392,9 +412,12 @@ class Daemon:
             wait_s,
             self._translator.detail,
             caps,
+            self._beyond,
         )
         servicers = {
-            "kvtier.v1.Caches": CachesService(self._catalog, self._sessions, self._access, config.tiers),
+            "kvtier.v1.Caches": CachesService(
+                self._catalog, self._sessions, self._access, config.tiers, remote=self._beyond is not None
+            ),
             "kvtier.v1.Blocks": blocks,
             "kvtier.v1.Events": self._events,
             "kvtier.v1.Transfer": TransferService(self._engine, self._catalog, self._access, blocks, wait_s, caps),
@@ -409,6 +432,7 @@ class Daemon:
                 self._events.watching,
                 self._log,
                 described(self._devices),
+                self._beyond,
             ),
         }
         paces = {"kvtier.v1.Transfer": Pace(config.transfer_idle_seconds)}

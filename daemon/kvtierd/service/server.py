@@ -93,7 +93,9 @@ class Health:
         sessions: SessionRegistry,
         config_problems: Callable[[], Sequence[str]],
         log: EventLog | None,
+        remote_problem: Callable[[], str | None],
     ) -> None:
+        self._remote_problem: Final = remote_problem
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -109,6 +111,7 @@ class Health:
             *self._pageable(caches),
             *self._old_leases(caches),
             *self._unlogged(),
+            *filter(None, [self._remote_problem()]),
             *self._config_problems(),
         ]
 

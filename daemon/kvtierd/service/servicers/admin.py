@@ -27,6 +27,7 @@ from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import bad_argument, unknown
 from kvtierd.service.hub import EventHub
+from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
 
@@ -55,6 +56,7 @@ class AdminService:
         watching: Callable[[], Iterable[tuple[Session, int]]],
         log: EventLog | None,
         devices: Sequence[admin_pb2.DeviceStats],
+        remote: RemoteTier | None,
     ) -> None:
         """``watching``: the session of each watcher, and how many events it has not been sent."""
         self._engine: Final = engine
@@ -67,6 +69,7 @@ class AdminService:
         self._watching: Final = watching
         self._log: Final = log
         self._devices: Final = devices
+        self._remote: Final = remote
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
@@ -99,6 +102,7 @@ class AdminService:
             problems=self._health.problems(caches),
             event_log=None if self._log is None else _event_log(self._log.status()),
             devices=self._devices,
+            remote=None if self._remote is None else _remote(self._remote),
             uptime_ns=time.monotonic_ns() - self._started,
             watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )
@@ -291,6 +295,21 @@ def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: i
         uid=holder.peer.uid if holder else 0,
         command=holder.peer.command if holder else "",
     )
+
+
+def _remote(tier: RemoteTier) -> admin_pb2.RemoteStats:
+    operations = [
+        admin_pb2.RemoteOperation(
+            operation=name,
+            calls=one.calls,
+            failures=one.failures,
+            refused=one.refused,
+            bytes=one.nbytes,
+            seconds=one.seconds,
+        )
+        for name, one in tier.operations.items()
+    ]
+    return admin_pb2.RemoteStats(url=tier.url, problem=tier.problem or "", operations=operations, blocks=tier.blocks)
 
 
 def _watcher(session: Session, lag: int) -> admin_pb2.WatcherStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, shown
+from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import Session, SessionRegistry
 from kvtierd.tiers.base import Bytes, TierError
 
@@ -38,6 +40,9 @@ PAGE_ROWS: Final = 4096
 
 MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 """Tiers whose slots clients can lease."""
+
+FETCH_SHARE: Final = 0.8
+"""Of a call's time, for what comes from beyond the host; the rest is for room in the tier asked for."""
 
 K = TypeVar("K")
 
@@ -137,8 +142,10 @@ class BlocksService:
         wait_s: float,
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
         caps: Caps,
+        remote: RemoteTier | None = None,
     ) -> None:
         self._engine: Final = engine
+        self._remote: Final = remote
         self._caps: Final = caps
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -153,11 +160,15 @@ class BlocksService:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
         tokens, scope = validation.following(cache, group, request)
+        remote = await self._reach(cache, None if request.across_groups else group, keys) if request.remote else 0
         if request.across_groups:
-            return self._match_across(cache, group, keys)
+            return self._match_across(cache, group, keys, remote)
         found = self._engine.manager(cache.id).match(group, keys, tokens, scope)
         response = blocks_pb2.MatchResponse(
-            blocks=found.blocks, residency=bytes(found.residency), as_of_event=self._now_cursor()
+            blocks=found.blocks,
+            residency=bytes(found.residency),
+            as_of_event=self._now_cursor(),
+            remote_blocks=remote,
         )
         if found.partial is not None:
             response.partial_key, response.partial_tokens = found.partial.key, found.partial.tokens
@@ -216,6 +227,8 @@ class BlocksService:
             if request.across_groups:
                 _require_no_group(group)
             of = None if request.across_groups else group
+            keys = [chain.keys for chain in chains]
+            wait_s = await self._bring(cache, of, keys, wait_s, request.recompute_ns_per_block / 1e9)
             answers = await self._engine.acquire(cache.id, session.id, of, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
@@ -260,6 +273,8 @@ class BlocksService:
         if request.dry_run:
             planned = self._engine.manager(cache.id).plan_move(group, to, keys)
             return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())
+        if to in MEMORY_TIERS:
+            wait_s = await self._bring(cache, group, [keys], wait_s)
         grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
         return blocks_pb2.MoveResponse(
             results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()
@@ -316,7 +331,25 @@ class BlocksService:
             as_of_event=self._now_cursor(),
         )
 
-    def _match_across(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> blocks_pb2.MatchResponse:
+    async def _reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
+        return 0 if self._remote is None else await self._remote.fetcher.reach(cache, group, keys)
+
+    async def _bring(
+        self,
+        cache: Cache,
+        group: GroupId | None,
+        chains: Sequence[Sequence[Key]],
+        wait_s: float,
+        recompute_s: float = 0.0,
+    ) -> float:
+        """Has what is missing of chains brought from beyond the host. Returns what is left of ``wait_s``."""
+        if self._remote is None:
+            return wait_s
+        started = time.monotonic()
+        await self._remote.bring(cache, group, chains, FETCH_SHARE * wait_s, recompute_s)
+        return max(0.0, wait_s - (time.monotonic() - started))
+
+    def _match_across(self, cache: Cache, group: GroupId, keys: Sequence[Key], remote: int) -> blocks_pb2.MatchResponse:
         _require_no_group(group)
         found = self._engine.manager(cache.id).match_across(keys)
         spans = [
@@ -328,7 +361,9 @@ class BlocksService:
             )
             for span in found.groups
         ]
-        return blocks_pb2.MatchResponse(blocks=found.blocks, groups=spans, as_of_event=self._now_cursor())
+        return blocks_pb2.MatchResponse(
+            blocks=found.blocks, groups=spans, as_of_event=self._now_cursor(), remote_blocks=remote
+        )
 
     def _acquired(self, cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):

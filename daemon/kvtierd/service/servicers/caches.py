@@ -28,11 +28,14 @@ class CachesService:
         sessions: SessionRegistry,
         access: Access,
         tiers: tuple[Tier, ...],
+        *,
+        remote: bool,
     ) -> None:
         self._catalog: Final = catalog
         self._access: Final = access
         self._sessions: Final = sessions
         self._tiers: Final = tiers
+        self._remote: Final = remote
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validation.cache_name(request.name)
@@ -110,6 +113,7 @@ class CachesService:
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
             device=cache.device.id,
+            remote=self._remote,
         )
 
 

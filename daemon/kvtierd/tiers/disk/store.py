@@ -229,6 +229,17 @@ class DiskStore:
                 self._corrupt.add((group, slot))
         return ReadReport(frozenset(failed), frozenset(corrupt))
 
+    def peek(self, read: DiskRead) -> bool:
+        """Reads a block that may leave its slot meanwhile. Whether ``parts`` hold its verified bytes; the slot is not
+        blamed. Raises :class:`TierIOError`."""
+        group, slot, key, parts = read
+        table = self._place(group, slot, parts)
+        if table.key_at(slot) != key:
+            return False
+        expected = table.checksum_at(slot)
+        failed = self._slabs[group].read([Piece(0, slot, parts)])
+        return not failed and checksum(parts, key, self._fingerprint) == expected
+
     def sync(self) -> None:
         """No crash of the system undoes earlier calls when this returns. Does nothing in a closed store."""
         with self._committing:

@@ -1,0 +1,281 @@
+"""Brings blocks from a store into the host tier, so that a call finds them there.
+
+A call that finds less than it asks for waits here first. What is missing is looked for by bisection: an object's parent
+was written before it. Bytes are verified before a slot is asked for, so a slow store holds no slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from kvtierd.core.errors import UnknownLease
+from kvtierd.core.ids import HOST, CacheId, GroupId, Key, Label, LeaseId, SessionId, Tier
+from kvtierd.core.transfers import CommitItem
+from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import MoverError, Refused, UnknownCache
+from kvtierd.service.cache import Cache
+from kvtierd.service.remote.known import Known
+from kvtierd.tiers.remote.base import RemoteError, RemoteStore
+from kvtierd.tiers.remote.objects import BadObject, Place, Remembered, decode, object_bytes
+
+DAEMON: Final = SessionId((1 << 64) - 2)
+"""Who holds the slots that are filled here. No session has this number."""
+
+BATCH_BYTES: Final = 16 << 20
+BATCH_BLOCKS: Final = 32
+DEPTH: Final = 2
+"""So many batches of a call are under way at a time."""
+_NEWS: Final = 0.2
+"""Weight of the last fetch in what a block is expected to cost."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class _Got:
+    """A block whose bytes have been verified."""
+
+    key: Key
+    remembered: Remembered
+    payload: memoryview
+
+
+def place_of(cache: Cache, group: GroupId) -> Place:
+    return Place(cache.name, cache.fingerprint, group)
+
+
+class Fetcher:
+    """Of one store. Loop thread only. ``counts``: blocks by what became of them."""
+
+    def __init__(self, engine: Engine, store: RemoteStore, known: Known) -> None:
+        self._engine: Final = engine
+        self._store: Final = store
+        self._known: Final = known
+        self._coming: dict[tuple[CacheId, GroupId, Key], asyncio.Future[None]] = {}
+        self._seconds_a_byte = 0.0
+        self.counts: Final[Counter[str]] = Counter()
+
+    async def reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
+        """How long a prefix is with what the store has; ``group`` None: over all groups. It may turn out shorter."""
+        low, high = self._local(cache, group, keys), len(keys)
+        groups = self._groups(cache, group)
+        length = high  # mostly all of it is there, or nothing
+        try:
+            while low < high:
+                if await self._reaches(cache, groups, keys, length):
+                    low = length
+                else:
+                    high = length - 1
+                length = (low + high + 1) // 2
+        except RemoteError as error:
+            _log.debug("the store was not asked name=%s why=%r", cache.name, str(error))
+        return low
+
+    async def bring(
+        self, cache: Cache, group: GroupId | None, keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
+    ) -> None:
+        """Makes a prefix in the host tier as long as it can be, within ``wait_s``. Raises nothing: what does not come
+        is not there.
+
+        Args:
+            recompute_s: what a block costs the caller to compute; 0 = unknown, the store is asked in any case.
+        """
+        if Tier.HOST not in cache.slots or not keys:
+            return
+        with suppress(TimeoutError, RemoteError, Refused, MoverError):
+            async with asyncio.timeout(wait_s):
+                local = self._local(cache, group, keys)
+                if local == len(keys):
+                    return
+                length = await self.reach(cache, group, keys)
+                self.counts["absent"] += len(keys) - length
+                missing = {each: self._missing(cache, each, keys, length) for each in self._groups(cache, group)}
+                if length > local and self._is_worth_it(cache, missing, recompute_s):
+                    for each, wanted in missing.items():
+                        await self._fetch(cache, each, wanted)
+
+    # -- what is missing ---------------------------------------------------------------------------------------------
+
+    def _groups(self, cache: Cache, group: GroupId | None) -> list[GroupId]:
+        return [GroupId(number) for number in range(len(cache.spec.groups))] if group is None else [group]
+
+    def _local(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
+        manager = self._engine.manager(cache.id)
+        return manager.match_across(keys).blocks if group is None else manager.match(group, keys).blocks
+
+    def _missing(self, cache: Cache, group: GroupId, keys: Sequence[Key], length: int) -> list[Key]:
+        """What the group lacks of what a prefix of so many blocks needs."""
+        needed = cache.spec.attention(group).needs(length).pick(keys)
+        return self._engine.manager(cache.id).absent(group, needed)
+
+    async def _reaches(self, cache: Cache, groups: Collection[GroupId], keys: Sequence[Key], length: int) -> bool:
+        """Whether every group has, or the store has for it, what a prefix of so many blocks needs; of a chain the last
+        block stands for all."""
+        for group in groups:
+            wanted = self._missing(cache, group, keys, length)
+            if not cache.spec.attention(group).span:
+                wanted = wanted[-1:]
+            if wanted and not await self._all_there(place_of(cache, group), wanted):
+                return False
+        return True
+
+    async def _all_there(self, place: Place, keys: Sequence[Key]) -> bool:
+        known = {key: self._known.of(place, key) for key in keys}
+        if False in known.values():
+            return False
+        unknown = [key for key, there in known.items() if there is None]
+        if not unknown:
+            return True
+        found = await self._store.exists([place.name(key) for key in unknown])
+        for key, there in zip(unknown, found, strict=True):
+            self._known.note(place, [key], there=there)
+        return all(found)
+
+    def _is_worth_it(self, cache: Cache, missing: dict[GroupId, list[Key]], recompute_s: float) -> bool:
+        nbytes = sum(len(keys) * cache.spec.block_bytes(group) for group, keys in missing.items())
+        blocks = max(map(len, missing.values()))
+        worth = not recompute_s or nbytes * self._seconds_a_byte <= blocks * recompute_s
+        if not worth:
+            self.counts["dearer than computing"] += blocks
+        return worth
+
+    # -- the way here ------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, cache: Cache, group: GroupId, wanted: Sequence[Key]) -> None:
+        """Blocks that another call is fetching are waited for."""
+        while coming := {self._coming[one] for key in wanted if (one := (cache.id, group, key)) in self._coming}:
+            await asyncio.wait(coming)
+            wanted = self._engine.manager(cache.id).absent(group, wanted)
+        places = [(cache.id, group, key) for key in wanted]
+        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._coming |= dict.fromkeys(places, arrival)
+        try:
+            await self._in_batches(cache, group, wanted)
+        finally:
+            for place in places:
+                del self._coming[place]
+            arrival.set_result(None)
+
+    async def _in_batches(self, cache: Cache, group: GroupId, wanted: Sequence[Key]) -> None:
+        step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
+        batches = deque(wanted[start : start + step] for start in range(0, len(wanted), step))
+        under_way: deque[asyncio.Task[list[_Got]]] = deque()
+        try:
+            while batches or under_way:
+                while batches and len(under_way) < DEPTH:
+                    under_way.append(asyncio.create_task(self._get(cache, group, batches.popleft())))
+                asked, started = under_way[0], time.monotonic()
+                got = await asked
+                under_way.popleft()
+                if not got or not await self._store_blocks(cache, group, got, time.monotonic() - started):
+                    return
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _get(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> list[_Got]:
+        """The blocks from the first on that are there and sound; of a group without chains, all such."""
+        place, payload_bytes = place_of(cache, group), cache.spec.block_bytes(group)
+        buffers = [np.empty(object_bytes(payload_bytes), np.uint8).data for _ in keys]
+        started = time.monotonic()
+        sizes = await self._store.get([place.name(key) for key in keys], buffers)
+        verify = partial(_verified, place, payload_bytes, keys, buffers, sizes)
+        found, damaged = await self._engine.beside(verify)
+        nbytes = sum(len(one.payload) for one in found)
+        if nbytes:
+            cost = (time.monotonic() - started) / nbytes
+            self._seconds_a_byte += (cost - self._seconds_a_byte) * (_NEWS if self._seconds_a_byte else 1.0)
+        for key, why in damaged.items():
+            await self._report_damage(cache, group, key, why)
+        there = {one.key: one for one in found}
+        self._known.note(place, [key for key in keys if key not in there], there=False)
+        if not cache.spec.attention(group).chained:
+            return found
+        run: list[_Got] = []
+        for key in keys:
+            if key not in there:
+                break
+            run.append(there[key])
+        return run
+
+    async def _report_damage(self, cache: Cache, group: GroupId, key: Key, why: str) -> None:
+        self.counts["damaged"] += 1
+        says = "an object of the store is damaged name=%s group=%d key=%s why=%r"
+        _log.warning(says, cache.name, group, key.hex(), why)
+        self._engine.tell_damaged(cache.id, group, key)
+        with suppress(RemoteError):
+            await self._store.delete([place_of(cache, group).name(key)])
+
+    async def _store_blocks(self, cache: Cache, group: GroupId, got: Sequence[_Got], seconds: float) -> bool:
+        """Makes them blocks of the host tier. False: no more should follow."""
+        grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None)
+        lease = LeaseId(grant.lease or 0)
+        try:
+            memory = cache.runtime.memory(HOST)
+            parts = [memory.parts(group, slot) for slot in grant.slots]
+
+            def copy() -> list[bytes]:
+                for one, into in zip(got, parts, strict=True):
+                    rest = np.frombuffer(one.payload, np.uint8)
+                    for part in into:
+                        np.copyto(part, rest[: len(part)])
+                        rest = rest[len(part) :]
+                return [xxhash.xxh3_128_digest(one.payload) for one in got if cache.options.checksum_bytes]
+
+            checksums = await self._engine.while_held(cache.id, DAEMON, lease, copy) or [b""] * len(got)
+            items = [
+                CommitItem(slot, one.key, one.remembered.parent, *_retention(cache, one.remembered, checksum))
+                for slot, one, checksum in zip(grant.slots, got, checksums, strict=True)
+            ]
+            results = self._engine.take_in(cache.id, DAEMON, group, lease, items, int(seconds * 1e9))
+        finally:
+            self._engine.afterwards(cache.id, lease, partial(self._release, cache.id, lease))
+        self.counts["fetched"] += len(results)
+        return True
+
+    def _release(self, cache: CacheId, lease: LeaseId) -> None:
+        with suppress(UnknownLease, UnknownCache):
+            self._engine.release(cache, DAEMON, [lease])
+
+
+def _verified(
+    place: Place, payload_bytes: int, keys: Sequence[Key], buffers: Sequence[memoryview], sizes: Sequence[int]
+) -> tuple[list[_Got], dict[Key, str]]:
+    """Sound blocks, and why others are not. In a thread."""
+    found: list[_Got] = []
+    damaged: dict[Key, str] = {}
+    for key, buffer, size in zip(keys, buffers, sizes, strict=True):
+        if size < 0:
+            continue
+        if size > len(buffer):
+            damaged[key] = f"it has {size} bytes, more than a block"
+            continue
+        try:
+            found.append(_Got(key, *decode(place, key, payload_bytes, buffer[:size])))
+        except BadObject as error:
+            damaged[key] = str(error)
+    return found, damaged
+
+
+def _retention(cache: Cache, remembered: Remembered, checksum: bytes) -> tuple[int, int, Label | None]:
+    """Priority, duration and label of a block that comes: of the label only what this cache keeps."""
+    options, traits = cache.options, remembered.traits
+    label = traits.label
+    if label is not None and not options.keep_tokens:
+        label = replace(label, tokens=b"", scope=b"")
+    if label is not None and not options.event_hash:
+        label = replace(label, event_hash=b"")
+    label = replace(label or Label(), checksum=checksum)
+    return traits.priority, traits.duration_ms, label if label != Label() else None

@@ -1,0 +1,204 @@
+"""Carries blocks to a store, in the background. No local tier waits for it.
+
+A block is read where it is, without a hold: if it leaves its slot meanwhile, it is not carried. So a slow store costs
+what it does not take in time, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvtierd.core.ids import HOST, REMOTE, GroupId, Key, SlotId, Tier
+from kvtierd.core.remote import Offer
+from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import MoverError
+from kvtierd.service.cache import Cache
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.remote.fetching import place_of
+from kvtierd.service.remote.known import Known
+from kvtierd.tiers.base import Bytes, TierError
+from kvtierd.tiers.disk.store import DiskRead
+from kvtierd.tiers.remote.base import RemoteError, RemoteStore
+from kvtierd.tiers.remote.objects import encode
+
+BATCH_BYTES: Final = 16 << 20
+BATCH_BLOCKS: Final = 16
+BATCHES: Final = 4
+"""Under way at a time: with their bytes, all that waits for the store."""
+LOOK_S: Final = 0.05
+"""How often blocks are looked for while there are some, and :data:`IDLE_S` where there were none."""
+IDLE_S: Final = 0.5
+RETRY_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class _Source:
+    """Where a block's bytes are. ``generation``: of its slot in the host tier then."""
+
+    offer: Offer
+    generation: int
+
+
+class Writer:
+    """Of one store. Loop thread only. ``counts``: blocks by what became of them.
+
+    Args:
+        bytes_a_second: most that goes to the store; 0 = any.
+    """
+
+    def __init__(self, engine: Engine, catalog: Catalog, store: RemoteStore, known: Known, bytes_a_second: int) -> None:
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._store: Final = store
+        self._known: Final = known
+        self._bytes_a_second: Final = bytes_a_second
+        self._turn_at = 0.0
+        self._retry_at = 0.0
+        self._under_way: set[asyncio.Task[None]] = set()
+        self.counts: Final[Counter[str]] = Counter()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                found = self._begin()
+                if len(self._under_way) == BATCHES:
+                    await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await asyncio.sleep(LOOK_S if found else IDLE_S)
+        finally:
+            for task in self._under_way:
+                task.cancel()
+            await asyncio.gather(*self._under_way, return_exceptions=True)
+
+    def _begin(self) -> bool:
+        """Takes what is offered, as far as there is room. Whether there was anything."""
+        found = False
+        for cache in self._catalog:
+            for number in range(len(cache.spec.groups)):
+                if len(self._under_way) == BATCHES or time.monotonic() < self._retry_at:
+                    return True
+                found |= self._take(cache, GroupId(number))
+        return found
+
+    def _take(self, cache: Cache, group: GroupId) -> bool:
+        step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
+        with suppress(MoverError):
+            offers = self._engine.manager(cache.id).offers(group, step)
+            arena = cache.runtime.arena
+            sources = [
+                _Source(each, arena.generation(HOST, group, SlotId(each.slot)) if each.tier is HOST else 0)
+                for each in offers
+            ]
+            for start in range(0, len(sources), step):
+                task = asyncio.create_task(self._carry(cache, group, sources[start : start + step]))
+                self._under_way.add(task)
+                task.add_done_callback(self._under_way.discard)
+            return bool(offers)
+        return False
+
+    async def _carry(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> None:
+        left = [source.offer.key for source in sources]
+        try:
+            absent = await self._absent(cache, group, sources)
+            objects = await self._engine.beside(partial(_objects, cache, group, absent))
+            ready = [
+                (source, data)
+                for source, data in zip(absent, objects, strict=True)
+                if data is not None and self._stood(cache, group, source)
+            ]
+            self.counts["gone meanwhile"] += len(absent) - len(ready)
+            await self._pace(sum(len(data) for _, data in ready))
+            await self._put(cache, group, ready)
+            left = []
+        except RemoteError as error:
+            self._retry_at = time.monotonic() + RETRY_S
+            _log.debug("blocks were not carried to the store name=%s why=%r", cache.name, str(error))
+        except MoverError:
+            left = []  # the cache is gone, or the daemon ends
+        finally:
+            if left:
+                self.counts["not taken"] += len(left)
+                with suppress(MoverError):
+                    self._engine.manager(cache.id).put_back(group, left)
+
+    async def _absent(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[_Source]:
+        """Those that the store does not have yet: another host may have written them."""
+        place = place_of(cache, group)
+        unknown = [source for source in sources if not self._known.of(place, source.offer.key)]
+        if not unknown:
+            return []
+        found = await self._store.exists([place.name(source.offer.key) for source in unknown])
+        there = [source.offer.key for source, has in zip(unknown, found, strict=True) if has]
+        self._known.note(place, there, there=True)
+        self.counts["there already"] += len(sources) - len(unknown) + len(there)
+        return [source for source, has in zip(unknown, found, strict=True) if not has]
+
+    def _stood(self, cache: Cache, group: GroupId, source: _Source) -> bool:
+        """What was read of memory was the block's: its slot has not changed since."""
+        if source.offer.tier is not HOST:
+            return True
+        return cache.runtime.arena.generation(HOST, group, SlotId(source.offer.slot)) == source.generation
+
+    async def _put(self, cache: Cache, group: GroupId, ready: Sequence[tuple[_Source, bytearray]]) -> None:
+        if not ready:
+            return
+        place, started = place_of(cache, group), time.monotonic_ns()
+        names = [place.name(source.offer.key) for source, _ in ready]
+        await self._store.put(names, [memoryview(data) for _, data in ready])
+        took = time.monotonic_ns() - started
+        self._known.note(place, [source.offer.key for source, _ in ready], there=True)
+        self.counts["written"] += len(ready)
+        for tier, keys in _by_tier(source.offer for source, _ in ready).items():
+            self._engine.travelled(cache.id, group, keys, tier, REMOTE, took)
+
+    async def _pace(self, nbytes: int) -> None:
+        """Waits until so many bytes may go."""
+        if self._bytes_a_second:
+            now = time.monotonic()
+            begins, self._turn_at = max(now, self._turn_at), max(now, self._turn_at) + nbytes / self._bytes_a_second
+            await asyncio.sleep(begins - now)
+
+
+def _by_tier(offers: Iterable[Offer]) -> dict[Tier, list[Key]]:
+    found: dict[Tier, list[Key]] = {}
+    for offer in offers:
+        found.setdefault(offer.tier, []).append(offer.key)
+    return found
+
+
+def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[bytearray | None]:
+    """The object of each block; None where the disk does not give the bytes. In a thread."""
+    place = place_of(cache, group)
+    return [
+        None if parts is None else encode(place, source.offer.key, source.offer.parent, source.offer.traits, parts)
+        for source in sources
+        for parts in (_parts(cache, group, source.offer),)
+    ]
+
+
+def _parts(cache: Cache, group: GroupId, offer: Offer) -> Sequence[Bytes] | None:
+    slot = SlotId(offer.slot)
+    if offer.tier is HOST:
+        return cache.runtime.memory(HOST).parts(group, slot)
+    pools = cache.runtime.arena.layout.groups[group].pools
+    record = np.frombuffer(mmap.mmap(-1, cache.spec.record_bytes(group)), np.uint8)  # page-aligned
+    try:
+        if not cache.runtime.store.peek(DiskRead(group, slot, offer.key, [record.data])):
+            return None
+    except TierError:
+        return None  # the disk's own reads say so, and are counted
+    return [record[pool.record_offset : pool.record_offset + pool.block_bytes] for pool in pools]
