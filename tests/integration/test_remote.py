@@ -9,11 +9,11 @@ import json
 import numpy as np
 import pytest
 
-from kvtier import CacheOptions, Cause, EventType, Retention, Tier, connect
+from kvtier import CacheOptions, Cause, EventType, Retention, Tier, TokenRange, connect
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.waiting import eventually
 
-KEPT = Retention(decode_priority=60)
+KEPT = Retention((TokenRange(0, None, 60),))
 ROOMY = sizes(host=32, disk=64)
 
 
@@ -82,7 +82,7 @@ async def test_what_one_host_stores_another_reads(start, store):
 
 async def test_what_one_host_evicts_another_reads(start, store):
     keys = chain("evicted", 4)
-    async with opened(start(write="evict", ahead=1.0), sizes(host=8)) as (client, cache):
+    async with opened(start(write="evict", ahead=1.0), sizes(host=8)) as (_, cache):
         await put(cache, keys)
         await store.has(keys)
         for number in range(6):
@@ -91,7 +91,7 @@ async def test_what_one_host_evicts_another_reads(start, store):
             await store.has(others)
         assert (await cache.match(keys)).blocks == 0
         assert_bytes(keys, await cache.get(keys))
-    async with opened(start()) as (client, other):
+    async with opened(start()) as (_, other):
         assert_bytes(keys, await other.get(keys))
 
 
@@ -160,7 +160,7 @@ async def _journey(watch, kind):
 
 async def test_objects_that_have_gone_are_misses(start, store):
     keys = chain("gone", 4)
-    async with opened(start()) as (client, cache):
+    async with opened(start()) as (_, cache):
         await put(cache, keys)
         for path in (await store.has(keys)).values():
             path.unlink()

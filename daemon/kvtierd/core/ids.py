@@ -26,6 +26,9 @@ EventId = NewType("EventId", int)
 SEVERAL: Final = SessionId((1 << 64) - 1)
 """Owner of a blank slot that several sessions hold. No session has this number."""
 
+DAEMON: Final = SessionId((1 << 64) - 2)
+"""Owner of slots that the daemon itself fills. No session has this number either."""
+
 Key = NewType("Key", bytes)
 """A block key: exactly ``KEY_BYTES`` bytes."""
 

@@ -380,6 +380,8 @@ class Daemon:
         ends = loop.time() + WATCHES_END_S
         await self._calls.answered(WATCHES_END_S)
         await self._rpc.stop(max(FAREWELL_S, ends - loop.time()))
+        if self._beyond is not None:
+            await self._beyond.close()
         self._sessions.close()
         await self._attach.hang_up()
         clean = clean and await self._catalog.close()

@@ -48,7 +48,7 @@ import numpy as np
 from kvtier.abi import attach
 from kvtier.abi.control import SlotContents
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
+from kvtierd.core.ids import DAEMON, GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import Recovered, reachable
@@ -495,7 +495,7 @@ def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, K
             # Several may read it, and its generation is about to be that of one writer's slot.
             arena.set_owners(tier, group, {slot: old.keeper})
             blank.setdefault(old.keeper, []).append(slot)
-        elif owner in old.dead:
+        elif owner in old.dead or owner == DAEMON:
             arena.set_owners(tier, group, {slot: None})
         else:
             blank.setdefault(owner if owner in old.live else old.keeper, []).append(slot)

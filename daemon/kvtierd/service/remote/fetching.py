@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from kvtierd.core.errors import UnknownLease
-from kvtierd.core.ids import HOST, CacheId, GroupId, Key, Label, LeaseId, SessionId, Tier
+from kvtierd.core.ids import DAEMON, HOST, CacheId, GroupId, Key, Label, LeaseId, Tier
 from kvtierd.core.transfers import CommitItem
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError, Refused, UnknownCache
@@ -28,9 +28,6 @@ from kvtierd.service.cache import Cache
 from kvtierd.service.remote.known import Known
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.objects import BadObject, Place, Remembered, decode, object_bytes
-
-DAEMON: Final = SessionId((1 << 64) - 2)
-"""Who holds the slots that are filled here. No session has this number."""
 
 BATCH_BYTES: Final = 16 << 20
 BATCH_BLOCKS: Final = 32

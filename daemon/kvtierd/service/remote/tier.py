@@ -60,11 +60,14 @@ class RemoteTier:
         await asyncio.gather(*(self.fetcher.bring(cache, group, keys, wait_s, recompute_s) for keys in chains))
 
     async def stop(self) -> None:
-        """Ends what is under way: blocks that have not reached the store have not."""
+        """Writes no more: blocks that have not reached the store have not."""
         if self._writing is not None:
             self._writing.cancel()
             with suppress(asyncio.CancelledError):
                 await self._writing
+
+    async def close(self) -> None:
+        """Ends the store's connections. Nobody fetches any more."""
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._store.close()

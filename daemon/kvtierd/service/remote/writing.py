@@ -114,10 +114,11 @@ class Writer:
         left = [source.offer.key for source in sources]
         try:
             absent = await self._absent(cache, group, sources)
-            objects = await self._engine.beside(partial(_objects, cache, group, absent))
+            async with self._catalog.holding(cache) as there:
+                objects = await self._engine.beside(partial(_objects, cache, group, absent)) if there else []
             ready = [
                 (source, data)
-                for source, data in zip(absent, objects, strict=True)
+                for source, data in zip(absent, objects, strict=False)  # there are none of a removed cache
                 if data is not None and self._stood(cache, group, source)
             ]
             self.counts["gone meanwhile"] += len(absent) - len(ready)
