@@ -47,6 +47,7 @@ from kvtier.mirror import (
     Mirror as Mirror,
     MirrorState as MirrorState,
     MirroredBlock as MirroredBlock,
+    Mirrors as Mirrors,
     Standing as Standing,
     rank_mirrors as rank_mirrors,
 )

@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 from grpc.aio import UnaryUnaryMultiCallable
 
 from kvtier.abi import attach as protocol
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.arena import Request, Response, send
 from kvtier.cache import Cache
@@ -30,6 +31,7 @@ from kvtier.types import (
     Cursor,
     DaemonStats,
     EventType,
+    Holdings,
     KickReport,
     LeaseInfo,
     RemovalReport,
@@ -39,11 +41,14 @@ from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 from kvtier.wire import (
     Budgets,
+    Keys,
     cache_info,
     cursor_from_wire,
     daemon_stats,
+    holdings,
     key_prefix,
     lease_info,
+    packed_keys,
     same_fields,
     session_number,
     split_keys,
@@ -251,6 +256,26 @@ class AsyncClient:
             return now
         except TimeoutError as error:
             raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from error
+
+    async def holdings(self, keys: Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
+        """How much of a chain the daemon and its peers have, in every cache that the caller may read or watch.
+
+        The daemon knows it without asking its peers; no use of the blocks.
+
+        Args:
+            keys: of a chain; or, as bytes, what one key begins with, 4 to 31 of them.
+            cache: look in this cache alone.
+
+        Raises:
+            NotFound: there is no such cache.
+        """
+        _require_name(cache)
+        if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
+            asked = key_prefix("keys", keys, SHORTEST_PREFIX)
+        else:
+            asked = packed_keys(keys)
+        request = admin_pb2.HoldingsRequest(cache=cache or "", keys=asked)
+        return holdings(await self._ask(lambda stubs: stubs.admin.Holdings, request, timeout))
 
     async def _ask(
         self,

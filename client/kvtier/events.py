@@ -39,7 +39,8 @@ class Event:
     ``event_hash``: the cache's option; ``packed_hashes``: all of 8 or all of 32 bytes, zeros for a block without.
     ``tokens`` (stored only): one a block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is
     full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, and
-    ``all_window_tokens``, ``all_sink_tokens``, ``all_flat``, one a window group.
+    ``all_window_tokens``, ``all_sink_tokens``, ``all_flat``, one a window group, and the specification's
+    ``fingerprint``.
     """
 
     epoch: int
@@ -68,6 +69,7 @@ class Event:
     all_window_tokens: tuple[int, ...] = ()
     all_sink_tokens: tuple[int, ...] = ()
     all_flat: tuple[bool, ...] = ()
+    fingerprint: bytes = b""
 
     @property
     def cursor(self) -> Cursor:
@@ -123,6 +125,7 @@ class SnapshotSlice:
     all_window_tokens: tuple[int, ...] = ()
     all_sink_tokens: tuple[int, ...] = ()
     all_flat: tuple[bool, ...] = ()
+    fingerprint: bytes = b""
 
     @property
     def keys(self) -> list[bytes]:
@@ -230,6 +233,7 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         all_window_tokens=tuple(message.all_window_tokens) if created else (),
         all_sink_tokens=tuple(message.all_sink_tokens) if created else (),
         all_flat=tuple(message.all_flat) if created else (),
+        fingerprint=message.fingerprint,
     )
 
 

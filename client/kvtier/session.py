@@ -365,6 +365,12 @@ class Session:
         except DeviceError as error:
             return Unknown(error)
 
+    async def given_up(self) -> KvtierError:
+        """Waits until the daemon refuses this client for good, and says why."""
+        if self._keeper is not None:
+            await asyncio.wait([self._keeper])
+        return self._fatal or ClientClosed("the client is closed", reason="CLOSED")
+
     async def close(self, work: Fence = PASSED) -> None:
         """Hangs up. Background work gets a moment to end.
 

@@ -338,6 +338,45 @@ class RemoteStats:
 
 
 @dataclass(slots=True, frozen=True)
+class PeerStats:
+    """A daemon that the daemon follows.
+
+    ``state``: exact, syncing, stale, away, refused, idle (no cache is here to follow there) or itself. ``blocks``:
+    known to be there, of caches that are here with the same specification. ``problem``: why it is not exact, or a cache
+    is not followed; empty where neither is so.
+    """
+
+    address: str
+    state: str
+    blocks: int
+    problem: str
+
+
+@dataclass(slots=True, frozen=True)
+class Holding:
+    """What a daemon has of a chain in one window group: ``blocks`` of its prefix, by the fastest tier of each.
+
+    ``peer``: its address; empty = the daemon that was asked.
+    """
+
+    peer: str
+    cache: str
+    group: int
+    blocks: int
+    tiers: Mapping[Tier, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Holdings:
+    """Who has what of a chain. ``keys``: the chain's; or those known that begin as asked, at most 32, and if there are
+    several, nothing is said of any."""
+
+    keys: tuple[bytes, ...]
+    found: tuple[Holding, ...]
+    peers: tuple[PeerStats, ...]
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
 
@@ -360,6 +399,7 @@ class DaemonStats:
     event_log: EventLogStats = EventLogStats()
     devices: tuple[DeviceStats, ...] = ()
     remote: RemoteStats = RemoteStats()
+    peers: tuple[PeerStats, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

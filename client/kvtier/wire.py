@@ -29,7 +29,10 @@ from kvtier.types import (
     GroupInfo,
     GroupStats,
     GroupTier,
+    Holding,
+    Holdings,
     LeaseInfo,
+    PeerStats,
     RemoteOperation,
     RemoteStats,
     SessionStats,
@@ -402,7 +405,17 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
             tuple(same_fields(RemoteOperation, operation) for operation in message.remote.operations),
             dict(message.remote.blocks),
         ),
+        peers=tuple(same_fields(PeerStats, peer) for peer in message.peers),
     )
+
+
+def holdings(message: admin_pb2.HoldingsResponse) -> Holdings:
+    found = tuple(
+        same_fields(Holding, one, tiers={tier_from_wire(each.tier): each.blocks for each in one.tiers})
+        for one in message.found
+    )
+    peers = tuple(same_fields(PeerStats, peer) for peer in message.peers)
+    return Holdings(tuple(split_keys(message.keys)), found, peers)
 
 
 def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:

@@ -80,7 +80,8 @@ def main(
 def _check_files(loaded: Loaded) -> None:
     """Ends the process where a file that a start would read is of no use."""
     tcp = loaded.config.tcp
-    faults = [] if tcp is None or tcp.tls is None else list(tcp.tls.faults())
+    tls = loaded.config.peer_tls if tcp is None else tcp.tls
+    faults = [] if tls is None else list(tls.faults())
     if faults:
         lines = [loaded.located(f"{name} = {path}: {reason}") for name, path, reason in faults]
         _fail(EXIT_BAD_CONFIG, "\n".join(lines))

@@ -60,9 +60,18 @@ class TcpListener:
     tls: TlsFiles | None
 
     @classmethod
-    def of(cls, address: str, cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool) -> Self:
-        """Raises ValueError, naming the key at fault, for what must not listen."""
-        host, port = host_and_port("listen_tcp", address)
+    def of(
+        cls,
+        address: str,
+        cert: Path | None,
+        key: Path | None,
+        client_ca: Path | None,
+        *,
+        insecure: bool,
+        name: str = "listen_tcp",
+    ) -> Self:
+        """Raises ValueError, naming the key at fault, for what must not listen. ``name``: the key of ``address``."""
+        host, port = host_and_port(name, address)
         if cert is not None and key is not None and client_ca is not None:
             if insecure:
                 raise ValueError("tcp_insecure = true: there is TLS; take one or the other away")
@@ -71,13 +80,13 @@ class TcpListener:
         missing = [name for name, file in files.items() if file is None]
         if not insecure:
             raise ValueError(
-                f"listen_tcp = {address}: needs {' and '.join(missing)} for TLS with client certificates, "
+                f"{name} = {address}: needs {' and '.join(missing)} for TLS with client certificates, "
                 "or tcp_insecure = true on a loopback address"
             )
         if len(missing) < len(files):
             raise ValueError("tcp_insecure = true: some of the keys of TLS are set; set all of them or none")
         if not is_loopback(host):
-            raise ValueError(f"listen_tcp = {address}: without TLS only a loopback address may listen")
+            raise ValueError(f"{name} = {address}: without TLS only a loopback address will do")
         return cls(host, port, None)
 
     @property

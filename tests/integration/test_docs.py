@@ -31,6 +31,7 @@ from kvtierd.simulate.fleet import FleetShape, simulate
 from tests.connectors import tiny
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.test_cli import DEADLINE_S
+from tests.tls import Authority
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -88,6 +89,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
         ("README.md", "sh"),
         ("README.md", "python"),
         ("docs/operations.md", "sh"),
+        ("docs/operations.md", "toml"),
         ("docs/retention.md", "python"),
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
@@ -201,7 +203,8 @@ async def test_the_example_of_a_router(capsys):
     "block", [*of("check-config", "sh"), *of("check-config", "toml")], ids=lambda block: block.page
 )
 def test_configurations_are_accepted(block, environment, tmp_path):
-    (tmp_path / "kvtierd.toml").write_text(block.text)
+    Authority(tmp_path).issue("host.example", common_name="host")
+    (tmp_path / "kvtierd.toml").write_text(block.text.replace("/etc/kvtier/", f"{tmp_path}/"))
     told = [words[1:] for words in block.commands if words[0] == "kvtierd"] if block.language == "sh" else []
     flags = told or [["--config", str(tmp_path / "kvtierd.toml"), "--host-bytes", "1MiB"]]
     for each in flags:

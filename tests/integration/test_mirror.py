@@ -139,6 +139,9 @@ async def test_it_says_what_listings_say_while_everything_happens(start_daemon, 
         await caught_up(mirror, client)
         for keys in sequences.chains:
             assert mirror.longest_prefix(keys, "many") == (await many.across.match(keys)).blocks
+            for group in groups:
+                found = await group.match(keys)
+                assert mirror.match(keys, "many", group=group.group).blocks == found.blocks
         for name in load.living:
             keys = chain(name, CHAIN_BLOCKS)
             assert mirror.longest_prefix(keys, "one") == (await one.match(keys)).blocks

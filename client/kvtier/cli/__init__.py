@@ -22,6 +22,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "explain": "explain",
     "kick": "status",
     "leases": "status",
+    "locate": "locate",
     "move": "blocks",
     "replay": "replay",
     "reset": "caches",

@@ -22,6 +22,7 @@ from kvtier.cli.common import (
     slim_table,
     yes_option,
 )
+from kvtier.cli.locate import peer_line
 from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
 from kvtier.types import CacheStats, DaemonStats, KickReport, LeaseInfo, SessionStats, clean, duration, size
@@ -93,6 +94,7 @@ def report(stats: DaemonStats) -> RenderableType:
     parts += [Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems]
     if not stats.problems:
         parts.append(Text("healthy", style="green"))
+    parts += map(peer_line, stats.peers)
     for cache in stats.caches:
         where = f" on {clean(cache.device)}" if cache.device else ""
         parts += [Text(f"cache {cache.name}: {cache.blocks} blocks{where}", style="bold")]

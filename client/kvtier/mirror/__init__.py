@@ -1,6 +1,7 @@
 """Exact local copies of what daemons hold, for routers: longest prefixes without a call."""
 
+from kvtier.mirror.daemons import Mirrors
 from kvtier.mirror.follower import Mirror, MirrorState, MirrorView, Standing, rank_mirrors
 from kvtier.mirror.index import MirroredBlock
 
-__all__ = ["Mirror", "MirrorState", "MirrorView", "MirroredBlock", "Standing", "rank_mirrors"]
+__all__ = ["Mirror", "MirrorState", "MirrorView", "MirroredBlock", "Mirrors", "Standing", "rank_mirrors"]

@@ -97,18 +97,25 @@ class MirrorView:
         """How many leading blocks of the chain the daemon can serve, over all window groups. See :meth:`match`."""
         return self.match(keys, cache, tiers=tiers).blocks
 
-    def match(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> AcrossMatch:
+    def match(
+        self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = (), group: int | None = None
+    ) -> AcrossMatch:
         """As :meth:`kvtier.groups.AcrossGroups.match` at :attr:`cursor`, without a call.
 
         Args:
             cache: not needed if only one is followed.
             tiers: counts only blocks that are in one of these; empty = in any.
+            group: counts what this window group alone can serve; None = what all can.
         """
         cursor = self.content.cursor or _NOWHERE
         bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
-        groups = self.content.index.match(self._named(cache), packed_keys(keys), bits)
+        groups = self.content.index.match(self._named(cache), packed_keys(keys), bits, group)
         blocks = groups[0].blocks if groups else 0
         return AcrossMatch(blocks, groups, cursor)
+
+    def fingerprint(self, cache: str | None = None) -> bytes | None:
+        """Of the cache's specification there; None where it is not known to exist, or to have existed."""
+        return self.content.index.fingerprint(self._named(cache))
 
     def block(self, key: bytes, cache: str | None = None, *, group: int = 0) -> MirroredBlock | None:
         """Where a block is, and its effective priority; None = it is not indexed."""
@@ -183,6 +190,11 @@ class Mirror(MirrorView):
             message = f"the mirror is {self.state} at {self.cursor}, not exact at {cursor or 'any event'}"
             raise DeadlineExceeded(message, reason="MIRROR_BEHIND") from error
 
+    def start(self) -> None:
+        """Begins to follow, and does not wait for the first snapshot."""
+        self._following = asyncio.create_task(self._follow())
+        self._following.add_done_callback(lambda _: self._news.set())
+
     async def aclose(self) -> None:
         """Stops following. What it knows stays, and is stale."""
         if self._following is not None:
@@ -193,8 +205,7 @@ class Mirror(MirrorView):
 
     async def __aenter__(self) -> Self:
         """Raises :class:`DeadlineExceeded`, :class:`kvtier.errors.PermissionDenied`, or what its first attempt met."""
-        self._following = asyncio.create_task(self._follow())
-        self._following.add_done_callback(lambda _: self._news.set())
+        self.start()
         try:
             async with asyncio.timeout(self._timeout):
                 while not self._has(None) and self.problem is None:

@@ -79,14 +79,22 @@ class MirrorIndex:
         now = self._blocks(cache, group).copy()
         return map(_block, now.keys(), now.values())
 
-    def match(self, cache: str, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
-        """The longest prefix of packed ``keys`` that every group can serve from ``tiers`` (bits), by group.
+    def match(self, cache: str, keys: bytes, tiers: int, group: int | None = None) -> tuple[GroupSpan, ...]:
+        """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group.
+
+        Args:
+            tiers: bits of those that count.
 
         Returns:
             Nothing if there is no such cache. See :mod:`kvtier.chains`.
         """
         known = self._caches.get(cache)
-        return known.match(keys, tiers) if known is not None else ()
+        return known.match(keys, tiers, group) if known is not None else ()
+
+    def fingerprint(self, cache: str) -> bytes | None:
+        """Of the specification; None if there is no such cache."""
+        known = self._caches.get(cache)
+        return (known.fingerprint or None) if known is not None else None
 
     def _blocks(self, cache: str, group: int) -> Blocks:
         known = self._caches.get(cache)
@@ -96,11 +104,12 @@ class MirrorIndex:
 class _Cache:
     """One cache. ``attentions``: by group, what it needs of a sequence; empty while they are not known."""
 
-    __slots__ = ("attentions", "groups")
+    __slots__ = ("attentions", "fingerprint", "groups")
 
     def __init__(self) -> None:
         self.groups: dict[int, Blocks] = {}
         self.attentions: tuple[Attention, ...] = ()
+        self.fingerprint = b""
 
     def blocks(self, group: int) -> Blocks:
         return self.groups.setdefault(group, {})
@@ -110,21 +119,23 @@ class _Cache:
         windows = item.all_window_tokens
         if not item.tokens_per_block or not windows:
             raise DaemonError("an event of a cache without its windows", reason="BAD_ANSWER")
+        self.fingerprint = item.fingerprint
         kinds = zip_longest(windows, item.all_sink_tokens, item.all_flat, fillvalue=0)
         self.attentions = tuple(Attention.of(item.tokens_per_block, w, s, flat=bool(flat)) for w, s, flat in kinds)
         for group in [group for group in self.groups if group >= len(windows)]:
             del self.groups[group]
 
-    def match(self, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
-        length = self._prefix_length(keys, tiers)
+    def match(self, keys: bytes, tiers: int, group: int | None) -> tuple[GroupSpan, ...]:
+        groups = [each for each in range(len(self.attentions)) if group in (None, each)]
+        sides = [(self.attentions[each], self.groups.get(each, {})) for each in groups]
+        length = self._prefix_length(sides, keys, tiers)
         return tuple(
-            GroupSpan(group, needed.first, _residencies(blocks, needed.cut(keys, KEY_BYTES), ALL_TIERS), needed.sinks)
-            for group, attention in enumerate(self.attentions)
-            for needed, blocks in [(attention.needs(length), self.groups.get(group, {}))]
+            GroupSpan(each, needed.first, _residencies(blocks, needed.cut(keys, KEY_BYTES), ALL_TIERS), needed.sinks)
+            for each, (attention, blocks) in zip(groups, sides, strict=True)
+            for needed in [attention.needs(length)]
         )
 
-    def _prefix_length(self, keys: bytes, tiers: int) -> int:
-        sides = [(attention, self.groups.get(group, {})) for group, attention in enumerate(self.attentions)]
+    def _prefix_length(self, sides: list[tuple[Attention, Blocks]], keys: bytes, tiers: int) -> int:
         bound = len(keys) // KEY_BYTES if sides else 0
         for attention, blocks in sides:
             if not attention.span:

@@ -278,6 +278,102 @@ class ExplainedCopy(google.protobuf.message.Message):
 global___ExplainedCopy = ExplainedCopy
 
 @typing.final
+class HoldingsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    cache: builtins.str
+    """name; empty = all that the caller may see"""
+    keys: builtins.bytes
+    """of a chain, 32 bytes each; or what one key begins with, 4 to 31 bytes"""
+    def __init__(
+        self,
+        *,
+        cache: builtins.str = ...,
+        keys: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "keys", b"keys"]) -> None: ...
+
+global___HoldingsRequest = HoldingsRequest
+
+@typing.final
+class HoldingsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
+    keys: builtins.bytes
+    """as asked; or those known that begin so, at most 32, and nothing is located unless it is one"""
+    @property
+    def found(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Holding]:
+        """what any has of it: this daemon first, then its peers in the order of their addresses"""
+
+    @property
+    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerStats]: ...
+    def __init__(
+        self,
+        *,
+        keys: builtins.bytes = ...,
+        found: collections.abc.Iterable[global___Holding] | None = ...,
+        peers: collections.abc.Iterable[global___PeerStats] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["found", b"found", "keys", b"keys", "peers", b"peers"]) -> None: ...
+
+global___HoldingsResponse = HoldingsResponse
+
+@typing.final
+class Holding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: builtins.int
+    CACHE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    peer: builtins.str
+    """address; empty = this daemon"""
+    cache: builtins.str
+    group: builtins.int
+    blocks: builtins.int
+    """length of the prefix that the group can serve"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBlocks]:
+        """how many blocks of it have each tier as their fastest; no tier twice"""
+
+    def __init__(
+        self,
+        *,
+        peer: builtins.str = ...,
+        cache: builtins.str = ...,
+        group: builtins.int = ...,
+        blocks: builtins.int = ...,
+        tiers: collections.abc.Iterable[global___TierBlocks] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache", b"cache", "group", b"group", "peer", b"peer", "tiers", b"tiers"]) -> None: ...
+
+global___Holding = Holding
+
+@typing.final
+class TierBlocks(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    tier: kvtier.v1.common_pb2.Tier.ValueType
+    blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "tier", b"tier"]) -> None: ...
+
+global___TierBlocks = TierBlocks
+
+@typing.final
 class KickRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -745,6 +841,38 @@ class RemoteStats(google.protobuf.message.Message):
 global___RemoteStats = RemoteStats
 
 @typing.final
+class PeerStats(google.protobuf.message.Message):
+    """A daemon that this one follows."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    state: builtins.str
+    """"exact": every event of it arrives. "syncing": its first state is not complete. "stale": it is away, or events were
+    lost, and its last state stands. "away": it does not answer. "refused": it does not let this daemon watch. "idle": no
+    cache is here to follow there. "itself": it is this daemon.
+    """
+    blocks: builtins.int
+    """that are known there, of caches that are here with the same specification"""
+    problem: builtins.str
+    """why it is not exact, or a cache is not followed; empty = neither"""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        state: builtins.str = ...,
+        blocks: builtins.int = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "blocks", b"blocks", "problem", b"problem", "state", b"state"]) -> None: ...
+
+global___PeerStats = PeerStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -760,6 +888,7 @@ class StatsResponse(google.protobuf.message.Message):
     PROBLEMS_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
     REMOTE_FIELD_NUMBER: builtins.int
     UPTIME_NS_FIELD_NUMBER: builtins.int
     WATCHER_STATS_FIELD_NUMBER: builtins.int
@@ -787,6 +916,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceStats]: ...
     @property
+    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerStats]:
+        """for an admin of "*" """
+
+    @property
     def remote(self) -> global___RemoteStats:
         """30 to 39: for rates, and who watches"""
 
@@ -809,11 +942,12 @@ class StatsResponse(google.protobuf.message.Message):
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         event_log: global___EventLogStats | None = ...,
         devices: collections.abc.Iterable[global___DeviceStats] | None = ...,
+        peers: collections.abc.Iterable[global___PeerStats] | None = ...,
         remote: global___RemoteStats | None = ...,
         uptime_ns: builtins.int = ...,
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["event_log", b"event_log", "remote", b"remote"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "peers", b"peers", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

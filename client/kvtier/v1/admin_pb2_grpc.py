@@ -54,6 +54,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Holdings = channel.unary_unary(
+                '/kvtier.v1.Admin/Holdings',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.HoldingsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.HoldingsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -88,6 +93,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Holdings(self, request, context):
+        """How much of a chain this daemon and its peers have, in every cache that the caller may read or watch. Peers are not
+        asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +123,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Holdings': grpc.unary_unary_rpc_method_handler(
+                    servicer.Holdings,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.HoldingsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.HoldingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +238,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Explain',
             kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Holdings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Holdings',
+            kvtier_dot_v1_dot_admin__pb2.HoldingsRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.HoldingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

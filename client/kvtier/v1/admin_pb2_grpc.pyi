@@ -46,6 +46,14 @@ class AdminStub:
     use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
     """
 
+    Holdings: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.HoldingsRequest,
+        kvtier.v1.admin_pb2.HoldingsResponse,
+    ]
+    """How much of a chain this daemon and its peers have, in every cache that the caller may read or watch. Peers are not
+    asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
+    """
+
 class AdminAsyncStub:
     Stats: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatsRequest,
@@ -72,6 +80,14 @@ class AdminAsyncStub:
     ]
     """Where a block is and what holds it, in every cache that the caller may read or watch. No side effect: looking is no
     use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
+    """
+
+    Holdings: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.HoldingsRequest,
+        kvtier.v1.admin_pb2.HoldingsResponse,
+    ]
+    """How much of a chain this daemon and its peers have, in every cache that the caller may read or watch. Peers are not
+    asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -108,6 +124,16 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ExplainResponse]]:
         """Where a block is and what holds it, in every cache that the caller may read or watch. No side effect: looking is no
         use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
+        """
+
+    @abc.abstractmethod
+    def Holdings(
+        self,
+        request: kvtier.v1.admin_pb2.HoldingsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.HoldingsResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.HoldingsResponse]]:
+        """How much of a chain this daemon and its peers have, in every cache that the caller may read or watch. Peers are not
+        asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -227,6 +227,7 @@ class Event(google.protobuf.message.Message):
     ALL_WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     ALL_SINK_TOKENS_FIELD_NUMBER: builtins.int
     ALL_FLAT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
     id: builtins.int
     type: global___EventType.ValueType
     cause: kvtier.v1.common_pb2.Cause.ValueType
@@ -259,6 +260,8 @@ class Event(google.protobuf.message.Message):
     """of the group; 0 = full attention"""
     tokens_per_block: builtins.int
     """created only, and so the next: the cache's"""
+    fingerprint: builtins.bytes
+    """of the cache's specification"""
     @property
     def num_blocks_per_cache_level(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """created only, by Tier order of the cache"""
@@ -307,8 +310,9 @@ class Event(google.protobuf.message.Message):
         all_window_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         all_sink_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         all_flat: collections.abc.Iterable[builtins.bool] | None = ...,
+        fingerprint: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_flat", b"all_flat", "all_sink_tokens", b"all_sink_tokens", "all_window_tokens", b"all_window_tokens", "cache", b"cache", "cause", b"cause", "copy_ns", b"copy_ns", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "id", b"id", "keys", b"keys", "moved_bytes", b"moved_bytes", "moved_from", b"moved_from", "moved_to", b"moved_to", "num_blocks_per_cache_level", b"num_blocks_per_cache_level", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "queue_ns", b"queue_ns", "residency", b"residency", "time_ns", b"time_ns", "tokens", b"tokens", "tokens_per_block", b"tokens_per_block", "type", b"type", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_flat", b"all_flat", "all_sink_tokens", b"all_sink_tokens", "all_window_tokens", b"all_window_tokens", "cache", b"cache", "cause", b"cause", "copy_ns", b"copy_ns", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "fingerprint", b"fingerprint", "group", b"group", "id", b"id", "keys", b"keys", "moved_bytes", b"moved_bytes", "moved_from", b"moved_from", "moved_to", b"moved_to", "num_blocks_per_cache_level", b"num_blocks_per_cache_level", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "queue_ns", b"queue_ns", "residency", b"residency", "time_ns", b"time_ns", "tokens", b"tokens", "tokens_per_block", b"tokens_per_block", "type", b"type", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___Event = Event
 
@@ -333,6 +337,7 @@ class SnapshotSlice(google.protobuf.message.Message):
     ALL_WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     ALL_SINK_TOKENS_FIELD_NUMBER: builtins.int
     ALL_FLAT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
     cache: builtins.str
     group: builtins.int
     keys: builtins.bytes
@@ -345,7 +350,8 @@ class SnapshotSlice(google.protobuf.message.Message):
     event_hash: builtins.str
     window_tokens: builtins.int
     tokens_per_block: builtins.int
-    """25 to 28 as in a created event"""
+    """25 to 29 as in a created event"""
+    fingerprint: builtins.bytes
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTokens]: ...
     @property
@@ -372,8 +378,9 @@ class SnapshotSlice(google.protobuf.message.Message):
         all_window_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         all_sink_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         all_flat: collections.abc.Iterable[builtins.bool] | None = ...,
+        fingerprint: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_flat", b"all_flat", "all_sink_tokens", b"all_sink_tokens", "all_window_tokens", b"all_window_tokens", "cache", b"cache", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "keys", b"keys", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "residency", b"residency", "tokens", b"tokens", "tokens_per_block", b"tokens_per_block", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_flat", b"all_flat", "all_sink_tokens", b"all_sink_tokens", "all_window_tokens", b"all_window_tokens", "cache", b"cache", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "fingerprint", b"fingerprint", "group", b"group", "keys", b"keys", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "residency", b"residency", "tokens", b"tokens", "tokens_per_block", b"tokens_per_block", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___SnapshotSlice = SnapshotSlice
 

@@ -26,7 +26,7 @@ from kvtier.v1 import blocks_pb2 as kvtier_dot_v1_dot_blocks__pb2
 from kvtier.v1 import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/blocks.proto\x1a\x16kvtier/v1/common.proto\"9\n\nBlockBytes\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x8a\x01\n\tPutHeader\x12(\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.CommitRequest\x12\r\n\x05group\x18\x02 \x01(\r\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ns\x18\x05 \x01(\x04\"b\n\x08PutChunk\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.kvtier.v1.PutHeaderH\x00\x12&\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.BlockBytesH\x00\x42\x06\n\x04part\"F\n\x0bPutResponse\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12&\n\x0b\x61s_of_event\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Cursor\"8\n\nGetRequest\x12*\n\x07\x61\x63quire\x18\x01 \x01(\x0b\x32\x19.kvtier.v1.AcquireRequest\"4\n\tGetHeader\x12\'\n\x05\x66ound\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.AcquiredChain\"u\n\x08GetChunk\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.kvtier.v1.GetHeaderH\x00\x12&\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.BlockBytesH\x00\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\x42\x06\n\x04part2u\n\x08Transfer\x12\x34\n\x03Put\x12\x13.kvtier.v1.PutChunk\x1a\x16.kvtier.v1.PutResponse(\x01\x12\x33\n\x03Get\x12\x15.kvtier.v1.GetRequest\x1a\x13.kvtier.v1.GetChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvtier/v1/transfer.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/blocks.proto\x1a\x16kvtier/v1/common.proto\"9\n\nBlockBytes\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x8a\x01\n\tPutHeader\x12(\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.CommitRequest\x12\r\n\x05group\x18\x02 \x01(\r\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ns\x18\x05 \x01(\x04\"b\n\x08PutChunk\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.kvtier.v1.PutHeaderH\x00\x12&\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.BlockBytesH\x00\x42\x06\n\x04part\"F\n\x0bPutResponse\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12&\n\x0b\x61s_of_event\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Cursor\"I\n\nGetRequest\x12*\n\x07\x61\x63quire\x18\x01 \x01(\x0b\x32\x19.kvtier.v1.AcquireRequest\x12\x0f\n\x07objects\x18\x02 \x01(\x08\"4\n\tGetHeader\x12\'\n\x05\x66ound\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.AcquiredChain\"\x86\x01\n\x08GetChunk\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x14.kvtier.v1.GetHeaderH\x00\x12&\n\x05\x62ytes\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.BlockBytesH\x00\x12\x11\n\tchecksums\x18\x03 \x01(\x0c\x12\x0f\n\x07headers\x18\x04 \x03(\x0c\x42\x06\n\x04part2u\n\x08Transfer\x12\x34\n\x03Put\x12\x13.kvtier.v1.PutChunk\x1a\x16.kvtier.v1.PutResponse(\x01\x12\x33\n\x03Get\x12\x15.kvtier.v1.GetRequest\x1a\x13.kvtier.v1.GetChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,11 +42,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTRESPONSE']._serialized_start=387
   _globals['_PUTRESPONSE']._serialized_end=457
   _globals['_GETREQUEST']._serialized_start=459
-  _globals['_GETREQUEST']._serialized_end=515
-  _globals['_GETHEADER']._serialized_start=517
-  _globals['_GETHEADER']._serialized_end=569
-  _globals['_GETCHUNK']._serialized_start=571
-  _globals['_GETCHUNK']._serialized_end=688
-  _globals['_TRANSFER']._serialized_start=690
-  _globals['_TRANSFER']._serialized_end=807
+  _globals['_GETREQUEST']._serialized_end=532
+  _globals['_GETHEADER']._serialized_start=534
+  _globals['_GETHEADER']._serialized_end=586
+  _globals['_GETCHUNK']._serialized_start=589
+  _globals['_GETCHUNK']._serialized_end=723
+  _globals['_TRANSFER']._serialized_start=725
+  _globals['_TRANSFER']._serialized_end=842
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,9 @@ takes a message.
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import kvtier.v1.blocks_pb2
 import kvtier.v1.common_pb2
@@ -132,6 +134,9 @@ class GetRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ACQUIRE_FIELD_NUMBER: builtins.int
+    OBJECTS_FIELD_NUMBER: builtins.int
+    objects: builtins.bool
+    """with what a block's object in a store has besides its bytes: see GetChunk"""
     @property
     def acquire(self) -> kvtier.v1.blocks_pb2.AcquireRequest:
         """as for Blocks.Acquire, with one chain in one group; its seq is not used"""
@@ -140,9 +145,10 @@ class GetRequest(google.protobuf.message.Message):
         self,
         *,
         acquire: kvtier.v1.blocks_pb2.AcquireRequest | None = ...,
+        objects: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["acquire", b"acquire"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "objects", b"objects"]) -> None: ...
 
 global___GetRequest = GetRequest
 
@@ -172,21 +178,29 @@ class GetChunk(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
+    HEADERS_FIELD_NUMBER: builtins.int
     checksums: builtins.bytes
-    """of the blocks that end in this chunk"""
+    """of the blocks that end in this chunk; of objects, each with its header before its bytes"""
     @property
     def header(self) -> global___GetHeader: ...
     @property
     def bytes(self) -> global___BlockBytes: ...
+    @property
+    def headers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Of objects that begin in this chunk: with its checksum before it and the block's bytes after it each is the block's
+        object. Empty: the block was dropped meanwhile. Without the block's tokens for a caller who may not see them.
+        """
+
     def __init__(
         self,
         *,
         header: global___GetHeader | None = ...,
         bytes: global___BlockBytes | None = ...,
         checksums: builtins.bytes = ...,
+        headers: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bytes", b"bytes", "header", b"header", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "checksums", b"checksums", "header", b"header", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "checksums", b"checksums", "header", b"header", "headers", b"headers", "part", b"part"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "bytes"] | None: ...
 
 global___GetChunk = GetChunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -27,7 +28,7 @@ from kvtier.abi.cuda.opening import is_device_name
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, MAX_PRIORITY, NEVER, Policy, RemotePolicy, RemoteWrites, WritePolicy
 from kvtierd.rights import AllowRule
-from kvtierd.tcp import TcpListener, host_and_port
+from kvtierd.tcp import TcpListener, TlsFiles, host_and_port
 
 ENV_PREFIX: Final = "KVTIERD_"
 LIVE: Final = frozenset({"allow", "log_level"})
@@ -35,6 +36,7 @@ LIVE: Final = frozenset({"allow", "log_level"})
 STAND_IN: Final = "stand-in"
 
 _MAX_TIER_BYTES: Final = 1 << 50
+_MAX_PEERS: Final = 64
 _SIZE: Final = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE | re.ASCII)
 _PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
 
@@ -80,6 +82,16 @@ def _device(name: str) -> str:
     if name != STAND_IN and not is_device_name(name):
         raise ValueError("must be stand-in, cuda, cuda:<number> or GPU-<uuid> as nvidia-smi -L shows it")
     return name
+
+
+def _peer_address(address: str) -> str:
+    try:
+        _, port = host_and_port("address", address)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ValueError("must be host:port, or [host]:port for IPv6, with the port that the peer listens on")
+    return address
 
 
 def _runtime_dir(path: Path) -> Path:
@@ -181,6 +193,21 @@ class Remote(BaseModel):
         return RemoteWrites(self.write, self.min_priority, self.first_tokens, self.ahead)
 
 
+class Peer(BaseModel):
+    """One ``[[peers]]`` table; as one flag, or one element in the environment, ``HOST:PORT``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: Annotated[str, AfterValidator(_peer_address)] = Field(
+        description="host:port of its `listen_tcp`, as its certificate names it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"address": value} if isinstance(value, str) else value
+
+
 class Config(BaseSettings):
     """All keys. :func:`kvtierd.config.load.read` makes one from all sources."""
 
@@ -232,6 +259,12 @@ class Config(BaseSettings):
     )
     tcp_grace_seconds: float = Field(
         30.0, ge=0, le=3600, description="How long a session whose connection broke can be resumed before it ends."
+    )
+
+    peers: Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(_listed), Field(max_length=_MAX_PEERS)] = Field(
+        (),
+        description="Other daemons to follow, at most 64; if this one is among them, it is passed over. It shows them "
+        "`tls_cert`, and `tls_client_ca` must vouch for theirs; or `tcp_insecure`. As a flag `HOST:PORT`.",
     )
 
     max_reserved_fraction: float = Field(
@@ -319,8 +352,11 @@ class Config(BaseSettings):
                 yield f"{name} = {str(path)!r}: must not be {other}, which is the same directory"
         if self.remote is not None and Tier.HOST not in self.tiers:
             yield f"remote = {str(self.remote)!r}: needs host_bytes above 0, for what comes from there"
+        for address, times in Counter(peer.address for peer in self.peers).items():
+            if times > 1:
+                yield f"peers = {address}: must be named once"
         try:
-            _ = self.tcp, self.metrics_address
+            _ = self.tcp, self.metrics_address, self.peer_tls
         except ValueError as error:
             yield str(error)
 
@@ -339,9 +375,17 @@ class Config(BaseSettings):
         """Where to listen for TCP clients. Raises ValueError for an address that must not be listened on."""
         if self.listen_tcp is None:
             return None
-        return TcpListener.of(
-            self.listen_tcp, self.tls_cert, self.tls_key, self.tls_client_ca, insecure=self.tcp_insecure
-        )
+        return self._with_tls("listen_tcp", self.listen_tcp)
+
+    @property
+    def peer_tls(self) -> TlsFiles | None:
+        """What this daemon shows its peers; None = nothing, and all of them are on this host. Raises ValueError."""
+        found = [self._with_tls("peers", peer.address).tls for peer in self.peers]
+        return found[0] if found else None
+
+    def _with_tls(self, name: str, address: str) -> TcpListener:
+        files = (self.tls_cert, self.tls_key, self.tls_client_ca)
+        return TcpListener.of(address, *files, insecure=self.tcp_insecure, name=name)
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from kvtierd.config.keys import ENV_PREFIX, Config, Device, FreeShare, Remote
+from kvtierd.config.keys import ENV_PREFIX, Config, Device, FreeShare, Peer, Remote
 from kvtierd.rights import AllowRule
 
 _FIELDS: Final = Config.model_fields
@@ -168,8 +168,9 @@ def reference() -> str:
     """``docs/configuration.md``."""
     devices = ["Each `[[device]]` is the memory of one device:", *_table(Device.model_fields)]
     remote = ["The table `[remote]` has:", *_table(Remote.model_fields)]
+    peers = ["Each `[[peers]]` is another daemon:", *_table(Peer.model_fields)]
     rules = ["Each `[[allow]]` is a rule:", *_table(AllowRule.model_fields)]
-    return "\n".join([_REFERENCE, *_table(_FIELDS), "", *devices, "", *remote, "", *rules]) + "\n"
+    return "\n".join([_REFERENCE, *_table(_FIELDS), "", *devices, "", *remote, "", *peers, "", *rules]) + "\n"
 
 
 def _table(fields: Mapping[str, FieldInfo]) -> Iterator[str]:

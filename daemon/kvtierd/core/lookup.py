@@ -12,7 +12,7 @@ from itertools import accumulate, islice
 
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key
+from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key, Traits
 from kvtierd.core.index import Pins
 from kvtierd.core.transfers import Listing, ListingRow, Location, PartialMatch
 
@@ -178,6 +178,12 @@ def checksum(state: GroupState, key: Key) -> bytes:
     block = state.index.get(key)
     label = block.traits.label if block is not None else None
     return label.checksum if label is not None else b""
+
+
+def attributes(state: GroupState, key: Key) -> tuple[Key | None, Traits] | None:
+    """A block's parent and traits; None where it is not indexed."""
+    block = state.index.get(key)
+    return None if block is None else (block.parent_key, block.traits)
 
 
 def _location(block: Block | None) -> Location:

@@ -136,6 +136,10 @@ class BlockManager:
         """Of a block's bytes when it was committed; empty where nobody said."""
         return lookup.checksum(self._window(group).state, key)
 
+    def attributes(self, group: GroupId, key: Key) -> tuple[Key | None, Traits] | None:
+        """A block's parent and traits; None where it is not indexed."""
+        return lookup.attributes(self._window(group).state, key)
+
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
         return lookup.listing(self._window(group).state, page, limit)

@@ -102,6 +102,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Admin.Leases": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Kick": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Explain": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
+    "kvtier.v1.Admin.Holdings": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
 }
 
 

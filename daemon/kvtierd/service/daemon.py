@@ -51,6 +51,7 @@ from kvtierd.tiers.remote.base import RemoteStore
 from kvtierd.tiers.remote.opening import open_store
 
 if TYPE_CHECKING:
+    from kvtierd.fleet.peers import Fleet
     from kvtierd.service.metrics import Metrics
 
 
@@ -265,11 +266,6 @@ class Daemon:
         """That GPU's."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
         self._sessions: Final = SessionRegistry(self._engine, _capacity(config), roll)
-        self._beyond: Final = (
-            None
-            if store is None or config.remote is None
-            else RemoteTier(self._engine, self._catalog, config.remote, store)
-        )
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
@@ -282,6 +278,10 @@ class Daemon:
             self._log,
             lambda: None if self._beyond is None else self._beyond.problem,
         )
+        self.fleet: Final = self._made_fleet()
+        """None where no peer is configured."""
+        self._beyond: Final = self._made_remote(store)
+        """None where there is neither a store nor a peer."""
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
         self._dispatcher: Final = Dispatcher(
@@ -346,6 +346,8 @@ class Daemon:
         self._failing.start()
         if self._beyond is not None:
             self._beyond.start()
+        if self.fleet is not None:
+            self.fleet.start()
         self._serving = True
 
     @property
@@ -368,6 +370,8 @@ class Daemon:
             await self._metrics.stop()
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
+        if self.fleet is not None:
+            await self.fleet.stop()
         probed = await self._failing.stop()
         if self._beyond is not None:
             await self._beyond.stop()
@@ -435,6 +439,7 @@ class Daemon:
                 self._log,
                 described(self._devices),
                 self._beyond,
+                self.fleet,
             ),
         }
         paces = {"kvtier.v1.Transfer": Pace(config.transfer_idle_seconds)}
@@ -454,8 +459,34 @@ class Daemon:
             self._events.lags,
             lambda: self._health.problems(list(self._catalog)),
             self._log,
+            self.fleet,
         )
         return Metrics(host, port, subjects)
+
+    def _made_fleet(self) -> Fleet | None:
+        if not self._config.peers:
+            return None
+        # A daemon without peers does not wait for the client library at its start.
+        from kvtierd.fleet.peers import Fleet
+
+        tls = self._config.peer_tls
+        files = None if tls is None else (tls.cert, tls.key, tls.client_ca)
+        addresses = [peer.address for peer in self._config.peers]
+        return Fleet(addresses, files, self._fingerprints, self._identity.history)
+
+    def _made_remote(self, store: RemoteStore | None) -> RemoteTier | None:
+        peers: dict[str, RemoteStore] = {}
+        if self.fleet is not None:
+            from kvtierd.fleet.store import PeerStore
+
+            peers = {peer.address: PeerStore(peer) for peer in self.fleet.peers}
+        if store is None and not peers:
+            return None
+        return RemoteTier(self._engine, self._catalog, self._config.remote, store, peers)
+
+    def _fingerprints(self) -> dict[str, bytes]:
+        """Of every cache, by name."""
+        return {cache.name: cache.fingerprint for cache in self._catalog}
 
     def _watch_gpus(self) -> None:
         loop = asyncio.get_running_loop()

@@ -68,12 +68,13 @@ class CacheHeader:
     sinks: tuple[int, ...] = ()
     flat: tuple[bool, ...] = ()
     tokens_per_block: int = 0
+    fingerprint: bytes = b""
 
     @classmethod
     def of(cls, name: str, spec: CacheSpec, event_hash: str) -> Self:
         windows = tuple(group.window_tokens for group in spec.groups)
         sinks, flat = (tuple(group.sink_tokens for group in spec.groups), tuple(group.flat for group in spec.groups))
-        return cls(name, event_hash, windows, sinks, flat, spec.tokens_per_block)
+        return cls(name, event_hash, windows, sinks, flat, spec.tokens_per_block, spec.fingerprint())
 
     @property
     def hash_bytes(self) -> int:
@@ -384,6 +385,7 @@ def event_message(value: Event, header: CacheHeader) -> events_pb2.Event:
         message.all_window_tokens.extend(header.windows)
         message.all_sink_tokens.extend(header.sinks)
         message.all_flat.extend(header.flat)
+        message.fingerprint = header.fingerprint
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
     if value.moved_to is not None:
@@ -419,6 +421,7 @@ def slice_of(
         all_window_tokens=header.windows,
         all_sink_tokens=header.sinks,
         all_flat=header.flat,
+        fingerprint=header.fingerprint,
     )
     labels, parent_labels = [row.label for row in rows], [row.parent_label for row in rows]
     _add_labels(message, labels, parent_labels, header.hash_bytes, stored=True)

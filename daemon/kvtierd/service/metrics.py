@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +27,9 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.hub import EventHub
 from kvtierd.service.sessions import SessionRegistry
 from kvtierd.tiers.base import TierConfigError
+
+if TYPE_CHECKING:
+    from kvtierd.fleet.peers import Fleet
 
 READ_S: Final = 5.0
 """How long a scrape waits for the loop. Then it fails."""
@@ -62,6 +65,8 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_events_total": ("Events by type and cause", ("type", "cause")),
     "kvtier_watchers": ("Streams of events that are open", ()),
     "kvtier_watcher_lag_events": ("Events that the slowest watcher has not been sent yet", ()),
+    "kvtier_peer_exact": ("1 while every event of a peer arrives", ("peer",)),
+    "kvtier_peer_blocks": ("Blocks that a peer has of the caches here", ("peer",)),
     "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
     "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
 }
@@ -77,7 +82,7 @@ class Subjects:
     """The parts of the daemon that are asked.
 
     ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``log``: None
-    without an event log.
+    without an event log. ``fleet``: None without peers.
     """
 
     engine: Engine
@@ -88,6 +93,7 @@ class Subjects:
     lags: Callable[[], Sequence[int]]
     problems: Callable[[], Sequence[str]]
     log: EventLog | None
+    fleet: Fleet | None
 
 
 class Metrics(Collector):
@@ -159,6 +165,9 @@ class Metrics(Collector):
         lags = ask.lags()
         yield "kvtier_watchers", (), len(lags)
         yield "kvtier_watcher_lag_events", (), max(lags, default=0)
+        for peer in () if ask.fleet is None else ask.fleet.peers:
+            yield "kvtier_peer_exact", (peer.address,), peer.status == "exact"
+            yield "kvtier_peer_blocks", (peer.address,), peer.blocks
         if ask.log is not None:
             status = ask.log.status()
             yield "kvtier_event_log_bytes", (), status.used_bytes

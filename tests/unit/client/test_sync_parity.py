@@ -43,6 +43,7 @@ SEAMS = {
     aio.AsyncClient: {"work"},
     groups.AcrossGroups: {"reader", "begin_get", "end_get", "sources", "targets"},
     lease.WriteLease: {"binding"},
+    mirror.Mirror: {"start"},
     lease.ReadLease: {"binding"},
 }
 """Public only because another module of the asynchronous client calls them."""

@@ -71,6 +71,18 @@ def test_devices_are_tables_of_the_file_repeated_flags_or_json_of_the_environmen
     assert load(file, {}).device == load(None, {"device": ("stand-in=1MiB",)}).device
 
 
+def test_peers_are_tables_of_the_file_repeated_flags_or_json_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_file = load(toml(tmp_path, '[[peers]]\naddress = "localhost:7"\n'), {"host_bytes": 1, "tcp_insecure": True})
+    assert [peer.address for peer in in_file.peers] == ["localhost:7"] and in_file.peer_tls is None
+    monkeypatch.setenv("KVTIERD_PEERS", '["localhost:7"]')
+    assert load(None, {"host_bytes": 1, "tcp_insecure": True}).peers == in_file.peers
+    tls = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
+    other = load(None, {"host_bytes": 1, "peers": ("far.example:7411",), **tls})
+    assert other.peer_tls is not None and [peer.address for peer in other.peers] == ["far.example:7411"]
+
+
 def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
     assert load(None, {"host_bytes": 1, "state_dir": tmp_path}).disk_path == tmp_path / "disk"
     assert load(None, {"host_bytes": 1, "disk_dir": tmp_path}).disk_path == tmp_path
@@ -102,6 +114,13 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
         ("[[allow]]\nverbs = ['reed']", "verbs][0] = 'reed': must be 'read', 'write', 'watch', 'tokens' or 'admin'"),
         ('log_level = "loud"', "log_level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
         ('host_bytes = 1\neviction = "random"', "eviction = 'random': must be 'lru' or '2q'"),
+        ('[[peers]]\naddress = "there"', "peers[0][address] = 'there': must be host:port, or [host]:port for IPv6"),
+        ('peers = ["there:0"]', "peers[0][address] = 'there:0': must be host:port, or [host]:port for IPv6, with the"),
+        ("[[peers]]\nhost = 'there:1'", "peers[0][host]: there is no such key"),
+        ('host_bytes = 1\npeers = ["there:1"]', "peers = there:1: needs tls_cert and tls_key and tls_client_ca"),
+        ('host_bytes = 1\npeers = ["there:1"]\ntcp_insecure = true', "peers = there:1: without TLS only a loopback"),
+        ('host_bytes = 1\ntcp_insecure = true\npeers = ["[::1]:7", "[::1]:7"]', "peers = [::1]:7: must be named once"),
+        (f"peers = {[f'p:{n}' for n in range(1, 66)]}", "should have at most 64 items"),
         ("host_bytes = ", "Invalid value"),
         ("", "no tier is configured: give a device, or set host_bytes or disk_bytes above 0"),
     ],

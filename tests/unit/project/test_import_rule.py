@@ -55,7 +55,7 @@ def test_what_is_exempt_is_not_judged():
         ("kvtier.cli.simulate", ("torch", "cuda", "lmdb", "kvtierd")),
         ("kvtierd.simulate.fleet", ("torch", "cuda", "lmdb", "grpc", "asyncio", "kvtierd.tiers")),
         ("kvtierd.main", ("torch", "cuda", "grpc", "numpy", "lmdb")),
-        ("kvtierd.serve", ("torch", "cuda")),
+        ("kvtierd.serve", ("torch", "cuda", "kvtier.client", "kvtierd.fleet")),
     ],
 )
 def test_an_import_loads_only_what_it_may(module, unwanted):

@@ -25,16 +25,14 @@ from kvtierd.core.transfers import CommitItem
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError, Refused, UnknownCache
 from kvtierd.service.cache import Cache
-from kvtierd.service.remote.known import Known
-from kvtierd.tiers.remote.base import RemoteError, RemoteStore
+from kvtierd.service.remote.sources import Source, Sources
+from kvtierd.tiers.remote.base import RemoteError
 from kvtierd.tiers.remote.objects import BadObject, Place, Remembered, decode, object_bytes
 
 BATCH_BYTES: Final = 16 << 20
 BATCH_BLOCKS: Final = 32
 DEPTH: Final = 2
 """So many batches of a call are under way at a time."""
-_NEWS: Final = 0.2
-"""Weight of the last fetch in what a block is expected to cost."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +51,12 @@ def place_of(cache: Cache, group: GroupId) -> Place:
 
 
 class Fetcher:
-    """Of one store. Loop thread only. ``counts``: blocks by what became of them."""
+    """Of one daemon. Loop thread only. ``counts``: blocks by what became of them."""
 
-    def __init__(self, engine: Engine, store: RemoteStore, known: Known) -> None:
+    def __init__(self, engine: Engine, sources: Sources) -> None:
         self._engine: Final = engine
-        self._store: Final = store
-        self._known: Final = known
+        self._sources: Final = sources
         self._coming: dict[tuple[CacheId, GroupId, Key], asyncio.Future[None]] = {}
-        self._seconds_a_byte = 0.0
         self.counts: Final[Counter[str]] = Counter()
 
     async def reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
@@ -123,26 +119,15 @@ class Fetcher:
             wanted = self._missing(cache, group, keys, length)
             if not cache.spec.attention(group).span:
                 wanted = wanted[-1:]
-            if wanted and not await self._all_there(place_of(cache, group), wanted):
+            place = place_of(cache, group)
+            if not all(await self._sources.exists([place.name(key) for key in wanted])):
                 return False
         return True
-
-    async def _all_there(self, place: Place, keys: Sequence[Key]) -> bool:
-        known = {key: self._known.of(place, key) for key in keys}
-        if False in known.values():
-            return False
-        unknown = [key for key, there in known.items() if there is None]
-        if not unknown:
-            return True
-        found = await self._store.exists([place.name(key) for key in unknown])
-        for key, there in zip(unknown, found, strict=True):
-            self._known.note(place, [key], there=there)
-        return all(found)
 
     def _is_worth_it(self, cache: Cache, missing: dict[GroupId, list[Key]], recompute_s: float) -> bool:
         nbytes = sum(len(keys) * cache.spec.block_bytes(group) for group, keys in missing.items())
         blocks = max(map(len, missing.values()))
-        worth = not recompute_s or nbytes * self._seconds_a_byte <= blocks * recompute_s
+        worth = not recompute_s or self._sources.seconds(nbytes) <= blocks * recompute_s
         if not worth:
             self.counts["dearer than computing"] += blocks
         return worth
@@ -186,18 +171,13 @@ class Fetcher:
         """The blocks from the first on that are there and sound; of a group without chains, all such."""
         place, payload_bytes = place_of(cache, group), cache.spec.block_bytes(group)
         buffers = [np.empty(object_bytes(payload_bytes), np.uint8).data for _ in keys]
-        started = time.monotonic()
-        sizes = await self._store.get([place.name(key) for key in keys], buffers)
-        verify = partial(_verified, place, payload_bytes, keys, buffers, sizes)
+        fetched = await self._sources.get([place.name(key) for key in keys], buffers)
+        verify = partial(_verified, place, payload_bytes, keys, buffers, [one.nbytes for one in fetched])
         found, damaged = await self._engine.beside(verify)
-        nbytes = sum(len(one.payload) for one in found)
-        if nbytes:
-            cost = (time.monotonic() - started) / nbytes
-            self._seconds_a_byte += (cost - self._seconds_a_byte) * (_NEWS if self._seconds_a_byte else 1.0)
+        sources = dict(zip(keys, (one.source for one in fetched), strict=True))
         for key, why in damaged.items():
-            await self._report_damage(cache, group, key, why)
+            await self._report_damage(cache, group, key, sources[key], why)
         there = {one.key: one for one in found}
-        self._known.note(place, [key for key in keys if key not in there], there=False)
         if not cache.spec.attention(group).chained:
             return found
         run: list[_Got] = []
@@ -207,13 +187,14 @@ class Fetcher:
             run.append(there[key])
         return run
 
-    async def _report_damage(self, cache: Cache, group: GroupId, key: Key, why: str) -> None:
+    async def _report_damage(self, cache: Cache, group: GroupId, key: Key, source: Source | None, why: str) -> None:
         self.counts["damaged"] += 1
-        says = "an object of the store is damaged name=%s group=%d key=%s why=%r"
-        _log.warning(says, cache.name, group, key.hex(), why)
+        says = "an object is damaged at=%s name=%s group=%d key=%s why=%r"
+        _log.warning(says, source and source.name, cache.name, group, key.hex(), why)
         self._engine.tell_damaged(cache.id, group, key)
-        with suppress(RemoteError):
-            await self._store.delete([place_of(cache, group).name(key)])
+        if source is not None and source is self._sources.store:
+            with suppress(RemoteError):
+                await source.store.delete([place_of(cache, group).name(key)])
 
     async def _store_blocks(self, cache: Cache, group: GroupId, got: Sequence[_Got], seconds: float) -> bool:
         """Makes them blocks of the host tier. False: no more should follow."""

@@ -6,9 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvtierd.core.ids import Key
-from kvtierd.tiers.remote.objects import Place
-
 MOST: Final = 1 << 17
 THERE_S: Final = 600.0
 """A store may delete an object by its own rules; then a fetch finds out."""
@@ -17,26 +14,26 @@ ABSENT_S: Final = 5.0
 
 
 class Known:
-    """Of all caches. The oldest knowledge goes where there would be more than ``most`` objects. Loop thread only."""
+    """By name. The oldest knowledge goes where there would be more than ``most`` objects. Loop thread only."""
 
     def __init__(self, clock: Callable[[], float], most: int = MOST) -> None:
         self._clock = clock
         self._most = most
-        self._until: OrderedDict[tuple[Place, Key], tuple[bool, float]] = OrderedDict()
+        self._until: OrderedDict[str, tuple[bool, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._until)
 
-    def of(self, place: Place, key: Key) -> bool | None:
+    def of(self, name: str) -> bool | None:
         """Whether the object was there when it was last heard of; None: ask."""
-        there, until = self._until.get((place, key), (None, 0.0))
+        there, until = self._until.get(name, (None, 0.0))
         return there if until > self._clock() else None
 
-    def note(self, place: Place, keys: Iterable[Key], *, there: bool) -> None:
+    def note(self, names: Iterable[str], *, there: bool) -> None:
         """These objects are, or are not, there now."""
         until = self._clock() + (THERE_S if there else ABSENT_S)
-        for key in keys:
-            self._until[place, key] = (there, until)
-            self._until.move_to_end((place, key))
+        for name in names:
+            self._until[name] = (there, until)
+            self._until.move_to_end(name)
         while len(self._until) > self._most:
             self._until.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The remote tier of a daemon: its store, and both ways to and from it."""
+"""What is beyond this host: the store, the other daemons, and both ways to and from them."""
 
 from __future__ import annotations
 
@@ -15,43 +15,65 @@ from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.remote.fetching import Fetcher
 from kvtierd.service.remote.known import Known
+from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.service.remote.writing import Writer
 from kvtierd.tiers.remote.base import RemoteStore
 from kvtierd.tiers.remote.breaker import Counts, Guarded, Operation
 
 END_S: Final = 2.0
 """How long a stop waits for the store."""
+PEER_S: Final = 5.0
+"""How long one call of a peer may take."""
 
 
 class RemoteTier:
-    """Loop thread only. ``store``: opened, the tier's from now on."""
+    """Loop thread only.
 
-    def __init__(self, engine: Engine, catalog: Catalog, config: Remote, store: RemoteStore) -> None:
-        self.url: Final = config.url
-        self._store: Final = Guarded(store, config.timeout_seconds)
+    Args:
+        store: opened, the tier's from now on, as ``config`` says; None = there is none.
+        peers: by their address.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        config: Remote | None,
+        store: RemoteStore | None,
+        peers: Mapping[str, RemoteStore],
+    ) -> None:
+        self.url: Final = "" if config is None else config.url
         self.known: Final = Known(time.monotonic)
-        self.fetcher: Final = Fetcher(engine, self._store, self.known)
-        self._writer: Final = Writer(engine, catalog, self._store, self.known, config.bytes_per_second)
+        self._store: Final = None if store is None or config is None else Guarded(store, config.timeout_seconds)
+        source = None if self._store is None else Source(self.url, self._store)
+        others = [Source(address, Guarded(peer, PEER_S)) for address, peer in peers.items()]
+        self.fetcher: Final = Fetcher(engine, Sources(source, self.known, others))
+        self._writer: Final = (
+            None
+            if self._store is None or config is None
+            else Writer(engine, catalog, self._store, self.known, config.bytes_per_second)
+        )
         self._writing: asyncio.Task[None] | None = None
 
     @property
     def problem(self) -> str | None:
-        """For health: why the store is left alone."""
-        why = self._store.problem
+        """For health: why the store is left alone. Peers may come and go."""
+        why = None if self._store is None else self._store.problem
         return None if why is None else f"the remote tier is out of service, what it holds is missed: {why}"
 
     @property
     def operations(self) -> Mapping[Operation, Counts]:
         """Calls of the store."""
-        return self._store.counts
+        return {} if self._store is None else self._store.counts
 
     @property
     def blocks(self) -> Mapping[str, int]:
         """By what became of them."""
-        return self.fetcher.counts + self._writer.counts
+        return self.fetcher.counts if self._writer is None else self.fetcher.counts + self._writer.counts
 
     def start(self) -> None:
-        self._writing = asyncio.create_task(self._writer.run(), name="remote-writer")
+        if self._writer is not None:
+            self._writing = asyncio.create_task(self._writer.run(), name="remote-writer")
 
     async def bring(
         self, cache: Cache, group: GroupId | None, chains: Sequence[Sequence[Key]], wait_s: float, recompute_s: float
@@ -68,6 +90,7 @@ class RemoteTier:
 
     async def close(self) -> None:
         """Ends the store's connections. Nobody fetches any more."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await self._store.close()
+        if self._store is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await self._store.close()

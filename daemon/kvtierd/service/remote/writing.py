@@ -139,12 +139,13 @@ class Writer:
     async def _absent(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[_Source]:
         """Those that the store does not have yet: another host may have written them."""
         place = place_of(cache, group)
-        unknown = [source for source in sources if not self._known.of(place, source.offer.key)]
+        unknown = [source for source in sources if not self._known.of(place.name(source.offer.key))]
         if not unknown:
             return []
-        found = await self._store.exists([place.name(source.offer.key) for source in unknown])
-        there = [source.offer.key for source, has in zip(unknown, found, strict=True) if has]
-        self._known.note(place, there, there=True)
+        names = [place.name(source.offer.key) for source in unknown]
+        found = await self._store.exists(names)
+        there = [name for name, has in zip(names, found, strict=True) if has]
+        self._known.note(there, there=True)
         self.counts["there already"] += len(sources) - len(unknown) + len(there)
         return [source for source, has in zip(unknown, found, strict=True) if not has]
 
@@ -161,7 +162,7 @@ class Writer:
         names = [place.name(source.offer.key) for source, _ in ready]
         await self._store.put(names, [memoryview(data) for _, data in ready])
         took = time.monotonic_ns() - started
-        self._known.note(place, [source.offer.key for source, _ in ready], there=True)
+        self._known.note(names, there=True)
         self.counts["written"] += len(ready)
         for tier, keys in _by_tier(source.offer for source, _ in ready).items():
             self._engine.travelled(cache.id, group, keys, tier, REMOTE, took)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.v1 import admin_pb2, blocks_pb2
 from kvtierd.core.block import Phase
 from kvtierd.core.explain import BlockNow
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SessionId, Tier
+from kvtierd.core.ids import KEY_BYTES, TIERS, GroupId, Key, SessionId, Tier
 from kvtierd.core.leases import LeaseRecord
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import GroupCounts, ManagerStats, TierCount
@@ -30,6 +31,9 @@ from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
+
+if TYPE_CHECKING:
+    from kvtierd.fleet.peers import Fleet
 
 SHORTEST_PREFIX: Final = 4
 MOST_KEYS: Final = 32
@@ -57,8 +61,10 @@ class AdminService:
         log: EventLog | None,
         devices: Sequence[admin_pb2.DeviceStats],
         remote: RemoteTier | None,
+        fleet: Fleet | None,
     ) -> None:
-        """``watching``: the session of each watcher, and how many events it has not been sent."""
+        """``watching``: the session of each watcher, and how many events it has not been sent. ``fleet``: None where no
+        peer is configured."""
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -70,6 +76,7 @@ class AdminService:
         self._log: Final = log
         self._devices: Final = devices
         self._remote: Final = remote
+        self._fleet: Final = fleet
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
@@ -104,6 +111,7 @@ class AdminService:
             devices=self._devices,
             remote=None if self._remote is None else _remote(self._remote),
             uptime_ns=time.monotonic_ns() - self._started,
+            peers=self._peers() if everything else (),
             watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )
 
@@ -148,6 +156,38 @@ class AdminService:
             as_of_event=blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event),
             time_ns=time.time_ns(),
         )
+
+    async def holdings(self, session: Session, request: admin_pb2.HoldingsRequest) -> admin_pb2.HoldingsResponse:
+        packed = bytes(request.keys)
+        by_prefix = SHORTEST_PREFIX <= len(packed) < KEY_BYTES
+        keys = [] if by_prefix else validation.keys("keys", packed)
+        await self._catalog.loaded()
+        caches = self._explained_caches(session, request.cache)
+        if by_prefix:
+            keys = await self._keys_with(caches, packed)
+            if self._fleet is not None:
+                places = [(cache.name, cache.fingerprint, len(cache.spec.groups)) for cache in caches]
+                there = [await self._fleet.keys_with(*place, packed) for place in places]
+                keys = sorted({*keys, *(key for each in there for key in each)})[:MOST_KEYS]
+        found: list[admin_pb2.Holding] = []
+        for cache in caches if len(keys) == 1 or not by_prefix else ():
+            for group in map(GroupId, range(len(cache.spec.groups))):
+                with suppress(UnknownCache):  # removed meanwhile
+                    here = self._engine.manager(cache.id).match(group, keys)
+                    found.append(_holding("", cache, group, here.blocks, here.residency))
+                for peer in () if self._fleet is None else self._fleet.peers:
+                    await asyncio.sleep(0)
+                    blocks, residency = peer.holding(cache.name, cache.fingerprint, group, keys)
+                    found.append(_holding(peer.address, cache, group, blocks, residency))
+        found = sorted((each for each in found if each.blocks), key=lambda each: each.peer)
+        return admin_pb2.HoldingsResponse(keys=b"".join(keys), found=found, peers=self._peers())
+
+    def _peers(self) -> list[admin_pb2.PeerStats]:
+        peers = () if self._fleet is None else self._fleet.peers
+        return [
+            admin_pb2.PeerStats(address=peer.address, state=peer.status, blocks=peer.blocks, problem=peer.why)
+            for peer in peers
+        ]
 
     def _wanted_caches(self, name: str) -> Iterable[Cache]:
         if not name:
@@ -277,6 +317,17 @@ class AdminService:
                 for lease in block.leases
             ],
         )
+
+
+def _holding(peer: str, cache: Cache, group: GroupId, blocks: int, residency: Iterable[int]) -> admin_pb2.Holding:
+    """``residency``: of the blocks that the group needs for a prefix of so many."""
+    fastest = Counter(each & -each for each in residency)
+    tiers = [
+        admin_pb2.TierBlocks(tier=wire.TIER_TO_WIRE[tier], blocks=fastest[tier.bit])
+        for tier in TIERS
+        if fastest[tier.bit]
+    ]
+    return admin_pb2.Holding(peer=peer, cache=cache.name, group=group, blocks=blocks, tiers=tiers)
 
 
 def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:

@@ -218,7 +218,10 @@ class BlocksService:
         results = self._engine.commit(cache.id, session.id, lease, items, hold=hold, release=release)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
-    async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
+    async def acquire(
+        self, session: Session, request: blocks_pb2.AcquireRequest, *, bring: bool = True
+    ) -> blocks_pb2.AcquireResponse:
+        """``bring``: from beyond the host, too; a peer that asks has looked for what it wants here."""
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validation.tier("tier", request.tier, _leasable(cache))
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
@@ -228,7 +231,8 @@ class BlocksService:
                 _require_no_group(group)
             of = None if request.across_groups else group
             keys = [chain.keys for chain in chains]
-            wait_s = await self._bring(cache, of, keys, wait_s, request.recompute_ns_per_block / 1e9)
+            if bring:
+                wait_s = await self._bring(cache, of, keys, wait_s, request.recompute_ns_per_block / 1e9)
             answers = await self._engine.acquire(cache.id, session.id, of, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -23,7 +23,7 @@ import xxhash
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
-from kvtierd.core.ids import DEVICE, GroupId, LeaseId, SessionId, SlotId, Tier
+from kvtierd.core.ids import DEVICE, KEY_BYTES, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch, Unaccounted
@@ -36,6 +36,8 @@ from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, Caps
 from kvtierd.service.sessions import Session, require_attached
 from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
+from kvtierd.tiers.remote import objects
+from kvtierd.tiers.remote.objects import Place
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,13 +138,14 @@ class TransferService:
         cache = self._catalog.opened(session, acquire.cache_id)
         group = _group("acquire.group", acquire.group, cache)
         tier = _tier("acquire.tier", acquire.tier, cache)
-        (chain,) = (await self._blocks.acquire(session, acquire)).chains
+        (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
         lease, slots, generations = LeaseId(chain.lease_id), list(map(SlotId, chain.slots)), list(chain.generations)
         try:
             yield _header(chain).SerializeToString()
             right = self._right(session, Right.READ, cache)
             held = _Held(session, cache, group, tier, lease, slots, right, generations)
-            async for chunk in _chunks(held, self._bytes(held)):
+            header = None if not request.objects else self._header_of(held, acquire.chains[0].keys, chain.blocks)
+            async for chunk in _chunks(held, self._bytes(held), header):
                 yield chunk
         finally:
             if lease:
@@ -151,6 +154,29 @@ class TransferService:
     def _bytes(self, held: _Held) -> SlotBytes:
         runtime = held.cache.runtime
         return slot_bytes(self._engine, runtime, held.tier, held.group, held.session.id, held.lease)
+
+    def _header_of(self, held: _Held, packed: bytes, length: int) -> Callable[[int], bytes]:
+        """Gives, by the number of a held block, the header of its object; empty where it was dropped meanwhile.
+
+        Args:
+            packed: the keys of the chain. length: of its prefix, of which what its group needs is held.
+        """
+        cache, group = held.cache, held.group
+        needed = cache.spec.attention(group).needs(length).cut(packed, KEY_BYTES)
+        place = Place(cache.name, cache.fingerprint, group)
+        private = self._access.may(held.session, Right.TOKENS, cache.name)
+
+        def header(number: int) -> bytes:
+            key = Key(needed[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            found = cache.runtime.manager.attributes(group, key)
+            if found is None:
+                return b""
+            parent, traits = found
+            if not private and traits.label is not None:
+                traits = traits._replace(label=replace(traits.label, tokens=b"", scope=b""))
+            return objects.header(place, key, parent, traits, held.block_bytes)
+
+        return header
 
     def _right(self, session: Session, right: Right, cache: Cache) -> Callable[[], None]:
         """What asks for it anew: rules change while a stream goes on."""
@@ -184,17 +210,23 @@ async def _receive(
     progress.require_finished()
 
 
-async def _chunks(held: _Held, slots: SlotBytes) -> AsyncGenerator[bytes, None]:
-    """The bytes of the slots. Each chunk is a copy, made while the lease stood."""
+async def _chunks(
+    held: _Held, slots: SlotBytes, header: Callable[[int], bytes] | None = None
+) -> AsyncGenerator[bytes, None]:
+    """The bytes of the slots. Each chunk is a copy, made while the lease stood. ``header``: of a block's object."""
     progress = Progress(len(held.slots), held.block_bytes)
     digest = xxhash.xxh3_128()
     while not progress.finished:
         block, offset = progress.block, progress.offset
         pieces: list[Bytes] = []
         checksums = b""
+        headers: list[bytes] = []
         held.require_live()
         spans = progress.take()
         for span, parts in zip(spans, await slots.read(held.stretches(spans)), strict=True):
+            if header is not None and span.start == 0:
+                headers.append(header(span.block))
+                digest.update(headers[-1])
             for piece in parts:
                 digest.update(piece.data)
                 pieces.append(piece)
@@ -202,7 +234,7 @@ async def _chunks(held: _Held, slots: SlotBytes) -> AsyncGenerator[bytes, None]:
                 checksums += digest.digest()
                 digest.reset()
         part = transfer_pb2.BlockBytes(block=block, offset=offset, data=b"".join(piece.data for piece in pieces))
-        yield transfer_pb2.GetChunk(bytes=part, checksums=checksums).SerializeToString()
+        yield transfer_pb2.GetChunk(bytes=part, checksums=checksums, headers=headers).SerializeToString()
 
 
 def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:

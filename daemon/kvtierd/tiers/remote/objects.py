@@ -32,8 +32,9 @@ from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk.records import decode_records, encode_record, parents_of, traits_of
 
 MAGIC: Final = b"kvtier\0\1"
-_CHECKSUM_BYTES: Final = 16
-_HEAD: Final = struct.Struct(f"<{_CHECKSUM_BYTES}s8sIIQ32sI{KEY_BYTES}s")
+CHECKSUM_BYTES: Final = 16
+"""An object begins with so many."""
+_HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s8sIIQ32sI{KEY_BYTES}s")
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 """A header has no more."""
 
@@ -56,6 +57,16 @@ class Place:
         return f"{self.prefix}{digits[:2]}/{digits}"
 
 
+def parse(name: str) -> tuple[Place, Key] | None:
+    """Whose object has this name; None = it is no block's."""
+    try:
+        cache, fingerprint, group, _, key = name.split("/")
+        place, found = Place(cache, bytes.fromhex(fingerprint), GroupId(int(group))), Key(bytes.fromhex(key))
+    except ValueError:
+        return None
+    return (place, found) if place.name(found) == name and len(found) == KEY_BYTES else None
+
+
 @dataclass(slots=True, frozen=True)
 class Remembered:
     """What an object says of its block, besides its bytes."""
@@ -73,18 +84,25 @@ def object_bytes(payload_bytes: int) -> int:
     return MAX_HEADER_BYTES + payload_bytes
 
 
+def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: int) -> bytes:
+    """What a block's object has between its checksum and its ``nbytes`` of payload."""
+    record = encode_record(SlotId(0), 0, 0, b"", parent, traits)
+    head = _HEAD.pack(b"", MAGIC, _HEAD.size + len(record), len(record), nbytes, place.fingerprint, place.group, key)
+    return head[CHECKSUM_BYTES:] + record
+
+
 def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytearray:
     """The object of a block. ``parts``: its bytes, a part a pool."""
-    record = encode_record(SlotId(0), 0, 0, b"", parent, traits)
-    nbytes, start = sum(len(part) for part in parts), _HEAD.size + len(record)
+    nbytes = sum(len(part) for part in parts)
+    before = header(place, key, parent, traits, nbytes)
+    start = CHECKSUM_BYTES + len(before)
     written = bytearray(start + nbytes)
-    _HEAD.pack_into(written, 0, b"", MAGIC, start, len(record), nbytes, place.fingerprint, place.group, key)
-    written[_HEAD.size : start] = record
+    written[CHECKSUM_BYTES:start] = before
     rest = np.frombuffer(written, np.uint8)
     for part in parts:
         rest[start : start + len(part)] = part
         start += len(part)
-    written[:_CHECKSUM_BYTES] = xxhash.xxh3_128_digest(memoryview(written)[_CHECKSUM_BYTES:])
+    written[:CHECKSUM_BYTES] = xxhash.xxh3_128_digest(memoryview(written)[CHECKSUM_BYTES:])
     return written
 
 
@@ -103,7 +121,7 @@ def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tup
         raise BadObject(f"it is the block {named.hex()} of group {group} of another name")
     if (start, start + nbytes, nbytes) != (_HEAD.size + record_bytes, len(found), payload_bytes):
         raise BadObject(f"it has {len(found)} bytes, {nbytes} of them payload; the block has {payload_bytes}")
-    if xxhash.xxh3_128_digest(found[_CHECKSUM_BYTES:]) != checksum:
+    if xxhash.xxh3_128_digest(found[CHECKSUM_BYTES:]) != checksum:
         raise BadObject("its bytes do not have its checksum")
     values = [bytes(found[_HEAD.size : start])]
     rows = decode_records(values)

@@ -1,0 +1,97 @@
+"""``kvtier locate``: which daemons have a block, or how much of a prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvtier.abi.keys import MAX_TOKEN_ID, chain_keys
+from kvtier.cli.blocks import KeyType
+from kvtier.cli.common import DaemonAt, address_option, json_option, plain, show, slim_table
+from kvtier.client import SHORTEST_PREFIX, AsyncClient
+from kvtier.errors import NotFound
+from kvtier.types import TIERS, Holdings, PeerStats, clean
+
+
+def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | list[int]:
+    """A block key in hex, or its beginning; or token ids: ``1,2,3``, or ``@FILE`` with such."""
+    text = value
+    if value.startswith("@"):
+        try:
+            text = Path(value[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.BadParameter(f"{value[1:]}: {error}", ctx, param) from error
+    elif "," not in value:
+        return KeyType(SHORTEST_PREFIX).convert(value, param, ctx)
+    tokens = re.findall(r"[^\s,\[\]]+", text)
+    bad = next((each for each in tokens if not each.isdecimal() or int(each) > MAX_TOKEN_ID), None)
+    if bad is not None:
+        message = f"{bad!r} is no token id: integers from 0 to {MAX_TOKEN_ID}, with commas between them"
+        raise click.BadParameter(message, ctx, param)
+    return [int(each) for each in tokens]
+
+
+@click.command()
+@address_option
+@click.argument("wanted", callback=_wanted, metavar="KEY|PROMPT")
+@click.option("--cache", metavar="NAME", help="Only in this cache; a PROMPT needs it.  [default: all that you may see]")
+@json_option("One JSON object.")
+def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, as_json: bool) -> None:
+    """Say which daemons have the block KEY, or how much of PROMPT: this one, and its peers as it knows them.
+
+    KEY is in hex; its first 8 digits or more suffice if no other key begins like that. PROMPT is token ids: 1,2,3 or
+    @FILE with such, which keeps them out of command lines and logs; its keys are those of a prompt without adapter,
+    salt and images. No peer is asked, and looking is no use of the blocks.
+
+    Exit status: 1 several keys begin like that, or as for every command.
+    """
+    if isinstance(wanted, list) and cache is None:
+        raise click.UsageError("a prompt has other keys in each cache: say which by --cache")
+
+    async def found(client: AsyncClient) -> Holdings:
+        if isinstance(wanted, bytes):
+            return await client.holdings(wanted, cache=cache)
+        specs = {each.name: each.spec for each in await client.caches()}
+        if cache not in specs:
+            raise NotFound(f"cache = {cache}: there is no such cache that you may read", reason="UNKNOWN_CACHE")
+        return await client.holdings(chain_keys(wanted, specs[cache].tokens_per_block), cache=cache)
+
+    told = daemon.ask(found)
+    ambiguous = isinstance(wanted, bytes) and len(told.keys) > 1
+    show(as_json, _json(told), Group(*(_ambiguous if ambiguous else _page)(told)))
+    if ambiguous:
+        raise SystemExit(1)
+
+
+def peer_line(peer: PeerStats) -> Text:
+    """A peer, its state, and why that is not exact."""
+    why = f": {clean(peer.problem)}" if peer.problem else ""
+    style = "green" if peer.state == "exact" and not why else "yellow"
+    return Text(f"peer {peer.address}: {peer.state}, {peer.blocks} blocks of caches here{why}", style=style)
+
+
+def _json(told: Holdings) -> dict[str, Any]:
+    found = [
+        {**plain(held), "tiers": {str(tier): blocks for tier, blocks in held.tiers.items()}} for held in told.found
+    ]
+    return {"keys": [key.hex() for key in told.keys], "found": found, "peers": [plain(peer) for peer in told.peers]}
+
+
+def _ambiguous(told: Holdings) -> Iterator[RenderableType]:
+    yield Text("\n  ".join(["several keys begin like that:", *(key.hex() for key in told.keys)]))
+
+
+def _page(told: Holdings) -> Iterator[RenderableType]:
+    yield Text(f"blocks asked for: {len(told.keys)}{'' if told.found else '; nobody has the first'}")
+    rows = slim_table(("daemon", "cache", "group", "blocks", *map(str, TIERS)), left=("daemon", "cache"))
+    for held in told.found:
+        counts = (str(held.tiers.get(tier, 0)) for tier in TIERS)
+        rows.add_row(held.peer or "this one", held.cache, str(held.group), str(held.blocks), *counts)
+    yield rows
+    yield from (peer_line(peer) for peer in told.peers if peer.state != "exact" or peer.problem)

@@ -1,0 +1,150 @@
+"""The peers: an exact copy of what each holds of the caches that are here, without a call. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import PermissionDenied
+from kvtier.mirror.daemons import Followed
+from kvtier.mirror.follower import MirrorState, MirrorView
+from kvtier.transport import TlsFiles
+from kvtierd.core.ids import GroupId, Key
+from kvtierd.tiers.remote.base import RemoteRefused, RemoteUnavailable
+
+LOOK_S: Final = 0.5
+"""How often caches that came or went here are noticed, and changes of a peer's state are told."""
+
+STOP_S: Final = 1.0
+"""How long a stop waits for peers to hear a goodbye."""
+
+Caches = Callable[[], Mapping[str, bytes]]
+"""Gives the fingerprint of each cache that is open here, by name."""
+
+_log = logging.getLogger(__name__)
+
+
+class Peer(Followed):
+    """Another daemon. ``history``: of this daemon, which may stand in its own list."""
+
+    def __init__(self, address: str, tls: TlsFiles | None, caches: Caches, history: int) -> None:
+        super().__init__(address, tls=tls, insecure=tls is None)
+        self._caches: Final = caches
+        self._history: Final = history
+        self._names: tuple[str, ...] = ()
+        self._told = ""
+
+    @property
+    def status(self) -> str:
+        """The ``state`` of ``PeerStats``."""
+        if isinstance(self.problem, PermissionDenied):
+            return "refused"
+        if self.session is None:
+            return "away"
+        if self._is_itself:
+            return "itself"
+        return str(self.state) if self._names else "idle"
+
+    @property
+    def why(self) -> str:
+        """Its problem, for people; empty = none."""
+        caches = self._caches().items()
+        others = [name for name, print_ in caches if self.view(name).fingerprint() not in (None, print_)]
+        other = f"another specification there of cache {', '.join(others)}" if others else ""
+        return other if self.problem is None else str(self.problem)
+
+    @property
+    def blocks(self) -> int:
+        """Of the caches here that it has with the same specification."""
+        views = (self.known(name, fingerprint) for name, fingerprint in self._caches().items())
+        return sum(len(view) for view in views if view is not None)
+
+    def known(self, cache: str, fingerprint: bytes) -> MirrorView | None:
+        """What it was last known to hold of a cache; None = no such cache, or another specification."""
+        view = self.view(cache)
+        return view if view.fingerprint() == fingerprint else None
+
+    def exact(self, cache: str, fingerprint: bytes) -> MirrorView | None:
+        """As :meth:`known`, of what it holds now. Raises RemoteUnavailable, RemoteRefused where nobody knows that."""
+        if cache in self._names and self.view(cache).state is not MirrorState.EXACT:
+            kind = RemoteRefused if self.status == "refused" else RemoteUnavailable
+            raise kind(f"peer {self.address} is {self.status}: {self.why}")
+        return self.known(cache, fingerprint)
+
+    def holding(self, cache: str, fingerprint: bytes, group: GroupId, keys: Sequence[Key]) -> tuple[int, bytes]:
+        """What it was last known to have of a chain: how long a prefix, and the residencies of what that needs."""
+        view = self.known(cache, fingerprint)
+        spans = () if view is None else view.match(keys, group=group).groups
+        return (spans[0].blocks, spans[0].residency) if spans else (0, b"")
+
+    async def look(self) -> None:
+        """Follows the caches that are here now, and logs a change of its state."""
+        names = () if self._is_itself else tuple(self._caches())
+        if names != self._names:
+            self._names = names
+            await self.choose(names)
+        status, why = self.status, self.why
+        passing = status == MirrorState.SYNCING or (status == "away" and not why)  # it has not been tried yet
+        if status != self._told and not passing:
+            self._told = status
+            _log.warning("peer address=%s state=%s why=%r", self.address, status, why)
+
+    @property
+    def _is_itself(self) -> bool:
+        return self.session is not None and self.session.welcome.history == self._history
+
+
+class Fleet:
+    """All peers, by the order of their addresses."""
+
+    def __init__(
+        self, addresses: Sequence[str], tls: tuple[Path, Path, Path] | None, caches: Caches, history: int
+    ) -> None:
+        """``tls``: certificate, key and authorities; None = none. ``history``: see :class:`Peer`."""
+        files = None if tls is None else TlsFiles(*tls)
+        self.peers: Final = [Peer(address, files, caches, history) for address in sorted(addresses)]
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Waits for nobody."""
+        for peer in self.peers:
+            peer.start()
+        self._looking = asyncio.create_task(self._look(), name="fleet")
+
+    async def stop(self) -> None:
+        """Within about :data:`STOP_S`, whatever the peers do."""
+        if self._looking is None:
+            return
+        self._looking.cancel()
+        ending = [self._looking, *(asyncio.create_task(peer.aclose()) for peer in self.peers)]
+        _, late = await asyncio.wait(ending, timeout=STOP_S)
+        for task in late:
+            task.cancel()
+
+    def holders(self, cache: str, fingerprint: bytes, group: GroupId, keys: Sequence[Key]) -> dict[str, int]:
+        """How many leading blocks of a chain each peer has that is exact, by address; those that have any."""
+        exact = (peer for peer in self.peers if peer.view(cache).state is MirrorState.EXACT)
+        found = {peer.address: peer.holding(cache, fingerprint, group, keys)[0] for peer in exact}
+        return {address: blocks for address, blocks in found.items() if blocks}
+
+    async def keys_with(self, cache: str, fingerprint: bytes, groups: int, prefix: bytes) -> set[Key]:
+        """Of the blocks of a cache on any peer, the keys that begin so."""
+        views = [view for peer in self.peers if (view := peer.known(cache, fingerprint)) is not None]
+
+        def look() -> set[Key]:
+            blocks = (block for view in views for group in range(groups) for block in view.blocks(group=group))
+            return {Key(block.key) for block in blocks if block.key.startswith(prefix)}
+
+        return await asyncio.to_thread(look)  # of millions
+
+    async def _look(self) -> None:
+        while True:
+            for peer in self.peers:
+                try:
+                    await peer.look()
+                except Exception:  # noqa: BLE001  our bug; the others are looked at
+                    _log.exception("peer not looked at address=%s", peer.address)
+            await asyncio.sleep(LOOK_S)

@@ -1,0 +1,103 @@
+"""Where blocks can be fetched from: the store, and other daemons. Each object comes from the quickest that has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvtierd.service.remote.known import Known
+from kvtierd.tiers.remote.base import ABSENT, RemoteError
+from kvtierd.tiers.remote.breaker import Guarded
+
+_NEWS: Final = 0.2
+"""Weight of the last fetch in what a byte is expected to cost."""
+
+
+class Source:
+    """A store or a peer. ``seconds_a_byte``: as measured; 0 = not yet."""
+
+    def __init__(self, name: str, store: Guarded) -> None:
+        self.name: Final = name
+        self.store: Final = store
+        self.seconds_a_byte = 0.0
+
+    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        """As the store's; nothing is there where it fails."""
+        started = time.monotonic()
+        try:
+            sizes = await self.store.get(names, into)
+        except RemoteError:
+            return [ABSENT] * len(names)
+        nbytes = sum(size for size in sizes if size > 0)
+        if nbytes:
+            cost = (time.monotonic() - started) / nbytes
+            self.seconds_a_byte += (cost - self.seconds_a_byte) * (_NEWS if self.seconds_a_byte else 1.0)
+        return sizes
+
+
+class Fetched(NamedTuple):
+    """``nbytes``: of the object; ``ABSENT`` where nobody has it. ``source``: who gave it."""
+
+    nbytes: int
+    source: Source | None
+
+
+_NOWHERE: Final = Fetched(ABSENT, None)
+
+
+class Sources:
+    """Loop thread only.
+
+    Args:
+        store: what ``known`` is of; None = there are only peers.
+        peers: they tell without a call what they have.
+    """
+
+    def __init__(self, store: Source | None, known: Known, peers: Sequence[Source]) -> None:
+        self.store: Final = store
+        self.peers: Final = peers
+        self._known: Final = known
+
+    def seconds(self, nbytes: int) -> float:
+        """What so many bytes are expected to take; 0 = nobody knows."""
+        measured = [each.seconds_a_byte for each in (*self.peers, self.store) if each is not None]
+        return nbytes * min((one for one in measured if one), default=0.0)
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """Whether any has the object. Raises RemoteError where the store would have to tell and does not."""
+        held = await self._held(names)
+        unknown = [name for name in names if name not in held and self._known.of(name) is None]
+        if self.store is not None and unknown:
+            for name, there in zip(unknown, await self.store.store.exists(unknown), strict=True):
+                self._known.note([name], there=there)
+        return [name in held or self._known.of(name) is True for name in names]
+
+    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[Fetched]:
+        """Reads objects, as a store does; nothing is there where all that have it fail."""
+        held, found = await self._held(names), [_NOWHERE] * len(names)
+        for source in sorted(filter(None, (*self.peers, self.store)), key=lambda each: each.seconds_a_byte):
+            wanted = [
+                number
+                for number, name in enumerate(names)
+                if found[number].nbytes == ABSENT and (source is self.store or source in held.get(name, ()))
+            ]
+            if wanted:
+                sizes = await source.get([names[number] for number in wanted], [into[number] for number in wanted])
+                for number, nbytes in zip(wanted, sizes, strict=True):
+                    found[number] = Fetched(nbytes, source)
+        self._known.note([name for name, one in zip(names, found, strict=True) if one.nbytes == ABSENT], there=False)
+        return found
+
+    async def _held(self, names: Sequence[str]) -> dict[str, list[Source]]:
+        """By name, the peers that have it."""
+        held: dict[str, list[Source]] = {}
+        for peer in self.peers:
+            try:
+                there = await peer.store.exists(names)
+            except RemoteError:
+                continue  # it is away: its breaker says so in the metrics
+            for name, has in zip(names, there, strict=True):
+                if has:
+                    held.setdefault(name, []).append(peer)
+        return held
