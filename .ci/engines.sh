@@ -28,7 +28,7 @@ install_sglang() {
 
 install_lmcache() {
     rm -rf "$directory/lmcache" &&
-        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/lmcache" lmcache==0.5.6
+        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/lmcache" lmcache==0.5.6 sortedcontainers==2.4.0
 }
 
 bash .ci/venv.sh "$directory" -e '.[daemon]'
