@@ -279,6 +279,26 @@ async def test_every_load_fails(start, daemon, settings):
         assert found.completions[0].tokens == expected.completions[0].tokens
 
 
+@pytest.mark.parametrize(("kind", "groups"), [("llama", 1), ("hybrid", 3)])
+@pytest.mark.parametrize("settings", [SYNC, ASYNC], ids=["sync", "async"])
+async def test_of_a_prompt_of_whole_blocks_one_token_is_computed(start, daemon, kind, groups, settings):
+    asked = prompts(13, length=320)
+    name = f"whole-{kind}-{settings['async_blocks']}"
+    told = {"cache": name, "host_bytes": 64 << 20} | settings
+    blocks = (320 + 3 * (320 - SHARED)) // BLOCK
+    with start(told, kind=kind, async_scheduling=False) as engine:
+        cold = engine.generate(asked)
+        await whole(daemon, name, groups * blocks)
+    with start(told, kind=kind, async_scheduling=False) as engine:
+        warm = engine.generate(asked)
+        assert_near(warm, cold)
+        assert warm.cached == [319] * 4
+        assert "Connector attributed" not in engine.log, "the tiers' tokens add up"
+    failing = ("EvictedConnector", "tests.engines.vllm_faults")
+    with start(told, kind=kind, connector=failing, async_scheduling=False) as engine:
+        assert_near(engine.generate(asked), cold)
+
+
 async def test_requests_are_preempted(start, daemon):
     asked = prompts(6, count=6, length=340)
     small = {"num_gpu_blocks_override": 26, "max_num_seqs": 4, "max_model_len": 512}

@@ -268,9 +268,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._preempt(known)
         self._extend(known)
         known.computed = num_computed_tokens // self._tokens
+        # vLLM computes the last token into a page that was loaded whole, and so not the rest of its block.
         offered = self._planner.offer(
-            request.request_id, known.chain, num_computed_tokens, total_tokens=request.num_tokens
+            request.request_id, known.chain, num_computed_tokens, total_tokens=request.num_tokens + 1
         )
+        if offered:
+            offered = min(offered, request.num_tokens - 1 - num_computed_tokens)
         known.waits = bool(offered) and self._planner.is_async(request.request_id)
         return offered, known.waits
 
@@ -288,8 +291,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if self._planner is None:
             return {}
-        sources = self._planner.sources(request.request_id)
-        return {CacheHitSource(tier): tokens for tier, tokens in sources.items() if tokens}
+        found = self._planner.sources(request.request_id)
+        sources = {CacheHitSource(tier): tokens for tier, tokens in found.items() if tokens}
+        if sources:  # of the last block vLLM may take less
+            sources[max(sources, key=sources.__getitem__)] -= sum(sources.values()) - num_external_tokens
+        return sources
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._planner is None:

@@ -148,10 +148,12 @@ class Planner:
     ) -> None:
         """The engine takes so many of the offered tokens, 0 = none, into pages of the request's whole block tables.
 
+        A page that it takes a part of is loaded whole.
+
         ``sync``: whether it waits for them before its next forward pass; None: as :meth:`is_async` says.
         """
         request = self._requests[req_id]
-        end = request.first + external_tokens // self._tokens
+        end = request.first + -(-external_tokens // self._tokens)
         if request.loading:
             return
         if not request.first < end <= request.found:
