@@ -2,16 +2,24 @@
 
 ``python -m benchmarks.vllm .venv-engines``, after ``make test-engines`` has made that environment. The model has random
 weights, 8 layers and 8 x 128 heads, and runs on the CPU. A warm prompt comes from kvtier: the engine has forgotten it.
+
+``--beside lmcache lmcache-256 mooncake``: other connectors take turns with it, each with 1 GiB of memory. LMCache keeps
+chunks of 32 tokens, like vLLM, or of 256, its default. Mooncake is installed before, into a folder of its own:
+``.venv-engines/bin/pip install --no-deps -t .venv-engines/mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1``.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -19,11 +27,66 @@ from typing import Any, Final
 from kvtier import Tier
 from kvtier.replay.private import PrivateDaemon
 from tests.engines.engines import ROOT, Engine, Template
+from tests.engines.serving import free_port, serving
 
-LENGTHS: Final = (320, 640, 1280)
+LENGTHS: Final = (300, 320, 640, 1280)
 """Of prompts, in tokens."""
 BATCH: Final = 4
+BLOCK: Final = 32
 SIZES: Final = {Tier.HOST: 1 << 30, Tier.DISK: 4 << 30}
+
+
+@dataclass(slots=True, frozen=True)
+class Connector:
+    """``server``: what keeps the blocks, where it has to be started; it is up when it has said ``ready``."""
+
+    transfer: Mapping[str, Any] | None = None
+    variables: Mapping[str, str] | None = None
+    server: Sequence[Any] = ()
+    ready: str = ""
+
+
+def ours(address: str) -> Connector:
+    return Connector(
+        {
+            "kv_connector": "KvtierConnector",
+            "kv_connector_module_path": "kvtier.connectors.vllm",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"address": address},
+        }
+    )
+
+
+def lmcache(engines: Path, home: Path, chunk: int) -> Connector:
+    port = free_port()
+    server = [engines / "bin/python", "-m", "lmcache.cli.main", "server", "--port", port, "--http-port", free_port()]
+    server += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--chunk-size", str(chunk), "--disable-observability"]
+    transfer = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "benchmarks.lmcache_connector",
+        # The server copies; the other mode, in which the engine does, takes longer here.
+        "kv_connector_extra_config": {"lmcache.mp.port": int(port), "lmcache.mp.mp_transfer_mode": "lmcache_driven"},
+    }
+    variables = {"PYTHONPATH": str(engines / "lmcache"), "LMCACHE_TRACK_USAGE": "false"}
+    return Connector(transfer, variables, server, "Uvicorn running")
+
+
+def mooncake(engines: Path, home: Path) -> Connector:
+    port, settings = free_port(), home / "mooncake.json"
+    master = engines / "mooncake/mooncake/mooncake_master"
+    master.chmod(0o755)
+    shared = {"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{port}", "protocol": "tcp"}
+    settings.write_text(json.dumps({**shared, "global_segment_size": "1GB", "local_buffer_size": "256MB"}))
+    server = [master, f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    variables = {"MOONCAKE_CONFIG_PATH": str(settings), "PYTHONHASHSEED": "0"}
+    return Connector({"kv_connector": "MooncakeStoreConnector"}, variables, server, "Master admin server started")
+
+
+OTHERS: Final[Mapping[str, Callable[[Path, Path], Connector]]] = {
+    "lmcache": lambda engines, home: lmcache(engines, home, BLOCK),
+    "lmcache-256": lambda engines, home: lmcache(engines, home, 256),
+    "mooncake": mooncake,
+}
 
 
 def prompt(length: int) -> list[int]:
@@ -31,19 +94,21 @@ def prompt(length: int) -> list[int]:
     return [random.randrange(3, 512) for _ in range(length)]
 
 
-def engine(template: Template, model: Path, home: Path, name: str, transfer: Mapping[str, Any] | None) -> Engine:
+def engine(template: Template, model: Path, log: Path, connector: Connector) -> Engine:
     arguments = {
         "model": str(model),
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 2048,
         "disable_log_stats": False,
-        "block_size": 32,
-        **({"kv_transfer_config": dict(transfer)} if transfer else {}),
+        "block_size": BLOCK,
+        **({"kv_transfer_config": {**connector.transfer, "kv_role": "kv_both"}} if connector.transfer else {}),
     }
-    started = template.start(arguments, home / f"{name}.log", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(connector.variables or {})}
+    started = template.start(arguments, log, variables)
     for _ in range(2):  # what an engine does once
-        started.generate([prompt(LENGTHS[0])], 2)
+        started.generate([prompt(LENGTHS[-1])], 2)
+        started.forget()
     return started
 
 
@@ -51,53 +116,65 @@ def first_s(engine: Engine, tokens: list[int]) -> float:
     return engine.generate([tokens], 1).completions[0].first_s
 
 
-def measure(plain: Engine, ours: Engine, rounds: int) -> None:
-    seconds: dict[Engine, list[float]] = {plain: [], ours: []}
+def warm_s(engine: Engine, tokens: list[int]) -> float:
+    engine.generate([tokens], 1)
+    engine.forget()
+    (warm,) = engine.generate([tokens], 1).completions
+    assert warm.cached, engine.log
+    return warm.first_s
+
+
+def measure(plain: Engine, engines: Mapping[str, Engine], rounds: int) -> None:
+    costs: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
-        for each in (plain, ours):
-            seconds[each].append(each.generate([prompt(LENGTHS[0]) for _ in range(BATCH)], 16, together=True).seconds)
-    costs = median(mine / theirs for mine, theirs in zip(seconds[ours], seconds[plain], strict=True))
-    print(f"requests without a hit take {costs:.3f} of the time without kvtier ({rounds} rounds of {BATCH})")
-    print(f"{'tokens':>7}{'cold':>10}{'warm':>10}{'of cold':>9}")
+        taken = {
+            name: each.generate([prompt(LENGTHS[1]) for _ in range(BATCH)], 16, together=True).seconds
+            for name, each in {"computed": plain, **engines}.items()
+        }
+        for name, seconds in taken.items():
+            costs[name].append(seconds / taken["computed"])
+    firsts: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for length in LENGTHS:
-        cold, warm = [], []
         for _ in range(rounds):
             asked = prompt(length)
-            cold.append(first_s(plain, asked))
-            ours.generate([asked], 1)
-            ours.forget()
-            warm.append(first_s(ours, asked))
-        print(f"{length:7}{median(cold) * 1e3:7.0f} ms{median(warm) * 1e3:7.0f} ms{median(warm) / median(cold):9.2f}")
+            firsts["computed", length].append(first_s(plain, asked))
+            for name, each in engines.items():
+                firsts[name, length].append(warm_s(each, asked))
+    print(
+        f"medians of {rounds}: time without a hit, of that without a connector; ms to the first token of a warm prompt"
+    )
+    print(f"{'':14}{'no hit':>8}" + "".join(f"{f'{length} tokens':>13}" for length in LENGTHS))
+    for name, ratios in costs.items():
+        row = "".join(f"{median(firsts[name, length]) * 1e3:13.0f}" for length in LENGTHS)
+        print(f"{name:14}{median(ratios):8.3f}{row}")
 
 
-def compare(python: Path, home: Path, address: str, rounds: int) -> None:
-    model = home / "model"
+def compare(engines: Path, home: Path, address: str, beside: Sequence[str], rounds: int) -> None:
+    model, python = home / "model", engines / "bin/python"
     subprocess.run([python, ROOT / "tests/engines/models.py", "medium", model], check=True, capture_output=True)
-    transfer = {
-        "kv_connector": "KvtierConnector",
-        "kv_connector_module_path": "kvtier.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": address},
-    }
-    template = Template(python, "vllm_runner.py", home / "template.log")
-    with (
-        engine(template, model, home, "plain", None) as plain,
-        engine(template, model, home, "ours", transfer) as ours,
-    ):
-        measure(plain, ours, rounds)
-    template.close()
+    template = Template(python, "vllm_runner.py", home / "template.log", engines / "lmcache", engines / "mooncake")
+    connectors = {"kvtier": ours(address)} | {name: OTHERS[name](engines, home) for name in beside}
+    with ExitStack() as stack:
+        stack.callback(template.close)
+        plain = stack.enter_context(engine(template, model, home / "plain.log", Connector()))
+        started = {}
+        for name, each in connectors.items():
+            if each.server:
+                stack.enter_context(serving(each.server, each.variables or {}, each.ready))
+            started[name] = stack.enter_context(engine(template, model, home / f"{name}.log", each))
+        measure(plain, started, rounds)
 
 
-async def main(python: Path, rounds: int) -> None:
+async def main(engines: Path, beside: Sequence[str], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as home:
         async with PrivateDaemon(SIZES) as daemon:
-            await asyncio.to_thread(compare, python, Path(home), daemon.address, rounds)
+            await asyncio.to_thread(compare, engines, Path(home), daemon.address, beside, rounds)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", type=Path)
+    parser.add_argument("--beside", nargs="+", choices=OTHERS, default=[])
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
-    asyncio.run(main(asked.engines.absolute() / "bin/python", asked.rounds))
+    asyncio.run(main(asked.engines.absolute(), asked.beside, asked.rounds))

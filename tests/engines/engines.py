@@ -28,10 +28,13 @@ _OFFLINE: Final[Mapping[str, str]] = {
 }
 
 
-def environment() -> dict[str, str]:
-    """Of an engine: with this tree's kvtier, whatever its own has, and without a network."""
-    paths = os.pathsep.join(str(ROOT / part) for part in ("client", "daemon", ""))
-    return {**os.environ, **_OFFLINE, "PYTHONPATH": paths}
+def environment(*packages: Path) -> dict[str, str]:
+    """Of an engine: with this tree's kvtier, whatever its own has, and without a network.
+
+    ``packages``: folders with more of them.
+    """
+    paths = [*(ROOT / part for part in ("client", "daemon", "")), *packages]
+    return {**os.environ, **_OFFLINE, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +68,7 @@ class Answer:
 class Template:
     """A process that has imported an engine, from which engines are forked."""
 
-    def __init__(self, python: Path, runner: str, log: Path) -> None:
+    def __init__(self, python: Path, runner: str, log: Path, *packages: Path) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -73,7 +76,7 @@ class Template:
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
-                env=environment(),
+                env=environment(*packages),
             )
 
     def start(self, arguments: Mapping[str, Any], log: Path, variables: Mapping[str, str]) -> Engine:
