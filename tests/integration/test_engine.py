@@ -188,6 +188,16 @@ def test_without_a_daemon_the_engine_runs_alone_or_refuses(tmp_path):
         Engine(tmp_path, on_error="fail")
 
 
+def test_a_page_of_which_a_part_is_taken_is_loaded_whole(daemon):
+    with engine(daemon.address) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        assert toy.planner.offer("x", toy.chain(PROMPT), 0, total_tokens=len(PROMPT)) == 10 * TOKENS
+        toy.planner.allocated("x", {0: toy.pages(0, 11)}, 10 * TOKENS - 1)
+        (load,) = toy.planner.step().loads
+        assert load.blocks == 10
+
+
 def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
     with engine(daemon.address) as toy:
         toy.run(PROMPT)
