@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import DeadlineExceeded, InvalidArgument, Mirrors, MirrorState, Tier, chain_keys, connect
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, blocks, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.tls import Authority
@@ -113,6 +113,23 @@ async def test_what_is_stored_on_one_is_located_from_another(served):
         assert "nobody has" in kvtier("locate", "00" * 32, "--address", here.address).stdout
         status = kvtier("status", "--address", here.address).stdout
         assert f"peer {first.tcp_address}: exact, 3 blocks" in status and "healthy" in status
+
+
+async def test_what_a_peer_has_is_fetched_from_there(served):
+    far = served("far", host=16, disk=16)
+    here = served("here", far)
+    async with await connect(here.address) as client, await connect(far.address) as there:
+        cache = await client.open_cache("c", SPEC)
+        theirs = await there.open_cache("c", SPEC)
+        await theirs.put(CHAIN, blocks(CHAIN))
+        await theirs.move(CHAIN[2:], Tier.DISK)
+        await until_told(here, "exact")
+        await eventually(lambda: client.holdings(CHAIN), lambda told: told.found and told.found[0].blocks == 4)
+        assert (await cache.match(CHAIN)).blocks == 0
+        assert (await cache.match(CHAIN, remote=True)).remote_blocks == 4
+        assert_bytes(CHAIN, await cache.get(CHAIN))
+        assert (await cache.match(CHAIN)).blocks == 4
+        assert await cache.get([bytes(32)]) == []
 
 
 async def test_a_peer_that_dies_hangs_or_comes_back(served):
