@@ -167,7 +167,7 @@ async def test_a_mooncake_process_that_dies_is_replaced(mooncake_server: Server)
     for worker in store._idle:  # type: ignore[attr-defined]
         worker.process.kill()
         await worker.process.wait()
-    with pytest.raises(RemoteUnavailable, match="its process has ended"):
+    with pytest.raises(RemoteUnavailable, match="process for Mooncake has ended"):
         await store.exists([name])
     assert await store.exists([name]) == [True]
     await store.close()

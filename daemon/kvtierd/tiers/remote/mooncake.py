@@ -49,33 +49,20 @@ _ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
 }
 
 
-@dataclass(slots=True, frozen=True)
-class Address:
-    """Where a Mooncake is, and how to reach it."""
-
-    master: str
-    prefix: str
-    protocol: str
-    devices: str
-    metadata: str
-
-    @property
-    def shown(self) -> str:
-        return f"mooncake://{self.master}/{self.prefix}".rstrip("/")
-
-
 class Mooncake:
-    """A store that Mooncake's master knows."""
+    """A store that Mooncake's master knows. ``arguments``: of its processes, without the memory they share."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, shown: str, prefix: str, arguments: Sequence[str]) -> None:
+        self._shown = shown
+        self._prefix = prefix
+        self._arguments = arguments
         self._idle: list[_Worker] = []
         self._free = asyncio.Semaphore(_PROCESSES)
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
         async with self._worker() as worker:
             codes = await worker.call("exists", self._keys(names), [0] * len(names))
-        return [self._count(code, "exists") > 0 for code in codes]
+        return [count > 0 for count in self._counts(codes, "exists")]
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         found: list[int] = []
@@ -88,7 +75,7 @@ class Mooncake:
                     if 0 < code <= len(view):
                         view[:code] = worker.room[start : start + code]
                     start += len(view)
-            found += [ABSENT if code in _ABSENT else self._count(code, "get") for code in codes]
+            found += self._counts(codes, "get")
         return found
 
     async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
@@ -99,25 +86,22 @@ class Mooncake:
                     worker.room[start : start + len(data)] = data
                     start += len(data)
                 codes = await worker.call("put", self._keys(names[part]), [len(data) for data in objects[part]])
-            for code in codes:
-                self._count(code, "put")
+            self._counts(codes, "put")
 
     async def delete(self, names: Sequence[str]) -> None:
         async with self._worker() as worker:
             codes = await worker.call("delete", self._keys(names), [0] * len(names))
-        for code in codes:
-            if code not in _ABSENT:
-                self._count(code, "delete")
+        self._counts(codes, "delete")
 
     def listing(self, prefix: str) -> AsyncIterator[Listed]:
-        raise RemoteRefused(f"{self._address.shown}: Mooncake does not list its objects")
+        raise RemoteRefused(f"{self._shown}: Mooncake does not list its objects")
 
     async def close(self) -> None:
         for worker in self._idle:
             await worker.end()
 
     def _keys(self, names: Sequence[str]) -> list[str]:
-        return [f"{self._address.prefix}{name}" for name in names]
+        return [f"{self._prefix}{name}" for name in names]
 
     def _parts(self, buffers: Sequence[memoryview], verb: str) -> Iterator[slice]:
         """Runs of buffers that fit into a process's room together."""
@@ -125,19 +109,20 @@ class Mooncake:
         for i, buffer in enumerate(buffers):
             if len(buffer) > _ROOM_BYTES:
                 reason = f"an object has {len(buffer)} bytes; it must have at most {_ROOM_BYTES}"
-                raise RemoteRefused(f"{self._address.shown}: {verb}: {reason}")
+                raise RemoteRefused(f"{self._shown}: {verb}: {reason}")
             if nbytes + len(buffer) > _ROOM_BYTES:
                 yield slice(first, i)
                 first, nbytes = i, 0
             nbytes += len(buffer)
         yield slice(first, len(buffers))
 
-    def _count(self, code: int, verb: str) -> int:
-        """The code if it is a number of bytes or objects; raises what it means if it is none."""
-        if code >= 0:
-            return code
-        error, reason = _ERRORS.get(code, (RemoteUnavailable, f"it answered {code}"))
-        raise error(f"{self._address.shown}: {verb}: {reason}")
+    def _counts(self, codes: Sequence[int], verb: str) -> list[int]:
+        """The numbers of bytes or objects that Mooncake answered; raises what the first code means that is none."""
+        for code in codes:
+            if code < 0 and code not in _ABSENT:
+                error, reason = _ERRORS.get(code, (RemoteUnavailable, f"it answered {code}"))
+                raise error(f"{self._shown}: {verb}: {reason}")
+        return [max(code, ABSENT) for code in codes]
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_Worker]:
@@ -146,8 +131,8 @@ class Mooncake:
             worker = self._idle.pop() if self._idle else None
             try:
                 if worker is None:
-                    worker = await _Worker.start(self._address)
-                    self._count(await worker.ready(), "connect")
+                    worker = await _Worker.start(self._arguments)
+                    self._counts(await worker.reply(), "connect")
                 yield worker
             except BaseException:
                 if worker is not None:
@@ -162,49 +147,42 @@ class _Worker:
 
     process: Process
     room: memoryview
-    shown: str
 
     @classmethod
-    async def start(cls, address: Address) -> _Worker:
+    async def start(cls, arguments: Sequence[str]) -> _Worker:
         fd = os.memfd_create("kvtier-mooncake")
         try:
             os.ftruncate(fd, _ROOM_BYTES)
             room = memoryview(mmap.mmap(fd, _ROOM_BYTES))
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", f"{__name__}_process"),
-                *(address.master, address.protocol, address.devices, address.metadata, str(fd)),
+                *(sys.executable, "-P", "-m", f"{__name__}_process", *arguments, str(fd)),
                 stdin=PIPE,
                 stdout=PIPE,
                 pass_fds=(fd,),
             )
         except OSError as failed:
-            raise RemoteUnavailable(f"{address.shown}: its process did not start: {failed.strerror}") from None
+            raise RemoteUnavailable(f"a process for Mooncake did not start: {failed.strerror}") from None
         finally:
             os.close(fd)
-        return cls(process, room, address.shown)
+        return cls(process, room)
 
     async def end(self) -> None:
         with suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
 
-    async def ready(self) -> int:
-        """Mooncake's code for its set-up."""
-        (code,) = await self._reply()
-        return code
-
     async def call(self, verb: str, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
         """Mooncake's code for each key."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([verb, keys, sizes]).encode() + b"\n")
-        return await self._reply()
+        return await self.reply()
 
-    async def _reply(self) -> list[int]:
+    async def reply(self) -> list[int]:
         assert self.process.stdout is not None
         if line := await self.process.stdout.readline():
             codes: list[int] = json.loads(line)
             return codes
-        raise RemoteUnavailable(f"{self.shown}: its process has ended")
+        raise RemoteUnavailable("the process for Mooncake has ended")
 
 
 def open_mooncake(url: str) -> RemoteStore:
@@ -221,6 +199,6 @@ def open_mooncake(url: str) -> RemoteStore:
     if not parts.hostname or not settings.keys() <= _SETTINGS.keys():
         raise ValueError(f"must be mooncake://host:port/prefix, with any of {', '.join(_SETTINGS)} in its query")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    folder = parts.path.strip("/")
-    prefix = f"{folder}/" if folder else ""
-    return Mooncake(Address(f"{host}:{parts.port or _PORT}", prefix, **{**_SETTINGS, **settings}))
+    master, folder = f"{host}:{parts.port or _PORT}", parts.path.strip("/")
+    arguments = (master, *({**_SETTINGS, **settings}.values()))
+    return Mooncake(f"mooncake://{master}/{folder}".rstrip("/"), f"{folder}/" if folder else "", arguments)
