@@ -26,8 +26,9 @@ class RemoteStore(Protocol):
     """Objects of one byte or more, by name; a name is ASCII, of at most 512 bytes, with ``/`` between its parts. A call
     has no name twice.
 
-    Loop thread only. Every call may be cancelled, and its caller bounds its time; buffers are not touched once it has
-    ended. Each raises :class:`RemoteUnavailable`, :class:`RemoteRefused` or :class:`RemoteFull`, and no other error.
+    Loop thread only. Every call may be cancelled, and its caller bounds its time; buffers to read into are not touched
+    once it has ended. Each raises :class:`RemoteUnavailable`, :class:`RemoteRefused` or :class:`RemoteFull`, and no
+    other error.
     """
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
@@ -47,7 +48,11 @@ class RemoteStore(Protocol):
 
     async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
         """Writes objects side by side. One that is there already stays or is replaced. Readers see all of it or
-        nothing."""
+        nothing.
+
+        Args:
+            objects: nobody may change them after the call: a cancelled one may still be read.
+        """
         ...
 
     async def delete(self, names: Sequence[str]) -> None:

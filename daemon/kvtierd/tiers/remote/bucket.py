@@ -114,8 +114,7 @@ class Bucket:
 
     async def _put(self, name: str, data: memoryview) -> None:
         async with self._request("put"):
-            # A copy: obstore may still read after a cancelled call has ended.
-            await obstore.put_async(self._store, name, bytes(data), use_multipart=False)
+            await obstore.put_async(self._store, name, data, use_multipart=False)
 
     async def _delete(self, name: str) -> None:
         async with self._request("delete"):
