@@ -80,14 +80,14 @@ def fleet(
     A prompt longer than --slots is cut. The prefix router takes the host with the longest known prefix, unless it has
     much more load than the least loaded.
     """
-    from kvtierd.simulate.fleet import FleetShape, RemotePolicy, simulate  # nothing else here needs the daemon
+    from kvtierd.simulate.fleet import FleetShape, policy_of, simulate  # nothing else here needs the daemon
 
     chains = run(_chains(trace, requests))
     tiers = {Tier.HOST: slots} | ({Tier.DISK: disk_slots} if disk_slots else {})
     reports: dict[str, Report] = {}
     with Progress(console=Console(stderr=True), transient=True) as bar:
         for count in hosts:
-            shape = FleetShape(count, tiers, router, RemotePolicy(remote), peers)
+            shape = FleetShape(count, tiers, router, policy_of(remote), peers)
             reports[str(count)] = simulate(shape, bar.track(chains, description=f"hosts: {count}"))
             if count > 1:
                 name = f"one with the memory of {count}"

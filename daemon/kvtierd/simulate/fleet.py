@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Final
 
 from kvtierd.core.ids import Key, Tier
+from kvtierd.core.policy import RemotePolicy
 from kvtierd.simulate.host import Host, Served
 
 _RECENT: Final = 16
 """A request is load of its host until so many requests a host have come after it."""
 _SLACK: Final = 8
 """A prefix is not followed to a host that has so many more recent requests than the least loaded one."""
-
-
-class RemotePolicy(StrEnum):
-    """When a block goes to the remote store, which keeps all that it gets."""
-
-    NONE = "none"
-    """Never: there is no store."""
-    EVICT = "evict"
-    """Before it leaves the lowest tier of a host."""
-    SECOND_USE = "second_use"
-    """When a request finds it on its host."""
-    THROUGH = "through"
-    """When it is stored on a host."""
 
 
 Choose = Callable[[int, Sequence[int], Sequence[int]], int]
@@ -51,19 +38,20 @@ ROUTERS: Final[Mapping[str, Choose]] = {"prefix": _longest_prefix, "round-robin"
 @dataclass(slots=True, frozen=True)
 class FleetShape:
     """``slots``: of each host, by tier. ``longest``: blocks to which a longer prompt is cut; 0 = what the fastest tier
-    has. ``peers``: a host fetches what another one has."""
+    has. ``remote``: when a block goes to a store, which keeps all that it gets; None = there is none. ``peers``: a host
+    fetches what another one has."""
 
     hosts: int
     slots: Mapping[Tier, int]
     router: str = "prefix"
-    remote: RemotePolicy = RemotePolicy.NONE
+    remote: RemotePolicy | None = None
     peers: bool = False
     longest: int = 0
 
     def pooled(self) -> FleetShape:
         """One host with the slots of all, and nothing beside it."""
         slots = {tier: count * self.hosts for tier, count in self.slots.items()}
-        return replace(self, hosts=1, slots=slots, remote=RemotePolicy.NONE, peers=False, longest=self.cut)
+        return replace(self, hosts=1, slots=slots, remote=None, peers=False, longest=self.cut)
 
     @property
     def cut(self) -> int:
@@ -127,6 +115,7 @@ class Fleet:
         self._choose = ROUTERS[shape.router]
         self._directory = Directory(shape.hosts)
         self._store: set[Key] = set()
+        self._parents: dict[Key, Key] = {}
         self._recent: deque[int] = deque()
         self._loads = [0] * shape.hosts
 
@@ -137,6 +126,7 @@ class Fleet:
         self._load(host)
         near = max(prefixes) if self._shape.peers else prefixes[host]
         far = next((place for place in range(near, len(chain)) if chain[place] not in self._store), len(chain))
+        self._parents.update(zip(chain[1:], chain, strict=False))
         served = self.hosts[host].request(chain)
         self._directory.note(host, served)
         report = self.report
@@ -159,12 +149,23 @@ class Fleet:
         before = len(self._store)
         match self._shape.remote:
             case RemotePolicy.EVICT:
-                self._store.update(served.removed)
+                for block in served.removed:
+                    self._put_with_ancestors(block)
             case RemotePolicy.SECOND_USE:
                 self._store.update(used)
             case RemotePolicy.THROUGH:
                 self._store.update(served.stored)
         return len(self._store) - before
+
+    def _put_with_ancestors(self, block: Key | None) -> None:
+        while block is not None and block not in self._store:
+            self._store.add(block)
+            block = self._parents.get(block)
+
+
+def policy_of(name: str) -> RemotePolicy | None:
+    """By its name in the configuration; ``none``: there is no store."""
+    return None if name == "none" else RemotePolicy(name)
 
 
 def simulate(shape: FleetShape, chains: Iterable[Sequence[bytes]]) -> Report:
