@@ -317,8 +317,9 @@ def _updated(event: Event) -> dict[str, Any]:
     }
     if event.moved_from is None or event.moved_to is None:
         return body
+    level = {"type": "event_diff", "old_value": event.moved_from, "new_value": event.moved_to}
     return body | {
-        "cache_level": {"type": "event_diff", "old_value": event.moved_from, "new_value": event.moved_to},
+        "cache_level": None if event.cause is Cause.REMOTE else level,  # its tiers here are what they were
         "moved_from": str(event.moved_from),
         "moved_to": str(event.moved_to),
         "moved_bytes": event.moved_bytes,

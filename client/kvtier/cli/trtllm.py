@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier.events import BlockTokens, Event, Gap, SnapshotSlice, SnapshotStart, WatchItem
-from kvtier.types import ROOT_PARENT, EventType, fastest
+from kvtier.types import ROOT_PARENT, Cause, EventType, fastest
 from kvtier.wire import split_keys
 
 KEYS_ALONE: Final = "kvtier_key"
@@ -123,6 +123,8 @@ class TrtllmEvents:
             yield self._envelope(group, {"type": "stored", "parent_hash": parent_hash, "blocks": chain})
 
     def _updated(self, group: _Group, event: Event) -> Iterator[Json]:
+        if event.cause is Cause.REMOTE:
+            return  # what is beyond the host is no cache level
         moved_from = event.moved_from
         for key, hash, residency, priority in zip(
             event.keys, _hashes(event), event.residency, event.priorities, strict=True
