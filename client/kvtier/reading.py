@@ -49,11 +49,12 @@ T = TypeVar("T")
 @dataclass(slots=True, frozen=True)
 class Mapping:
     """A mapped arena whose index can be asked. ``alone``: no daemon answers; what it has closed is read, too, since no
-    byte of that changes any more."""
+    byte of that changes any more. ``remote``: what is not there may be beyond the host."""
 
     arena: Arena
     chains: Chains
     alone: bool = False
+    remote: bool = False
 
     @property
     def current(self) -> bool:
@@ -97,11 +98,6 @@ class Reader:
     def counts(self) -> ReadCounts:
         with self._lock:
             return ReadCounts(**self._counts)
-
-    @property
-    def remote(self) -> bool:
-        """There is a store beyond the host."""
-        return self._binder.binding.info.remote
 
     def count(self, **more: int) -> None:
         """Adds to the counts of :class:`ReadCounts`, by name."""
@@ -189,7 +185,8 @@ class Reader:
         if not self._binder.session.reachable:  # nobody can load the rest
             mapping = Mapping(arena, Chains(arena.index, self.spec, arena.tiers), alone=True)
         elif mapping is None or mapping.arena is not arena:
-            self._mapping = mapping = Mapping(arena, Chains(arena.index, self.spec))
+            chains = Chains(arena.index, self.spec)
+            self._mapping = mapping = Mapping(arena, chains, remote=binding.info.remote)
         return mapping if mapping.current else None
 
 
@@ -251,7 +248,7 @@ class Read:
         """All of the chain that is stored is there, so there is nothing to ask the daemon for."""
         if self._mapping is None or self.blocks == self._wanted.stop or not self._current:
             return self._mapping is not None and self._current
-        if self._reader.remote and not self._mapping.alone:
+        if self._mapping.remote and not self._mapping.alone:
             return False  # the daemon brings more
         following = self.there - self._start
         return not self._attention.span and bool(self._found.sure[following]) and self._found.residency[following] == 0

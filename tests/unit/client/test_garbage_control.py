@@ -93,7 +93,8 @@ def sent(control: bytes, ours: Given) -> Iterator[Mapping[str, int]]:
 def reader_of(arena: Arena) -> Reader:
     """Reads without calls, and nobody to tell of them."""
     session = SimpleNamespace(reachable=True)
-    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=SimpleNamespace(mapped=arena), session=session)
+    binding = SimpleNamespace(mapped=arena, info=SimpleNamespace(remote=False))
+    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=binding, session=session)
 
     async def make() -> Reader:
         return Reader(binder)
