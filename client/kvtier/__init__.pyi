@@ -66,7 +66,7 @@ from kvtier.types import (
     WritePolicy as WritePolicy,
     WriteTicket as WriteTicket,
 )
-from kvtier.planes import Planes as Planes
+from kvtier.memory.planes import Planes as Planes
 from kvtier.watch import Watch as Watch
 from kvtier.wire import (
     AcrossMatch as AcrossMatch,

@@ -25,6 +25,7 @@ from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
 from kvtier.buffers import Reach, Rows, Slots
+from kvtier.deadline import Deadline
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -39,7 +40,7 @@ from kvtier.errors import (
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
-from kvtier.session import Deadline, Link, Session, Stubs
+from kvtier.session import Link, Session, Stubs
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
@@ -332,7 +333,7 @@ class Binder:
 
     async def _follow(self, mapped: Arena) -> None:
         try:
-            await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S))
+            await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S), wait=_FOLLOW_S)
         except (KvtierError, OSError) as error:  # OSError: there is no memory, or no descriptor, to map it with
             _log.debug("cache %s is not opened again: %s", self._name, error)
             mapped.stale = True  # whoever reads next calls, and is told why
@@ -488,7 +489,7 @@ class Binder:
         weeks, and nobody else gives that back."""
         while True:
             try:
-                return await self.session.call(attempt, Deadline(_GIVE_BACK_S))
+                return await self.session.call(attempt, Deadline(_GIVE_BACK_S), wait=_GIVE_BACK_S)
             except (DeadlineExceeded, DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
 

@@ -32,7 +32,7 @@ from kvtier.memory.arrays import (
     nbytes_of,
     stream_of,
 )
-from kvtier.planes import Pages
+from kvtier.memory.planes import Pages
 
 if TYPE_CHECKING:
     import torch

@@ -17,13 +17,14 @@ from kvtier.arena import UNHEARD, Arena, Binder, send
 from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import Streamed
+from kvtier.deadline import in_turn
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_within
 from kvtier.groups import AcrossGroups
 from kvtier.lease import Holdings, Lease, ReadLease, WriteLease
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
-from kvtier.session import Link, Session, in_turn
+from kvtier.session import Link, Session
 from kvtier.types import (
     MAPPED_TIERS,
     BlockResult,

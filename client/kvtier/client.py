@@ -19,10 +19,11 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.arena import Request, Response, send
 from kvtier.cache import Cache
+from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
-from kvtier.session import Deadline, Link, Session, Stubs, require_timeout
+from kvtier.session import DEFAULT_PATIENCE_S, Link, Session, Stubs
 from kvtier.transport import TlsFiles
 from kvtier.types import (
     CacheInfo,
@@ -67,23 +68,25 @@ async def connect(
     insecure: bool = False,
     timeout: float = DEFAULT_TIMEOUT_S,
     wait: float = 0.0,
+    patience: float = DEFAULT_PATIENCE_S,
 ) -> AsyncClient:
     """A client of the daemon whose runtime directory is ``address``: ``async with await kvtier.connect() as client``.
 
     Args:
         address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` is a daemon on
             TCP: with ``tls``, or on this host, if it allows that, with ``insecure``. Over TCP no memory is mapped.
-        timeout: seconds that a call may take where it does not say itself.
-        wait: seconds to keep trying while no daemon answers.
-
+        timeout: seconds of a call that does not say itself.
+        wait: seconds that this, and each call, waits for a daemon that is away. ``patience``: without a sign of life
+            for so long, it is.
     Raises: :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`, and
         :class:`CallerError` (FORKED) in a child that was forked while there was a client.
     """
     require_timeout(timeout)
+    require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
     found = os.fspath(address) if address is not None else protocol.default_address()
-    session = Session(found, tls, insecure=insecure)
-    await session.open(wait)
+    session = Session(found, tls, insecure=insecure, wait=wait, patience=patience)
+    await session.open()
     return AsyncClient(session, timeout)
 
 
@@ -111,9 +114,9 @@ class AsyncClient:
         return self._session.welcome.session_id
 
     @property
-    def reachable(self) -> bool:
-        """False while no daemon is attached, and from a call that it left unanswered to its next answer, which is asked
-        for in the background. Any thread may look."""
+    def connected(self) -> bool:
+        """False while the daemon is away: calls fail at once, what is mapped is read on, and a task goes on trying to
+        reach it. Any thread may look."""
         return self._session.reachable and self._session.live_link is not None
 
     @property

@@ -17,13 +17,14 @@ from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
+from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
 from kvtier.lease import Owner, ReadLease, granted
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
-from kvtier.planes import Pages
+from kvtier.memory.planes import Pages
 from kvtier.retention import BlockRetention
-from kvtier.session import Deadline, Link
+from kvtier.session import Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, split_keys, tier_to_wire

@@ -21,12 +21,12 @@ from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, Rows
 from kvtier.chains import Prompt
 from kvtier.copies import copied_out
+from kvtier.deadline import Deadline, in_turn
 from kvtier.errors import InvalidArgument, KvtierError, TooShort, chain_error
 from kvtier.lease import Holdings, ReadLease
 from kvtier.memory.gpu import PASSED, Stream
 from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority
-from kvtier.session import Deadline, in_turn
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import (

@@ -18,6 +18,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Arena, Binder, Binding, send
 from kvtier.chains import Prompt
+from kvtier.deadline import Deadline
 from kvtier.errors import (
     DaemonError,
     DeviceError,
@@ -31,7 +32,7 @@ from kvtier.errors import (
 from kvtier.memory.gpu import Fence, Stream, fence_over
 from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, chain_message
-from kvtier.session import Deadline, Link, passing
+from kvtier.session import Link, passing
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, commit_request, split_keys, tier_to_wire

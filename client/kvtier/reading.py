@@ -30,9 +30,10 @@ from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.arena import Arena, Binder, send
 from kvtier.buffers import PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
+from kvtier.deadline import Deadline
 from kvtier.errors import ClientClosed, DamagedTransfer
 from kvtier.memory.arrays import Bytes
-from kvtier.session import Deadline, Link
+from kvtier.session import Link
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import AcrossMatch, Locations, Match, ReadCounts

@@ -2,19 +2,21 @@
 
 The attach connection proves who we are; its token rides on every RPC. When the connection breaks, a background task
 attaches again: with the old token where the daemon still knows it (leases live on), else as a new session (leases are
-lost, which their holders see by :attr:`Link.session`). Calls that hit a break wait for it to heal, up to their
-deadline. The deadline is this process's own: gRPC does not end a call whose request it cannot write, as to a daemon
-that was stopped.
+lost, which their holders see by :attr:`Link.session`).
+
+While a call waits for its answer, the daemon is asked for a sign of life. A daemon that gives none for the client's
+patience, or does not let it attach, is away: calls under way end, and later ones send nothing, until it is heard again.
+The deadlines are this process's own: gRPC does not end a call whose request it cannot write, as to a daemon that was
+stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Protocol, Self, TypeVar, cast
@@ -24,6 +26,7 @@ import grpc
 from grpc.aio import AioRpcError
 
 from kvtier.abi import attach as protocol
+from kvtier.deadline import Backoff, Deadline
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -31,7 +34,6 @@ from kvtier.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
     DeviceError,
-    InvalidArgument,
     KvtierError,
     RetryableError,
     error_of,
@@ -42,14 +44,16 @@ from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passage
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 
-MAX_TIMEOUT_S: Final = 3600.0
-
-_ANSWER_SHARE: Final = 0.25
-_MOST_ANSWER_S: Final = 1.0
-"""A call that waits in the daemon keeps this share of its time, at most so many seconds, for the answer to arrive."""
-
+DEFAULT_PATIENCE_S: Final = 5.0
 _FAIR_S: Final = 0.1
 """A daemon that leaves a call unanswered for so long counts as away; a caller who waits less has learned nothing."""
+_DOUBT_SHARE: Final = 0.2
+"""A sign of life is asked for after this share of the patience without an answer, and waited for as long as is left."""
+_LATE_S: Final = 0.01
+"""A timer that fires so much too late was starved with its process, which may not have read yet what it waits for."""
+_STOPPING: Final = "SHUTTING_DOWN"
+_STOPPING_S: Final = 0.1
+"""A daemon that says so is asked as often whether there is another one."""
 _FIRST_PROBE_S: Final = 0.5
 _LONGEST_PROBE_S: Final = 30.0
 _HEALTH: Final = "/grpc.health.v1.Health/Check"
@@ -64,58 +68,9 @@ _HEAL_GRACE_S: Final = 0.5
 _WORK_GRACE_S: Final = 5.0
 """How long it waits for this process's own work on a GPU, so that it may say goodbye."""
 
-_JITTER: Final = random.Random()
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Backoff:
-    """Waiting times that double from ``first`` to ``most`` seconds, each shortened by up to half at random."""
-
-    def __init__(self, first: float = 0.02, most: float = 1.0, rng: random.Random | None = None) -> None:
-        self._next = first
-        self._most = most
-        self._rng = rng or _JITTER
-
-    def next(self) -> float:
-        delay = self._next * self._rng.uniform(0.5, 1.0)
-        self._next = min(self._next * 2, self._most)
-        return delay
-
-
-def require_timeout(timeout: float) -> None:
-    """Raises :class:`InvalidArgument` where it is not above 0 and at most an hour."""
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
-
-
-async def in_turn(timeout: float | None) -> None:
-    """Before an answer without a call: who asks again and again lets others have their turn. Raises
-    :class:`InvalidArgument`."""
-    if timeout is not None:
-        require_timeout(timeout)
-    await asyncio.sleep(0)
-
-
-class Deadline:
-    """A point in the loop's time."""
-
-    def __init__(self, timeout: float) -> None:
-        """``timeout`` in seconds. Raises :class:`InvalidArgument`."""
-        require_timeout(timeout)
-        self.at = asyncio.get_running_loop().time() + timeout
-
-    def left(self) -> float:
-        """Seconds until then; 0 once it has passed."""
-        return max(0.0, self.at - asyncio.get_running_loop().time())
-
-    def wait_ns(self) -> int:
-        """How long a call may wait in the daemon, so that its answer comes in time: 1 at least, since 0 is the daemon's
-        own default there."""
-        left = self.left()
-        return max(1, int((left - min(left * _ANSWER_SHARE, _MOST_ANSWER_S)) * 1e9))
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,13 +124,24 @@ class Follower(Protocol):
         ...
 
 
+class _LinkBroke(Exception):
+    """Before a call had its answer."""
+
+    def __init__(self, failure: DaemonUnavailable) -> None:
+        self.failure: Final = failure
+
+
 class Session:
     """Calls go through :meth:`call`; :meth:`close` ends it. Belongs to the loop that opened it."""
 
-    def __init__(self, address: str, tls: TlsFiles | None = None, *, insecure: bool = False) -> None:
-        """See :func:`kvtier.transport.transport_to`."""
+    def __init__(
+        self, address: str, tls: TlsFiles | None, *, insecure: bool, wait: float = 0.0, patience: float
+    ) -> None:
+        """See :func:`kvtier.transport.transport_to` and :func:`kvtier.connect`."""
         self.address = address
         self._transport = transport_to(address, tls, insecure=insecure)
+        self._wait = wait
+        self._patience = patience
         self._link: Link | None = None
         self._changed = asyncio.Event()
         """The link, or what is known of the daemon. Whoever waits clears it and looks again."""
@@ -186,17 +152,20 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
         self.reachable = True
-        """False from a call that ended without an answer to the next answer, which a task asks for: other calls wait
-        for it and send nothing. Any thread may look."""
-        self._prober: asyncio.Task[None] | None = None
+        """False while the daemon is away, until its next answer, which a task asks for. Any thread may look."""
+        self._heard = 0.0
+        """When the daemon answered last, in the loop's time."""
+        self._waiting: set[asyncio.Timeout] = set()
+        """Of the calls that wait for an answer."""
+        self._listener: asyncio.Task[None] | None = None
         self.followers: Final[WeakSet[Follower]] = WeakSet()
         """Are told of each new session, before any call goes through it."""
         self._lent: Counter[int] = Counter()
         self._forgotten_by_daemon: dict[int, str] = {}
 
-    async def open(self, wait: float) -> None:
+    async def open(self) -> None:
         """Attaches, trying for ``wait`` seconds (0: once). Raises :class:`DaemonUnavailable`."""
-        until = asyncio.get_running_loop().time() + wait
+        until = asyncio.get_running_loop().time() + self._wait
         backoff = Backoff()
         while True:
             try:
@@ -240,80 +209,180 @@ class Session:
         return next(self._seq)
 
     async def call(
-        self, attempt: Callable[[Link], Awaitable[T]], deadline: Deadline, *, unreachable: bool = False
+        self, attempt: Callable[[Link], Awaitable[T]], deadline: Deadline, *, wait: float | None = None
     ) -> T:
         """Runs ``attempt(link)`` until it ends in an answer, repeating it over breaks of the link.
 
         An attempt must be safe to repeat: a lookup, a call under a sequence number, or one that checks
-        ``link.session``. ``unreachable``: see :meth:`link`.
+        ``link.session``. ``wait``: for so long it waits for a daemon that is away; None: as long as the client does.
 
-        Raises :class:`DeadlineExceeded` or :class:`DaemonUnavailable` at the deadline, and what
+        Raises :class:`DaemonUnavailable` where the daemon is away, :class:`DeadlineExceeded`, and what
         :func:`kvtier.errors.error_of` makes of the daemon's answer.
         """
-        failure: KvtierError | None = None
-        backoff, time_given = Backoff(), deadline.left()
-        try:
-            async with asyncio.timeout_at(deadline.at):
-                while True:
-                    link = await self.link(unreachable=unreachable)
+        loop = asyncio.get_running_loop()
+        began, backoff = loop.time(), Backoff()
+        failure: DaemonUnavailable | None = None
+        while True:
+            scope, link = asyncio.timeout_at(deadline.at), None
+            try:
+                async with scope:
+                    if failure is not None:
+                        await asyncio.sleep(backoff.next())
+                    link = await self._link_within(self._wait if wait is None else wait, failure)
                     failure = None
-                    try:
-                        answer = await attempt(link)
-                    except AioRpcError as error:
-                        fault = fault_of(error)
-                        if not link_is_broken(fault):
-                            self._answered()
-                            raise error_of(fault) from error
-                        if fault.code is grpc.StatusCode.UNAUTHENTICATED:
-                            self.suspect(link)
-                        failure = DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)
-                        failure.__cause__ = error
-                    except DaemonUnavailable as error:
-                        failure = error
-                    except (asyncio.CancelledError, grpc.aio.UsageError) as error:
-                        failure = self.channel_closed_by(error)
-                    else:
-                        self._answered()
-                        return answer
-                    await asyncio.sleep(backoff.next())
-        except TimeoutError:
-            self._unanswered(time_given)
-        if failure is not None:
-            raise failure
-        if self.live_link is None:
-            raise DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON")
-        raise DeadlineExceeded(f"the daemon at {self.address} did not answer in time", reason="DEADLINE")
+                    with self._listening(scope):
+                        return await self._answer(attempt, link)
+            except _LinkBroke as broke:
+                failure = broke.failure
+            except TimeoutError:
+                if scope.expired() and loop.time() < deadline.at:
+                    continue  # the daemon has fallen silent
+                if loop.time() - max(began, self._heard) >= _FAIR_S:
+                    self._lose()
+                late = DeadlineExceeded(f"the daemon at {self.address} did not answer in time", reason="DEADLINE")
+                raise failure or (late if link is not None else self._unavailable()) from None
 
-    async def link(self, *, unreachable: bool = False) -> Link:
-        """The live link, waited for. ``unreachable``: also to a daemon that is known not to answer."""
-        while (link := self.live_link) is None or not (unreachable or self.reachable):
-            self._require_open()
-            self._changed.clear()
-            await self._changed.wait()
+    async def _answer(self, attempt: Callable[[Link], Awaitable[T]], link: Link) -> T:
+        """Raises :class:`_LinkBroke` where there is none, and what the daemon refuses with."""
+        try:
+            answer = await attempt(link)
+        except AioRpcError as error:
+            fault = fault_of(error)
+            if not link_is_broken(fault):
+                self._answered()
+                raise error_of(fault) from error
+            if fault.code is grpc.StatusCode.UNAUTHENTICATED:
+                self.suspect(link)
+            if fault.reason == _STOPPING:
+                self._lose()
+            raise _LinkBroke(DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)) from error
+        except DaemonUnavailable as error:
+            raise _LinkBroke(error) from error
+        except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+            raise _LinkBroke(self.channel_closed_by(error)) from error
+        self._answered()
+        return answer
+
+    @contextmanager
+    def _listening(self, scope: asyncio.Timeout) -> Iterator[None]:
+        """Ends the scope where the daemon falls silent."""
+        self._waiting.add(scope)
+        self._start_listening()
+        try:
+            yield
+        finally:
+            self._waiting.discard(scope)
+
+    async def link(self) -> Link:
+        """The live link, waited for."""
+        while (link := self.live_link) is None:
+            await self._change()
         self._require_open()
         return link
 
+    async def _link_within(self, wait: float, failure: DaemonUnavailable | None) -> Link:
+        """The live link to a daemon that is there, or comes back within ``wait`` seconds. Raises ``failure``."""
+        until = asyncio.get_running_loop().time() + wait
+        while (link := self.live_link) is None or not self.reachable:
+            self._start_listening()
+            try:
+                async with asyncio.timeout_at(None if self.reachable else until):
+                    await self._change()
+            except TimeoutError:
+                raise failure or self._unavailable() from None
+        self._require_open()
+        return link
+
+    async def _change(self) -> None:
+        self._require_open()
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _unavailable(self) -> DaemonUnavailable:
+        if self.live_link is None:
+            return DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON")
+        return DaemonUnavailable(f"the daemon at {self.address} gives no sign of life", reason="SILENT")
+
     def _answered(self) -> None:
+        self._heard = asyncio.get_running_loop().time()
         if not self.reachable:
             self.reachable = True
             self._changed.set()
 
-    def _unanswered(self, seconds: float) -> None:
-        """A call got no answer for so long."""
-        if seconds >= _FAIR_S:
-            self.reachable = False
-        if not self._closed and (self._prober is None or self._prober.done()):
-            self._prober = asyncio.create_task(self._probe())
+    def _lose(self) -> None:
+        """The daemon is away."""
+        self.reachable = False
+        self._changed.set()
+        self._start_listening()
 
-    async def _probe(self) -> None:
-        """Asks the daemon until it answers. A call that waits costs nothing, so later ones wait longer."""
-        patience = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
+    def _end_waiting(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for scope in self._waiting:
+            if not scope.expired():
+                scope.reschedule(now)
+
+    def _start_listening(self) -> None:
+        if not self._closed and (self._listener is None or self._listener.done()):
+            self._listener = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        """Asks for signs of life while calls wait, and while the daemon is away. A question that waits costs nothing,
+        so later ones wait longer."""
+        probes = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
         with suppress(CallerError, DaemonError):  # the client is closed, or can attach no more
-            while True:
-                deadline = Deadline(patience.next())
-                with suppress(RetryableError):
-                    return await self.call(_check_health, deadline, unreachable=True)
-                await asyncio.sleep(deadline.left())  # after a refusal that came at once
+            while self._waiting or not self.reachable or self.live_link is None:
+                if self.reachable:
+                    probes = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
+                    await self._doubt()
+                    continue
+                answer = await self._health(probes.next())
+                if answer == _SERVING:
+                    self._answered()
+                elif answer is None:
+                    self._end_waiting()
+                else:
+                    await asyncio.sleep(_STOPPING_S)
+
+    async def _doubt(self) -> None:
+        """Loses a daemon that leaves first the calls and then a question for a sign of life without an answer."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.sleep(self._patience * _DOUBT_SHARE)
+        if self.live_link is not None and (not self._waiting or self._heard >= began):
+            return
+        if await self._health(self._patience * (1 - _DOUBT_SHARE)) is not None:
+            self._heard = loop.time()
+        elif self._heard < began:
+            self._lose()
+            self._end_waiting()
+
+    async def _health(self, seconds: float) -> bytes | None:
+        """What the daemon says of itself; None: nothing, in so many seconds."""
+        loop = asyncio.get_running_loop()
+        asking = asyncio.create_task(self._ask_health())
+        try:
+            for _ in range(2):
+                until = loop.time() + seconds
+                await asyncio.wait([asking], timeout=seconds)
+                if asking.done() or loop.time() < until + _LATE_S:
+                    break
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
+
+    async def _ask_health(self) -> bytes:
+        backoff = Backoff()
+        while True:
+            link = await self.link()
+            check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(_HEALTH)
+            try:
+                return await check(b"")
+            except AioRpcError as error:
+                if not link_is_broken(fault_of(error)):
+                    return b""  # a refusal is a sign of life, too
+            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+                self.channel_closed_by(error)
+            await asyncio.sleep(backoff.next())
 
     def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> DaemonUnavailable:
         """What it means that gRPC ends a call so: its channel was closed under it, or before it could begin.
@@ -388,7 +457,7 @@ class Session:
             async with asyncio.timeout(_HEAL_GRACE_S):
                 await self.link()
         self._closed = True
-        for ending in (self._keeper, self._prober):
+        for ending in (self._keeper, self._listener):
             if ending is not None:
                 ending.cancel()
                 await asyncio.wait([ending])
@@ -418,6 +487,7 @@ class Session:
             for follower in list(self.followers):
                 follower.session_changed(link.session)
         self._settle()
+        self._answered()
         self._changed.set()
 
     async def _keep_attached(self) -> None:
@@ -446,6 +516,7 @@ class Session:
             try:
                 return await self._attach(old)
             except RetryableError:
+                self._lose()
                 await asyncio.sleep(backoff.next())
 
     async def _attach(self, old: Link | None) -> Link:
@@ -477,12 +548,6 @@ class Session:
             if error.reason != "UNKNOWN_SESSION":
                 raise
             return await self._transport.attach(None, None)
-
-
-async def _check_health(link: Link) -> None:
-    check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(_HEALTH)
-    if await check(b"") != _SERVING:
-        raise DaemonUnavailable("the daemon is stopping", reason="NOT_SERVING")
 
 
 async def _over(work: Fence) -> bool:

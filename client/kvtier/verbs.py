@@ -10,10 +10,10 @@ import numpy as np
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.chains import Prompt
+from kvtier.deadline import Deadline, in_turn
 from kvtier.errors import require_within
 from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
-from kvtier.session import Deadline, in_turn
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import (

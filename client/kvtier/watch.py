@@ -17,6 +17,7 @@ import grpc
 from grpc.aio import AioRpcError
 
 from kvtier.abi.spec import MAX_GROUPS
+from kvtier.deadline import Backoff, Deadline
 from kvtier.errors import (
     CursorCompacted,
     DaemonError,
@@ -37,7 +38,7 @@ from kvtier.events import (
     event_from_wire,
     slice_from_wire,
 )
-from kvtier.session import Backoff, Deadline, Link, Session
+from kvtier.session import Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import common_pb2, events_pb2
 from kvtier.wire import key_prefix, tier_to_wire

@@ -72,6 +72,8 @@ class Run:
     loaded: int = 0
     computed: int = 0
     failed: int = 0
+    waits: bool = False
+    """Its load goes on beside the steps of other requests."""
     table: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -83,6 +85,9 @@ class Engine:
         self.layout = layout
         self.planner = Planner.open(layout, options)
         self.workers = [Worker(layout, options, rank, pages, Mover) for rank in range(layout.ranks)]
+        if self.planner.leader.answers:
+            for worker in self.workers:
+                worker.mover.open()
         self.free = [list(range(pages)) for _ in layout.groups]
         self.random = random.Random(7)
         self.count = 0
@@ -106,12 +111,13 @@ class Engine:
         for group in range(len(self.layout.groups)):
             first = self.layout.needed_from(group, run.loaded)
             run.table[group] = [-1] * first + self.pages(group, blocks - first)
-        self.planner.allocated(run.name, run.table, offered)
+        run.waits = offered > 0 and self.planner.is_async(run.name)
+        self.planner.allocated(run.name, run.table, offered, sync=not run.waits)
         return run
 
     def complete(self, run: Run, *, chunk: int = ALL) -> None:
         """Loads, computes the rest in steps of at most ``chunk`` tokens, and checks every page that attention reads."""
-        if run.loaded and self.planner.is_async(run.name):
+        if run.waits:
             self.until(lambda: run.name in self.loaded)
             self.forget_failed(run)
         done = run.loaded * self.layout.tokens

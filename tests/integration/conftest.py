@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from kvtier import connect
 from tests.integration.blocks import sizes
 from tests.integration.models import by_hand
 from tests.integration.pool import DaemonPool
 from tests.integration.raw import attached
+from tests.integration.waiting import patient
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def daemon(pool):
 
 @pytest.fixture
 async def client(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         yield client
 
 

@@ -23,12 +23,11 @@ from kvtier import (
     Tier,
     TierFull,
     WritePolicy,
-    connect,
 )
 from kvtier.abi.words import TIERS
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, last_event
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
@@ -41,7 +40,7 @@ def daemon(start_daemon):
 
 @pytest.fixture
 async def other(daemon):
-    async with await connect(daemon.address) as other:
+    async with await patient(daemon.address) as other:
         yield other
 
 
@@ -74,10 +73,11 @@ async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(client, other):
 
 async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon(start_daemon):
     daemon = start_daemon(host=8)
-    async with await connect(daemon.address) as client, await connect(daemon.address) as owner:
+    async with await patient(daemon.address) as client, await patient(daemon.address) as owner:
         await owner.open_cache("known", SPEC)
         cache = await client.open_cache("known")
         await asyncio.to_thread(daemon.restart)
+        await heard(client)
         with pytest.raises(NotFound):
             await cache.match(KEYS)
         other = CacheSpec.single("another", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
@@ -171,7 +171,7 @@ async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemo
     defaults = CacheOptions(write_policy=WritePolicy.BACK, eviction="lru", checksum="disk")
     other = CacheSpec.single("other", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
     daemon = start_daemon(device=2, host=4)
-    async with await connect(daemon.address) as chooser, await connect(daemon.address) as client:
+    async with await patient(daemon.address) as chooser, await patient(daemon.address) as client:
         mine = await chooser.open_cache("c", SPEC, options=options)
         await asyncio.to_thread(daemon.restart)
         theirs = await client.open_cache("c", SPEC)
@@ -202,7 +202,7 @@ async def refused(cache, count, tier=Tier.HOST):
 
 async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", device=8, host=8)
-    async with await connect(daemon.address) as first, await connect(daemon.address) as second:
+    async with await patient(daemon.address) as first, await patient(daemon.address) as second:
         cache, theirs = [await each.open_cache("shared", SPEC) for each in (first, second)]
         async with cache.reserve(3, tier=Tier.HOST) as lease:
             error = await refused(cache, 2)
@@ -223,7 +223,7 @@ async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
 
 async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("shared", SPEC)
         keys = chain("streamed", 4)
         async with cache.reserve(1, tier=Tier.HOST):

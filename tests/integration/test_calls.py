@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from kvtier import BlockResult, DeadlineExceeded, Tier, arena, connect
+from kvtier import BlockResult, DeadlineExceeded, Tier, arena
 from kvtier.errors import LeaseError
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
@@ -20,7 +20,7 @@ from tests.integration.raw import attached, commit_request
 from tests.integration.seeing import cache_stats, edge_stats, state, tier_stats
 from tests.integration.stuck import stuck_disk
 from tests.integration.touching import write_into
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
 KEYS = chain("repeated", 2)
@@ -205,7 +205,7 @@ async def test_what_a_given_up_call_got_comes_back_from_a_daemon_that_hangs(star
     """The answer is lost, and while the daemon hangs no attempt to give back what was granted can succeed."""
     monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
     daemon = start_daemon(host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(KEYS, blocks(KEYS))
         granted, send = asyncio.Event(), arena.send
@@ -231,7 +231,7 @@ async def test_what_a_given_up_call_got_comes_back_from_a_daemon_that_hangs(star
 async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon):
     """It was refused: what nobody had waited for any more was still leased when the daemon came to the close."""
     daemon = start_daemon(host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("mine", SPEC)
         daemon.pause()
         reserving = asyncio.ensure_future(cache.reserve(2, Tier.HOST))
@@ -261,7 +261,7 @@ OK = bytes([common_pb2.BLOCK_RESULT_OK]) * COUNT
 async def test_a_move_that_waits_is_one_move_for_all_who_ask_for_it_under_its_number(start_daemon):
     daemon = start_daemon(device=0, host=2 * COUNT, disk=2 * COUNT)
     keys = chain("moved", COUNT)
-    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+    async with await patient(daemon.address) as client, attached(daemon.address) as raw:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys), tier=Tier.HOST)
         request = blocks_pb2.MoveRequest(

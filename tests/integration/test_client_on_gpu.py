@@ -40,7 +40,7 @@ from tests.forking import in_child
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 KEYS = chain("on gpu", 3)
 OTHERS = chain("others", 3)
@@ -415,7 +415,7 @@ async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_d
     supervised = supervised_gpu_daemon(short_dir, BUDGETS)
     supervised.start()
     try:
-        async with await connect(supervised.address) as client:
+        async with await patient(supervised.address) as client:
             cache = await client.open_cache("c", SPEC)
             kernels, lease = Kernels(fake, cache), await cache.reserve(3, Tier.DEVICE)
             kernels.write(lease, KEYS)

@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheOptions, Cause, Event, InvalidArgument, Tier, connect
+from kvtier import BlockResult, CacheOptions, Cause, Event, InvalidArgument, Tier
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, patient
 
 COMMIT = CacheOptions(checksum="commit")
 
@@ -83,7 +83,7 @@ async def test_they_outlive_the_daemon(short_dir, ending, tier):
     daemon.start()
     ending.callback(daemon.close)
     keys = chain("kept", 3)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await opened(client, "c")
         await cache.put(keys, blocks(keys), tier=Tier.HOST)
         if tier is Tier.DISK:

@@ -9,14 +9,14 @@ import subprocess
 
 import pytest
 
-from kvtier import Cursor, Tier, connect
+from kvtier import Cursor, Tier
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.load import Load
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import environment
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.trial import trial
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 from tests.integration.witness import Witness
 
 SEED = int(os.environ.get("KVTIER_SEED") or (1 if os.environ.get("CI") else random.SystemRandom().getrandbits(32)))
@@ -66,7 +66,7 @@ async def test_kills_while_it_starts(start_daemon):
     rng = random.Random(SEED)
     daemon = start_daemon(device=8, host=8, disk=64)
     keys = chain("survivor", 40)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         await cache.move(keys, Tier.DISK)
@@ -87,7 +87,7 @@ async def test_kills_while_caches_are_made(start_daemon):
     each = sizes(device=2, host=4, disk=16)
     count = 8
     daemon = start_daemon(device=2 * count, host=4 * count, disk=16 * count)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         for number in range(count):
             opening = asyncio.create_task(client.open_cache(f"c{number}", SPEC, budgets=each))
             await asyncio.sleep(rng.uniform(0, 0.03))
@@ -108,7 +108,7 @@ async def end_again_and_again(home, times, seed):
     daemon = SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))])
     daemon.start()
     try:
-        async with await connect(daemon.address, timeout=20) as client:
+        async with await patient(daemon.address, timeout=20) as client:
             cache = await client.open_cache("c", SPEC)
             load = Load(daemon.address, "c", chains=24, workers=3, seed=rng.randrange(1 << 32))
             kills = 0

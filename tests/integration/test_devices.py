@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import BlockResult, InvalidArgument, KvtierError, Tier, TierFull, connect
+from kvtier import BlockResult, InvalidArgument, KvtierError, Tier, TierFull
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.abi.cuda.views import DeviceView
@@ -22,7 +22,7 @@ from tests.fake_cuda import load_fake
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, supervised_gpu_daemon
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 FIRST, SECOND = (uuid_name(b"kvtier fake " + number.to_bytes(4, "big")) for number in range(2))
 DEVICE, HOST, DISK = 6, 16, 96
@@ -81,7 +81,7 @@ async def on_both(client, **wanted):
 
 
 async def test_caches_on_two_gpus_move_blocks_to_the_shared_host_and_disk(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         caches = await on_both(client, budgets=BUDGETS, mapped=False)
         assert [cache.info.device for cache in caches] == [FIRST, SECOND]
 
@@ -121,7 +121,7 @@ def held(short_dir):
 
 async def test_copies_of_one_gpu_do_not_wait_for_those_of_another(held, short_dir):
     """As many batches are under way as two GPUs can have."""
-    async with await connect(held.address) as client:
+    async with await patient(held.address) as client:
         caches = await on_both(client, budgets=sizes(device=MANY, host=MANY), mapped=False)
         chains = [chain(cache.name, MANY) for cache in caches]
         for cache, keys in zip(caches, chains, strict=True):
@@ -147,7 +147,7 @@ async def test_a_client_maps_both(daemon, monkeypatch):
     fake = load_fake(devices=2, max_delay_ms=1)
     monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
     monkeypatch.setattr(Gpu, "_open", {})
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         caches = await on_both(client, budgets=BUDGETS)
         chains = [chain(cache.name, 3) for cache in caches]
         for _ in range(2):
@@ -164,7 +164,7 @@ async def test_a_client_maps_both(daemon, monkeypatch):
 
 
 async def test_a_full_device_refuses_and_the_other_one_takes(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         one = sizes(device=1, host=1)
         assert (await client.open_cache("roomiest", SPEC, budgets=one)).info.device == SECOND
         full = await client.open_cache("full", SPEC, budgets=sizes(device=DEVICE), device="cuda:1")
@@ -178,7 +178,7 @@ async def test_a_full_device_refuses_and_the_other_one_takes(daemon):
 
 
 async def test_a_device_that_is_unknown_or_not_the_caches_is_refused_and_nothing_changes(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         for unknown in ("cuda:2", "stand-in", "cuda"):
             with pytest.raises(InvalidArgument, match=f"device = {unknown}: must be cuda:0 or {FIRST} or cuda:1 or"):
                 await client.open_cache("c", SPEC, device=unknown)
@@ -199,7 +199,7 @@ async def test_a_device_that_is_unknown_or_not_the_caches_is_refused_and_nothing
 @pytest.mark.parametrize("disk", [0, DISK // 2], ids=["memory", "disk"])
 async def test_a_restart_finds_both_caches_on_their_gpus(supervised, short_dir, end, disk):
     """Whatever the order of the tables is, and whatever names they have."""
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         caches = await on_both(client, budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk), mapped=False)
         for cache in caches:
             keys = chain(cache.name, DEVICE)
@@ -217,7 +217,7 @@ async def test_a_restart_finds_both_caches_on_their_gpus(supervised, short_dir, 
 
 
 async def test_a_cache_whose_gpu_is_gone_moves_to_another_one_and_stays_there(supervised, short_dir):
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         cache = await client.open_cache(
             "c", SPEC, budgets=sizes(device=2, host=4, disk=8), device="cuda:1", mapped=False
         )
@@ -238,7 +238,7 @@ async def test_a_cache_whose_gpu_is_gone_moves_to_another_one_and_stays_there(su
 @pytest.mark.parametrize("disk", [0, DISK // 2], ids=["memory", "disk"])
 async def test_a_cache_whose_gpu_is_gone_takes_no_room_from_one_that_is_there(supervised, short_dir, disk, names):
     moved, there = names
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         for name, device in ((moved, "cuda:1"), (there, "cuda:0")):
             cache = await client.open_cache(
                 name,
@@ -258,7 +258,7 @@ async def test_a_cache_whose_gpu_is_gone_takes_no_room_from_one_that_is_there(su
 
 
 async def test_a_gpu_that_is_lost_ends_the_daemon_and_costs_the_blocks_of_that_gpu_alone(supervised, short_dir):
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         caches = await on_both(client, budgets=BUDGETS, mapped=False)
         chains = [chain(cache.name, 3) for cache in caches]
         for cache, keys in zip(caches, chains, strict=True):

@@ -16,14 +16,14 @@ import time
 
 import pytest
 
-from kvtier import BlockResult, CallerError, Cause, Event, EventType, Tier, connect
+from kvtier import BlockResult, CallerError, Cause, Event, EventType, Tier
 from kvtierd.tiers.disk.records import decode_records
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, last_event, tier_stats
 from tests.integration.stored import stored_in
 from tests.integration.stuck import stuck_disk
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 8, "disk": 96}
 NAMES = ("left", "hurt", "right")
@@ -82,6 +82,7 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, clien
     flip_a_bit(daemon, keys[HURT_AT])
     if not running:
         await asyncio.to_thread(daemon.start)
+        await heard(client)
     start = await last_event(client)
     assert_bytes(keys[:HURT_AT], await cache.get(keys))
     gone: dict[bytes, Cause | int] = {}
@@ -99,6 +100,7 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, clien
     await cache.put(keys, blocks(keys))
     await cache.move(keys, Tier.DISK)
     await asyncio.to_thread(daemon.restart)
+    await heard(client)
     assert_bytes(keys, await cache.get(keys))
     assert (await tier_stats(client, "c", Tier.DISK)).quarantined == 1
 
@@ -117,6 +119,7 @@ async def test_a_slab_cut_short_while_stopped_costs_what_was_cut_off(daemon, cli
     os.truncate(slab(daemon), left * SLOT_BYTES)
     await asyncio.to_thread(daemon.start)
     assert "has lost part of its" in daemon.log
+    await heard(client)
     assert_bytes(chain("left", LENGTH), await cache.get(chain("left", LENGTH)))
     for name in ("hurt", "right"):
         assert await cache.get(chain(name, LENGTH)) == []
@@ -175,6 +178,7 @@ async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon, cl
     await eventually(lambda: tier_stats(client, "c", Tier.DISK), lambda disk: disk.quarantined == 0)
     await asyncio.to_thread(daemon.kill)
     await asyncio.to_thread(daemon.start)
+    await heard(client)
     for name in NAMES:
         assert (await cache.match(chain(name, LENGTH))).blocks == (0 if name == "hurt" else LENGTH)
 
@@ -219,7 +223,7 @@ IN_MEMORY = chain("in memory", 4)
 
 async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon):
     daemon = start_daemon("--tier-grace-seconds", "0.2", device=8, host=8, disk=DISK_SLOTS)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(KEYS, blocks(KEYS))
         assert set(await cache.move(KEYS, Tier.DISK)) == {BlockResult.OK}
@@ -307,7 +311,7 @@ async def all_on_disk(client, name):
 
 
 async def test_an_index_that_ends_the_process_is_left_out(supervised):
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         for name in ("good", "hurt"):
             await all_on_disk(client, name)
     supervised.stop()
@@ -316,7 +320,7 @@ async def test_an_index_that_ends_the_process_is_left_out(supervised):
     await asyncio.to_thread(supervised.start)
     crashes = supervised.log.count("the daemon died")
     assert 3 <= crashes <= MOST_CRASHES
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         (problem,) = (await client.stats()).problems
         assert problem.startswith("cache hurt is left out: ") and "LMDB has ended 3 processes" in problem
         with pytest.raises(CallerError, match="cache hurt is left out"):
@@ -326,7 +330,7 @@ async def test_an_index_that_ends_the_process_is_left_out(supervised):
 
     supervised.upgrade()
     assert supervised.log.count("the daemon died") == crashes, "nobody opens it any more"
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         assert len((await client.stats()).problems) == 1
         await client.remove_cache("hurt", force=True)
         await all_on_disk(client, "hurt")

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client
+from kvtier import BlockResult, Client, Tier
 from kvtier.engine import EngineOptions, KeyChain, Layout, Load, Mover, PageGroup, Pages, Plane, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
+from tests.integration.daemon import DaemonProcess
 
 PROMPT = list(range(100, 100 + 10 * TOKENS + 1))
 OTHER = [7] * (6 * TOKENS + 1)
@@ -321,20 +322,21 @@ def test_a_closed_mover_touches_no_file_of_others(daemon):
             gate.wait()
             return 0
 
-    memory = {plane.name: np.zeros((1, plane.nbytes), np.uint8) for plane in PLAIN.groups[0].planes}
-    mover = Slow(PLAIN, EngineOptions(str(daemon.address)), [Pages(0, memory)])
-    number = mover.fileno()
-    mover.start(Work(loads=(Load(1, "r", {0: bytes(32)}, {0: (0,)}, 1, False),)))
-    mover.close(timeout=0)
-    other = os.eventfd(0, os.EFD_NONBLOCK)
-    try:
-        assert other == number
-        gate.set()
-        wait_until(lambda: not mover._under_way)
-        with pytest.raises(BlockingIOError):
-            os.eventfd_read(other)
-    finally:
-        os.close(other)
+    with engine(daemon.address) as toy:
+        worker = mover(toy, Slow)
+        worker.open()
+        number = worker.fileno()
+        worker.start(load_of(toy, 1, sync=False))
+        worker.close(timeout=0)
+        other = os.eventfd(0, os.EFD_NONBLOCK)
+        try:
+            assert other == number
+            gate.set()
+            wait_until(lambda: not worker._under_way)
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(other)
+        finally:
+            os.close(other)
 
 
 def test_what_one_group_has_lost_is_saved_again(daemon):
@@ -367,14 +369,125 @@ def measured(call: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def test_a_worker_that_cannot_open_its_cache_waits_once(daemon):
+HICCUP_S = 0.25
+"""Five times what an engine may lose, since a small machine is busy with other things; what it lost is recorded."""
+
+
+def only_on_disk(client: Client, toy: Engine, *prompts: list[int]) -> None:
+    """These prompts, which the toy has computed and saved."""
+    cache = client.open_cache(toy.planner.leader.name)
+    for tokens in prompts:
+        keys = toy.chain(tokens).packed
+
+        def moved(keys: bytes = keys) -> bool:
+            cache.move(keys, Tier.DISK)
+            return set(cache.probe(keys)) == {Tier.DISK.bit}
+
+        wait_until(moved)
+
+
+def generate(toy: Engine, tokens: list[int]) -> tuple[Run, float]:
+    """A request to its last token, whose pages are all checked, and how long it took."""
+    started = time.monotonic()
+    run = toy.begin(tokens)
+    toy.complete(run)
+    return run, time.monotonic() - started
+
+
+@pytest.mark.parametrize("go", [DaemonProcess.pause, DaemonProcess.kill], ids=["stopped", "killed"])
+@pytest.mark.parametrize("begun", [False, True], ids=["before", "during"])
+def test_a_daemon_that_goes_costs_a_load_from_disk_one_hiccup(daemon, go, begun):
+    with engine(daemon.address) as toy, Client(daemon.address) as client:
+        for tokens in (PROMPT, OTHER):
+            toy.run(tokens)
+        toy.settle()
+        only_on_disk(client, toy, PROMPT, OTHER)
+        run = toy.begin(PROMPT)
+        assert (run.loaded, toy.planner.is_async(run.name)) == (10, True)
+        if begun:
+            toy.begin_step()
+        go(daemon)
+        try:
+            took = [measured(lambda: toy.complete(run)), *(generate(toy, OTHER)[1] for _ in range(3))]
+        finally:
+            if go is DaemonProcess.pause:
+                daemon.resume()
+        print("milliseconds:", [round(each * 1000) for each in took])
+        assert took[0] < HICCUP_S
+        assert sum(took[1:]) < HICCUP_S
+
+
+def test_an_engine_loads_from_disk_again_once_the_daemon_goes_on(daemon):
+    with engine(daemon.address) as toy, Client(daemon.address) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        only_on_disk(client, toy, PROMPT)
+        daemon.pause()
+        try:
+            assert generate(toy, PROMPT)[0].computed == 10
+        finally:
+            daemon.resume()
+        wait_until(lambda: toy.run(PROMPT).loaded == 10)
+
+
+def load_of(toy: Engine, number: int, *, sync: bool = True) -> Work:
+    """Of the first block of the prompt, into page 0."""
+    keys, pages = {0: toy.chain(PROMPT).key(0)}, {0: (0,)}
+    return Work(loads=(Load(number, f"r{number}", keys, pages, 1, sync),))
+
+
+def mover(toy: Engine, kind: type[Mover] = Mover) -> Mover:
+    """A worker that begins while the engine's scheduler runs."""
+    memory = {plane.name: np.zeros((1, plane.nbytes), np.uint8) for plane in PLAIN.groups[0].planes}
+    return kind(PLAIN, toy.planner.options, [Pages(0, memory)])
+
+
+def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):
     with engine(daemon.address) as toy:
         toy.run(PROMPT)
         toy.settle()
-    with engine(daemon.address, load_timeout=0.5) as toy:
         daemon.pause()
+        worker = mover(toy)
         try:
-            first, *others = [measured(lambda: toy.run(PROMPT)) for _ in range(3)]
-            assert max(others) < first / 4
+
+            def load(number: int) -> None:
+                worker.start(load_of(toy, number))
+                worker.wait_loads()
+
+            took = [measured(lambda number=number: load(number)) for number in range(4)]  # type: ignore[misc]
+            print("milliseconds:", [round(each * 1000) for each in took])
+            assert worker.failed_pages() == {0: {0}}
+            assert took[0] < HICCUP_S
+            assert sum(took[1:]) < HICCUP_S
+            daemon.resume()
+            worker.open()
+            load(4)
+            assert worker.failed_pages() == {}
         finally:
             daemon.resume()
+            worker.close()
+
+
+def test_a_load_that_the_engine_waits_for_overtakes_the_others(daemon):
+    gate = threading.Event()
+
+    class Slow(Mover):
+        def _load(self, load: Load, *rest: Any) -> None:
+            assert load.sync or gate.wait(60)
+            super()._load(load, *rest)
+
+    with engine(daemon.address) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        worker = mover(toy, Slow)
+        try:
+            worker.open()
+            worker.start(load_of(toy, 1, sync=False))
+            worker.start(load_of(toy, 2))
+            worker.wait_loads(timeout=20)
+            assert [outcome.ticket for outcome in worker.poll()] == [2]
+            gate.set()
+            wait_until(lambda: [outcome.ticket for outcome in worker.poll()] == [1])
+        finally:
+            gate.set()
+            worker.close()

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import pytest
 
-from kvtier import BlockResult, CacheOptions, Cause, EventType, WritePolicy, connect
+from kvtier import BlockResult, CacheOptions, Cause, EventType, WritePolicy
 from kvtier.abi.words import TIERS
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
@@ -23,7 +23,7 @@ from tests.integration.books import Books, moved
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_disk_faults import flip_a_bit, limit_files, slab
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 DEVICE, HOST, DISK = TIERS
 SLOTS: Final = {"device": 24, "host": 24, "disk": 48}
@@ -68,7 +68,7 @@ async def cache(client):
 
 @asynccontextmanager
 async def kept(daemon):
-    async with await connect(daemon.address) as client, Books(client) as books:
+    async with await patient(daemon.address) as client, Books(client) as books:
         yield client, books
 
 
@@ -323,7 +323,7 @@ async def test_memory_that_is_taken_over(short_dir, cause):
     daemon = SupervisedDaemon(short_dir, sizes(device=8, host=8, disk=16))
     try:
         await asyncio.to_thread(daemon.start)
-        async with await connect(daemon.address) as client, Books(client) as books:
+        async with await patient(daemon.address) as client, Books(client) as books:
             cache = await client.open_cache("c", SPEC)
             for tier in (DEVICE, HOST):
                 (parent,) = await put(cache, f"in {tier}", tier=tier)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import RetryableError, Tier, connect
+from kvtier import RetryableError, Tier
 from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -28,6 +28,7 @@ from tests.integration.on_gpu import (
 from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
 from tests.integration.test_cli import kvtier
+from tests.integration.waiting import patient
 
 MIB = 1 << 20
 DEVICE, HOST = 4, 8
@@ -95,7 +96,7 @@ async def test_a_reader_is_told_why_it_gets_none(daemon):
 
 
 async def test_status_says_which_gpu_it_is(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         (device,) = (await client.stats()).devices
         assert (device.kind, device.name, device.memory_bytes) == ("cuda", "Fake GPU 0", 1 << 30)
         shown = kvtier("status", "--address", daemon.address)
@@ -104,7 +105,7 @@ async def test_status_says_which_gpu_it_is(daemon):
 
 async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
     with serving(short_dir, device=DEVICE, host=HOST) as daemon:
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             for name in ("a", "b"):
                 await client.open_cache(name, SPEC, budgets=sizes(device=DEVICE // 2, host=2))
             await client.remove_cache("a", force=True)
@@ -121,7 +122,7 @@ async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir, code)
             said, fds = raw.socket.mapped(opened.cache_id, write=True)
             close_all(fds)
             assert "cannot be shared" in said.unmapped[attach.DEVICE]
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             cache, keys = await client.open_cache("c", SPEC), chain("unshared", 2)
             await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
             assert_bytes(keys, await cache.get(keys, tier=Tier.DEVICE))
@@ -134,7 +135,7 @@ async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir, code)
 async def test_the_gpus_blocks_survive_the_daemon(supervised, end):
     """Not a byte has moved, nor a generation changed, and the next daemon copies them."""
     keys = chain("gpu", DEVICE)
-    async with await connect(supervised.address) as client:
+    async with await patient(supervised.address) as client:
         cache = await client.open_cache("c", SPEC, mapped=False)
         await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
         places = await cache.locate(keys)
@@ -170,7 +171,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
             with raw.socket.descriptors(opened.cache_id, write=True) as fds:
                 generations = device_generations(fds[attach.CONTROL])
         assert [int(generation) % 2 for generation in generations] == [0, 0, 1, 1]
-        async with await connect(supervised.address) as client:
+        async with await patient(supervised.address) as client:
             cache = await client.open_cache("c", SPEC)
             await cache.put(on_host, blocks(on_host), tier=Tier.HOST)
             config.write_text(f'device = ["{changed}={nbytes}"]')
@@ -192,7 +193,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
 async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir):
     """Of three slots two take all that the GPU has, since pools begin at multiples of its pages."""
     with serving(short_dir, device=DEVICE, host=HOST, gpu={"memory": GPU_BYTES}) as daemon:
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             first = await client.open_cache("first", SPEC, budgets=sizes(device=1, host=1))
             with pytest.raises(RetryableError, match=r"device memory of second = \d+: not enough .* 0 bytes are free"):
                 await client.open_cache("second", SPEC, budgets=sizes(device=1, host=1))
@@ -213,14 +214,14 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=16))
     daemon.start()
     keys = chain("kept", 3)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys), tier=Tier.HOST)
         await cache.move(keys, Tier.DISK)
     daemon.stop()
     daemon.variables |= fake_gpu(**gpu)
     daemon.start()
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c")
         assert cache.tiers == (Tier.HOST, Tier.DISK)
         assert_bytes(keys, await cache.get(keys))
@@ -229,7 +230,7 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
     assert daemon.ended() == 0
     daemon.variables |= fake_gpu()
     daemon.start()
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         assert (await client.open_cache("c")).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
     daemon.terminate()
     assert daemon.ended() == 0
@@ -238,7 +239,7 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
 async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir):
     slots = 16 * MIB // SPEC.record_bytes(0)
     with supervised_gpu_daemon(short_dir, {}, ["--device", "cuda=50%"], gpu={"memory": 32 * MIB}) as supervised:
-        async with await connect(supervised.address) as client:
+        async with await patient(supervised.address) as client:
             assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
             await asyncio.to_thread(supervised.kill)
             assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots

@@ -11,10 +11,10 @@ from typing import Final
 
 import pytest
 
-from kvtier import Cursor, KvtierError, Mirror, Tier, connect
+from kvtier import Cursor, KvtierError, Mirror, Tier
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import calls, supervised_gpu_daemon
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 DEVICE, HOST, DISK = 4, 8, 64
 ON_GPU: Final = chain("on the GPU", DEVICE - 1)
@@ -53,7 +53,7 @@ async def ended(daemon, starts):
 
 
 async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daemon, lost, short_dir):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(ON_DISK, blocks(ON_DISK), tier=Tier.HOST)
         await cache.move(ON_DISK, Tier.DISK)
@@ -80,7 +80,7 @@ async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daem
 
 async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, lost):
     """Copies between all tiers are under way when it happens."""
-    async with await connect(daemon.address) as client, Mirror(client, ["c"]) as mirror:
+    async with await patient(daemon.address) as client, Mirror(client, ["c"]) as mirror:
         cache = await client.open_cache("c", SPEC)
         chains = [chain(f"traffic {number}", 3) for number in range(12)]
         over = asyncio.Event()

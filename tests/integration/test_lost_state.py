@@ -8,12 +8,12 @@ import shutil
 
 import pytest
 
-from kvtier import Event, EventType, Gap, Mirror, MirrorState, connect
+from kvtier import Event, EventType, Gap, Mirror, MirrorState
 from tests.integration.blocks import SPEC, blocks, chain
 from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
 from tests.integration.test_watch_restart import up_to
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 32}
 
@@ -39,7 +39,7 @@ async def without_state(daemon):
 async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon, log):
     daemon = start_daemon("--event-log-bytes", log, **SLOTS)
     keys = chain("before", 6)
-    async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
+    async with await patient(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         await up_to(watch, await last_event(client))
@@ -59,7 +59,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch, passed
     steering = Steering().installed(monkeypatch)
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         async with Mirror(client, ["c"], heartbeat_s=0.1) as mirror:
             await cache.put(keys, blocks(keys))
@@ -85,7 +85,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch, passed
 async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon):
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
-    async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
+    async with await patient(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         before = await up_to(watch, await last_event(client))

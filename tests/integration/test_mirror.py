@@ -35,7 +35,7 @@ from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
 from tests.integration.test_rights import ALL, ONE, change_rules
 from tests.integration.test_slow_watchers import BLOCKS, NAME, SMALL_RING, store
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SMALL = sizes(device=12, host=24, disk=48)
 ROOM = ("--device", "stand-in=2MiB", "--host-bytes", "4MiB", "--disk-bytes", "8MiB")
@@ -96,7 +96,7 @@ class Sequences:
 async def test_it_says_what_listings_say_while_everything_happens(start_daemon, steering, seed):
     daemon, rng = start_daemon(*ROOM, "--chaos-seed", str(seed)), random.Random(seed)
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(await connect(daemon.address))
+        client = await stack.enter_async_context(await patient(daemon.address))
         one = await client.open_cache("one", SPEC, budgets=SMALL)
         many = await client.open_cache("many", VSWA, budgets=WINDOWS)
         groups = [many.in_group(group) for group in groups_of(VSWA)]
@@ -163,7 +163,7 @@ async def kinds(client):
 async def test_what_it_was_too_slow_for_it_makes_up_for(start_daemon, steering, log):
     """With a snapshot where the daemon has forgotten it, and from its log where it has one."""
     daemon = start_daemon(*SMALL_RING, "--event-log-bytes", log, host=2 * BLOCKS)
-    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+    async with await patient(daemon.address) as client, attached(daemon.address) as raw:
         cache = await client.open_cache(NAME, SPEC)
         number = (await raw.open(NAME)).cache_id
         async with Mirror(client, [NAME]) as mirror:
@@ -183,7 +183,7 @@ async def test_what_it_was_too_slow_for_it_makes_up_for(start_daemon, steering, 
 async def test_caches_come_and_go_and_come_back_as_others(start_daemon, steering):
     daemon = start_daemon(*ROOM)
     keys = chain("one", 6)
-    async with await connect(daemon.address) as client, Mirror(client, ["later"], heartbeat_s=0.1) as mirror:
+    async with await patient(daemon.address) as client, Mirror(client, ["later"], heartbeat_s=0.1) as mirror:
         assert (mirror.state, mirror.longest_prefix(keys)) == (MirrorState.EXACT, 0)
         first = await client.open_cache("later", VSWA, budgets=WINDOWS)
         await first.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
@@ -209,7 +209,7 @@ async def test_a_right_that_goes_makes_it_stale_and_one_that_comes_back_exact(st
     file.write_text(ALL)
     daemon = start_daemon("--config", str(file), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=16)
     keys = chain("right", 4)
-    async with await connect(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as router:
+    async with await patient(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as router:
         cache = await owner.open_cache("other", SPEC, budgets=sizes(host=8))
         await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
         async with Mirror(router, ["other"], heartbeat_s=0.05) as mirror:
@@ -228,7 +228,7 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon):
     daemons = {name: start_daemon(device=8, host=16, disk=32) for name in ("one", "two")}
     keys = chain("shared", 6)
     async with AsyncExitStack() as stack:
-        clients = {n: await stack.enter_async_context(await connect(d.address)) for n, d in daemons.items()}
+        clients = {n: await stack.enter_async_context(await patient(d.address)) for n, d in daemons.items()}
         caches = {name: await client.open_cache("c", SPEC) for name, client in clients.items()}
         await caches["one"].put(keys[:3], blocks(keys[:3]), tier=Tier.DEVICE)
         await caches["two"].put(keys, blocks(keys), tier=Tier.HOST)
@@ -251,6 +251,7 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon):
         ]
         await asyncio.to_thread(daemons["two"].start)
         await mirrors["two"].synced(timeout=PATIENCE_S)
+        await heard(clients["two"])
         left = (await caches["two"].match(keys)).blocks
         assert {each.name: each.blocks for each in rank_mirrors(mirrors, keys)} == {"one": 3, "two": left}
 

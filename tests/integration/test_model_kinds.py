@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from kvtier import BlockResult, InvalidArgument, Tier, connect
+from kvtier import BlockResult, InvalidArgument, Tier
 from tests.integration.blocks import chain
 from tests.integration.models import MODELS, VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.touching import write_into
+from tests.integration.waiting import heard, patient
 
 SLOTS = {"device": 7, "host": 8, "disk": 24}
 KEYS = chain("models", 16)
@@ -35,7 +36,7 @@ def assert_prefix(spec, group, found):
 
 async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec):
     daemon = start_for(spec, **SLOTS)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("model", spec, budgets=by_hand(spec, **SLOTS))
         groups = [cache.in_group(group) for group in groups_of(spec)]
         for group in groups:
@@ -48,6 +49,7 @@ async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec)
             await group.move(KEYS, Tier.DISK)
         await asyncio.to_thread(daemon.stop)
         await asyncio.to_thread(daemon.start)
+        await heard(client)
         for group in groups:
             assert set((await group.match(KEYS)).residency) == {Tier.DISK.bit}
             assert_prefix(spec, group.group, await group.get(KEYS))
@@ -57,7 +59,7 @@ async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec)
 async def test_views_are_the_pools_of_a_block(start_for, spec):
     """What an engine writes pool by pool is what it reads as one block."""
     daemon = start_for(spec, device=2)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("model", spec)
         for group in (cache.in_group(group) for group in groups_of(spec)):
             (data,) = content(spec, group.group, KEYS[:1])
@@ -73,7 +75,7 @@ async def test_views_are_the_pools_of_a_block(start_for, spec):
 
 async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(start_for):
     daemon = start_for(VSWA, **SLOTS)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("model", VSWA, budgets=by_hand(VSWA, **SLOTS))
         assert [group.window_tokens for group in cache.info.groups] == [64, 0, 100]
         for group in groups_of(VSWA):
@@ -87,7 +89,7 @@ async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(sta
 async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for):
     """Windows of 64 and 100 tokens keep 5 and 8 blocks of 16, the full group one for each."""
     daemon = start_for(VSWA, device=64)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         whole = 40 * VSWA.record_bytes(1) + 5 * VSWA.record_bytes(0) + 8 * VSWA.record_bytes(2)
         cache = await client.open_cache("model", VSWA, budgets={Tier.DEVICE: whole})
         assert [cache.in_group(group).slots(Tier.DEVICE) for group in groups_of(VSWA)] == [5, 40, 8]
@@ -95,7 +97,7 @@ async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for):
 
 async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for):
     daemon = start_for(VSWA, device=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("model", VSWA)
         second = cache.in_group(1)
         await second.put(KEYS[:2], content(VSWA, 1, KEYS[:2]))

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, InvalidArgument, Tier, buffers, connect, errors
+from kvtier import BlockResult, Client, InvalidArgument, Tier, buffers, errors
 from kvtier.wire import ReadCounts
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.stuck import stuck_disk
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 SLOTS = 16
 
@@ -40,7 +40,7 @@ async def spread(cache, name):
 
 async def test_lookups_say_what_the_daemon_says(cache, client):
     keys = await spread(cache, "lookups")
-    async with await connect(client.address) as other:  # its calls tell nothing of ours
+    async with await patient(client.address) as other:  # its calls tell nothing of ours
         raw = await other.open_cache(cache.name, SPEC)
         raw.arena.stale = True
         for part in (keys, keys[:5], keys[9:], keys[:1], keys[8:10], chain("strangers", 3)):
@@ -151,7 +151,7 @@ async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache):
 async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon, name):
     """Its slot keeps its generation for as long as the disk takes; what is stored under its key by then is the new."""
     keys = chain("dropped", 3)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
         await cache.put(keys, blocks(keys))
         assert_bytes(keys, await cache.get(keys))
@@ -219,7 +219,7 @@ def test_the_synchronous_client_reads_in_the_calling_thread(daemon, name):
 
 async def test_several_groups(start_for):
     daemon = start_for(VSWA, host=16, disk=16)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
         keys = chain("across", 12)
         await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
@@ -243,7 +243,7 @@ async def test_several_groups(start_for):
 
 async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon):
     daemon = start_daemon(host=SLOTS, disk=4 * SLOTS)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         caches = [await client.open_cache(name, SPEC, budgets=sizes(host=8, disk=32)) for name in ("a", "b")]
         keys = chain("kept", 6)
         for cache in caches:
@@ -256,7 +256,7 @@ async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon):
         for cache in caches:
             assert_bytes(keys, await cache.get([*keys, bytes(32)]))
             assert await cache.prefix_length([*keys, bytes(32)]) == 6
-            assert cache.lookups == "shared memory"
+            assert cache.lookups.startswith("shared memory")
         assert [cache.reads.calls for cache in caches] == calls
         await asyncio.to_thread(daemon.start)
         await eventually(lambda: first, lambda arenas: all(arena.stale for arena in arenas))

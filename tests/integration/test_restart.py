@@ -17,7 +17,6 @@ from kvtier import (
     LeaseLost,
     SpecMismatch,
     Tier,
-    connect,
 )
 from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
@@ -26,7 +25,7 @@ from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 ON_DISK = chain("on disk", 20)
@@ -54,9 +53,10 @@ async def filled(client):
 
 
 async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await filled(client)
         await restart(daemon)
+        await heard(client)
         assert (await cache.match(ON_DISK)).residency == bytes([Tier.DISK.bit]) * len(ON_DISK)
         assert (await cache.match(IN_MEMORY)).blocks == 0
         assert await cache.get(IN_MEMORY) == []
@@ -68,7 +68,7 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
 
 
 async def test_a_cache_is_announced_anew(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await filled(client)
         before = await client.stats()
         await restart(daemon)
@@ -89,10 +89,10 @@ async def test_a_cache_is_announced_anew(daemon):
 
 
 async def test_budgets_and_spec_are_remembered(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache("small", SPEC, budgets=sizes(device=2, host=3, disk=4))
     await restart(daemon)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         (info,) = await client.caches()
         assert [tier.slots for tier in info.groups[0].tiers] == [2, 3, 4]
         other = CacheSpec.single("another model", "uint8", 16, layers=1, kv_heads=1, head_size=8)
@@ -101,11 +101,12 @@ async def test_budgets_and_spec_are_remembered(daemon):
 
 
 async def test_generations_never_restart(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await filled(client)
         old, slots = cache.arena, np.arange(SLOTS["device"])
         before = old.generations(Tier.DEVICE, cache.group, slots)
         await restart(daemon)
+        await heard(client)
         await cache.match(ON_DISK)
         assert cache.arena is not old
         after = cache.arena.generations(Tier.DEVICE, cache.group, slots)
@@ -114,7 +115,7 @@ async def test_generations_never_restart(daemon):
 
 @pytest.mark.parametrize("cleanly", [True, False])
 async def test_leases_die_with_their_daemon(daemon, cleanly):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await filled(client)
         written, read = await cache.reserve(3), await cache.acquire(ON_DISK[:2], Tier.HOST)
         views = [written.view(index) for index in range(3)]
@@ -138,7 +139,7 @@ async def test_leases_die_with_their_daemon(daemon, cleanly):
 async def test_put_and_get_outlive_any_number_of_restarts(daemon):
     """One client, never told to reconnect, one chain after another while the daemon comes and goes."""
     rounds = 3
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
         done = asyncio.Event()
 
@@ -161,7 +162,7 @@ async def test_put_and_get_outlive_any_number_of_restarts(daemon):
 
 
 async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await filled(client)
     daemon.stop()
     full = dict(daemon.sizes)
@@ -170,7 +171,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     assert "--disk-bytes" in said and "stored cache c" in said
     daemon.sizes = full | sizes(device=2, host=3)
     daemon.start()
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         assert [cache.slots(tier) for tier in TIERS] == [2, 3, SLOTS["disk"]]
         assert_bytes(ON_DISK, await cache.get(ON_DISK))
@@ -178,7 +179,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
 
 async def test_a_client_that_connects_while_nobody_serves_waits(daemon):
     daemon.stop()
-    connecting = asyncio.create_task(connect(daemon.address, wait=PATIENCE_S))
+    connecting = asyncio.create_task(patient(daemon.address))
     await asyncio.to_thread(daemon.start)
     async with await connecting as client:
         assert (await client.stats()).pid == daemon.pid
@@ -219,7 +220,7 @@ async def matches(client, name):
 async def test_it_stays_forgotten_over_a_kill(start_daemon, forget, settled):
     """``settled``: all of it is on disk before; else some of it is still being written."""
     daemon = start_daemon(host=32, disk=256)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         for keys in CHAINS:
             await cache.put(keys, blocks(keys))
@@ -228,5 +229,5 @@ async def test_it_stays_forgotten_over_a_kill(start_daemon, forget, settled):
         await forget(cache)
         daemon.kill()
     daemon.start()
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         assert await matches(client, "c") == 0

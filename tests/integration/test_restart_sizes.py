@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from kvtier import Cause, Cursor, Event, EventType, NotFound, Tier, connect
+from kvtier import Cause, Cursor, Event, EventType, NotFound, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, patient
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, endi
     daemon.start()
     ending.callback(daemon.close)
     keys = chain("kept", 4)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         for name, slots in (("large", 8), ("small", 4)):
             cache = await client.open_cache(name, SPEC, budgets=sizes(host=slots))
             await cache.put(keys, blocks(keys))
@@ -53,14 +53,14 @@ async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_
     engine_dir.mkdir()
     engine = gpu_daemon(engine_dir, {Tier.DEVICE: 12 * MIB}, gpu=gpu)
     keys = chain("kept", 4)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         assert cache.slots(Tier.DEVICE) == 16 * MIB // SLOT_BYTES
         await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
         await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
         engine.start()
         ending.callback(engine.stop)
-        async with await connect(engine.address) as other:
+        async with await patient(engine.address) as other:
             await other.open_cache("engine", SPEC)
             await asyncio.to_thread(daemon.kill)
             assert_bytes(keys, await (await client.open_cache("c")).get(keys))

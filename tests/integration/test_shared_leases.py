@@ -25,7 +25,6 @@ from kvtier import (
     LeaseLost,
     Tier,
     TierFull,
-    connect,
 )
 from kvtier.v1 import blocks_pb2
 from tests.integration.actors import Actor
@@ -34,7 +33,7 @@ from tests.integration.seeing import session_of, tier_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_dead_clients import DEAD_CLIENT_S, break_connection
 from tests.integration.touching import bytes_in, write_into
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 OK = BlockResult.OK
 HOST = 8
@@ -49,7 +48,7 @@ async def cache(client, name):
 
 @pytest.fixture
 async def other(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         yield client
 
 
@@ -153,7 +152,7 @@ async def test_slots_are_back_within_a_tenth_of_a_second_of_the_last_holders_dea
 async def test_a_restarted_daemon_honours_the_slots_while_one_holder_lives(short_dir, dies):
     """Its owner table has one word a slot: with one of two owners in it, the slot would go with that one."""
     with SupervisedDaemon(short_dir, sizes(host=HOST)) as daemon:
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             cache = await client.open_cache("c", SPEC)
             with Actor("plan", address=daemon.address, cache="c", leases=[3]) as scheduler:
                 planned = scheduler.says()

@@ -22,7 +22,7 @@ from tests.integration.seeing import cache_stats
 from tests.integration.starting import environment
 from tests.integration.stuck import stuck_disk
 from tests.integration.test_crash import SEED
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 SLOTS = {"device": 8, "host": 8, "disk": 64}
 IN_TIME_S = 5.0
@@ -59,8 +59,8 @@ async def test_a_stop_with_everything_going_on(start_daemon):
     daemon = start_daemon(device=4, disk=64)
     pid, shared_memory = daemon.pid, set(os.listdir("/dev/shm"))
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(await connect(daemon.address))
-        holder = await stack.enter_async_context(await connect(daemon.address))
+        client = await stack.enter_async_context(await patient(daemon.address))
+        holder = await stack.enter_async_context(await patient(daemon.address))
         cache = await client.open_cache("c", SPEC)
         for _ in range(3):
             await anext(await stack.enter_async_context(client.watch(oldest=True)))
@@ -92,7 +92,7 @@ async def three_blank_slots(cache):
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGINT, 50)])
 async def test_signals(daemon, number, times):
     """Either one asks for a clean stop, and so does the next; impatience does not make it less clean."""
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         keys = chain("kept", 4)
         await cache.put(keys, blocks(keys))
@@ -114,7 +114,7 @@ async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir):
     daemon = DaemonProcess(short_dir, sizes(**SLOTS), ["--shutdown-seconds", "0.5"])
     daemon.start()
     kept, hanging = chain("kept", 4), chain("hanging", 4)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(kept, blocks(kept))
         await cache.move(kept, Tier.DISK)
@@ -139,7 +139,7 @@ async def test_stops_while_it_starts(daemon):
     """A signal that comes before there is anything to stop is not lost, and does no harm."""
     rng = random.Random(SEED)
     keys = chain("kept", 20)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         await cache.move(keys, Tier.DISK)
@@ -148,7 +148,7 @@ async def test_stops_while_it_starts(daemon):
         status = await asyncio.to_thread(start_and_stop_after, daemon, rng.uniform(0.0, 0.5))
         assert status in (0, -signal.SIGTERM)
     daemon.start()
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         assert (await client.stats()).epoch == 1, "none of them was unclean"
         cache = await client.open_cache("c", SPEC)
         assert_bytes(keys, await cache.get(keys))
@@ -165,7 +165,7 @@ def start_and_stop_after(daemon, seconds):
 
 
 async def test_nobody_is_let_in_while_it_stops(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(chain("in the way", 4), blocks(chain("in the way", 4)))
         with stuck_disk(daemon, "c") as disk:

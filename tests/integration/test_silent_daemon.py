@@ -20,7 +20,7 @@ from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, ch
 from tests.integration.daemon import DaemonProcess
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.stuck import stuck_disk
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, heard
 
 SLOTS: Final = 16
 TIMEOUT_S: Final = 0.2
@@ -83,7 +83,13 @@ async def fill(daemon):
             pass
 
 
+async def missed(client):
+    """Until it is known to be away."""
+    await eventually(lambda: client.connected, lambda connected: not connected)
+
+
 async def all_is_given_back(client, cache):
+    await heard(client)
     await eventually(client.leases, lambda held: not held)
     async with cache.reserve(SLOTS) as everything:
         assert len(everything) == SLOTS
@@ -101,9 +107,7 @@ async def test_every_call_ends_at_its_deadline(daemon):
         with paused(daemon):
             began = time.monotonic()
             await asyncio.gather(*(call(verb) for verb in islice(cycle(VERBS), CALLS)))
-            for verb in islice(cycle(VERBS), CALLS):
-                await call(verb)
-            assert time.monotonic() - began < (1 + CALLS) * TIMEOUT_S + SLACK_S
+            assert time.monotonic() - began < TIMEOUT_S + SLACK_S
         await all_is_given_back(client, cache)
 
 
@@ -121,16 +125,77 @@ async def test_every_call_of_a_thread_ends_at_its_deadline(daemon):
             with paused(daemon):
                 began = time.monotonic()
                 list(threads.map(call, islice(cycle(VERBS), CALLS)))
-                for verb in islice(cycle(VERBS), CALLS):
-                    call(verb)
                 taken = time.monotonic() - began
             until = time.monotonic() + PATIENCE_S
-            while client.leases():
+            while not client.connected or client.leases():
                 assert time.monotonic() < until, "slots stayed leased"
             with cache.reserve(SLOTS):
                 return taken
 
-    assert await asyncio.to_thread(calls) < (1 + CALLS) * TIMEOUT_S + SLACK_S
+    assert await asyncio.to_thread(calls) < TIMEOUT_S + SLACK_S
+
+
+AT_ONCE_S: Final = 0.05
+"""Ten times what such a call may take: the machine is busy with other things."""
+
+
+@pytest.mark.parametrize("how", AWAY)
+async def test_while_the_daemon_is_away_every_call_fails_at_once(daemon, how):
+    go, come_back = AWAY[how]
+    await fill(daemon)
+    async with await connect(daemon.address, timeout=60, patience=AT_ONCE_S) as client:
+        cache = await client.open_cache("c", SPEC)
+        await asyncio.to_thread(go, daemon)
+        took = []
+        try:
+            with suppress(RetryableError):
+                await client.stats()
+            assert not client.connected
+            for call in VERBS.values():
+                began = time.monotonic()
+                with pytest.raises(DaemonUnavailable, match=r"no daemon answers|no sign of life"):
+                    await call(client, cache)
+                took.append(time.monotonic() - began)
+        finally:
+            await asyncio.to_thread(come_back, daemon)
+        print("milliseconds:", [round(each * 1000, 1) for each in took])
+        assert sorted(took)[len(took) // 2] < AT_ONCE_S, took
+        await heard(client)
+        await VERBS["stats"](client, cache)
+
+
+@pytest.mark.parametrize("how", AWAY)
+async def test_a_client_that_waits_does_not_see_that_the_daemon_was_away(daemon, how):
+    go, come_back = AWAY[how]
+    await fill(daemon)
+    async with await connect(daemon.address, wait=PATIENCE_S, patience=AT_ONCE_S) as client:
+        cache = await client.open_cache("c", SPEC)
+        await asyncio.to_thread(go, daemon)
+        got = asyncio.ensure_future(cache.drop(KEYS))
+        await missed(client)
+        assert not got.done()
+        await asyncio.to_thread(come_back, daemon)
+        assert (await got).results == [BlockResult.OK] * len(KEYS)
+
+
+async def test_a_call_that_waits_in_a_daemon_that_falls_silent_ends(daemon):
+    """One that waits for room, in a daemon that is alive, goes on."""
+    async with await connect(daemon.address, patience=AT_ONCE_S) as client:
+        cache = await client.open_cache("c", SPEC)
+        keys = chain("full", SLOTS)
+        await cache.put(keys, blocks(keys))
+        with stuck_disk(daemon, "c"):
+            reserving = asyncio.ensure_future(cache.reserve(SLOTS, timeout=60).take())
+            async with await connect(daemon.address) as other:
+                await eventually(other.stats, lambda stats: any(c.waiting for c in stats.caches))
+            assert await asyncio.wait([reserving], timeout=10 * AT_ONCE_S) == (set(), {reserving})
+            with paused(daemon):
+                began = time.monotonic()
+                with pytest.raises(DaemonUnavailable):
+                    await reserving
+                took = time.monotonic() - began
+        print("milliseconds:", round(took * 1000))
+        assert took < 5 * AT_ONCE_S
 
 
 async def test_a_watch_that_cannot_begin_says_so(daemon):
@@ -162,6 +227,7 @@ async def test_a_release_is_not_lost(daemon, asked):
                 await cache.release(trimmed, timeout=TIMEOUT_S)
                 await cache.release(written, timeout=TIMEOUT_S)
                 assert time.monotonic() - began < 3 * TIMEOUT_S + SLACK_S
+            await heard(client)
             await eventually(client.leases, lambda held: len(held) == 1)
         await all_is_given_back(client, cache)
 
@@ -180,6 +246,7 @@ async def test_slots_of_a_commit_that_nobody_heard_are_not_blank(daemon):
             assert lease.blank == [1]
             with pytest.raises(ValueError, match="read-only"):
                 lease.view(0)[0][:] = 0
+            await heard(client)
             assert await lease.commit(keys[1:]) == [BlockResult.OK]
 
 
@@ -191,7 +258,10 @@ async def test_a_hit_that_cannot_be_loaded_is_offered_once(daemon, how):
         cache = await client.open_cache("c", SPEC)
         await asyncio.to_thread(go, daemon)
         try:
-            assert (await cache.match(KEYS)).blocks == 8
+            if how == "killed":
+                await missed(client)
+            else:
+                assert (await cache.match(KEYS)).blocks == 8
             began = time.monotonic()
             assert_bytes(MAPPED, await cache.get(KEYS, timeout=TIMEOUT_S))
             assert time.monotonic() - began < TIMEOUT_S + SLACK_S
@@ -218,8 +288,7 @@ async def test_what_a_daemon_closed_is_read_once_it_is_known_to_be_away(daemon):
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await asyncio.to_thread(daemon.stop)
-        with pytest.raises(DaemonUnavailable):
-            await cache.match(KEYS, timeout=TIMEOUT_S)
+        await missed(client)
         assert (await cache.match(KEYS)).blocks == 4
         assert_bytes(MAPPED, await cache.get(KEYS))
         await asyncio.to_thread(daemon.start)
@@ -244,7 +313,7 @@ async def test_a_thread_reads_what_is_mapped(daemon, how):
     await fill(daemon)
 
     def read():
-        with Client(daemon.address) as client:
+        with Client(daemon.address, wait=PATIENCE_S) as client:
             cache = client.open_cache("c", SPEC)
             go(daemon)
             try:
@@ -344,7 +413,7 @@ async def test_a_caller_in_a_hurry_does_not_make_the_daemon_unreachable(daemon):
 
 async def test_a_daemon_that_makes_no_room_in_time_is_heard(daemon):
     """It is the daemon's own answer, so nobody takes the daemon for silent."""
-    async with await connect(daemon.address) as client:
+    async with await connect(daemon.address, patience=AT_ONCE_S) as client:
         cache = await client.open_cache("c", SPEC)
         keys = chain("full", SLOTS)
         await cache.put(keys, blocks(keys))
@@ -362,7 +431,7 @@ async def test_a_client_closes_beside_a_daemon_that_does_not_answer(daemon):
         with paused(daemon):
             await asyncio.gather(*(cache.drop(LONG, timeout=TIMEOUT_S) for _ in range(3)), return_exceptions=True)
             began = time.monotonic()
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises((DaemonUnavailable, DeadlineExceeded)):
                 await cache.close(timeout=TIMEOUT_S)
             await client.close()
             assert time.monotonic() - began < 5 + SLACK_S

@@ -20,7 +20,6 @@ from kvtier import (
     TierFull,
     TokenRange,
     WritePolicy,
-    connect,
 )
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -28,7 +27,7 @@ from tests.integration.books import Books
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 HOST = 16
 TOKENS = SPEC.tokens_per_block
@@ -64,7 +63,7 @@ async def orphaned(client):
 async def test_blocks_in_memory_survive_where_they_are(daemon, end, epochs):
     """And so do the cache's options, whoever opens it then."""
     options = CacheOptions(write_policy=WritePolicy.SELECTIVE, eviction="2q", checksum="commit")
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache("c", SPEC, options=options)
         cache, keys = await stored(client, "kept", 10)
         before = await client.stats()
@@ -75,14 +74,14 @@ async def test_blocks_in_memory_survive_where_they_are(daemon, end, epochs):
             assert_bytes(keys, await cache.get(keys))
         now = await client.stats()
         assert (now.epoch, now.boot) == (before.epoch + 2 * epochs, before.boot + 2)
-        async with await connect(daemon.address) as other:
+        async with await patient(daemon.address) as other:
             assert (await other.open_cache("c")).info.options == options
 
 
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
 async def test_a_retention_given_after_the_commit_survives(daemon, end):
     """By ``set_retention``, and by an acquire, whose clock starts at the release; and events say the same."""
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache, keys = await stored(client, "kept", 4)
         await cache.set_retention(keys[1:2], 80, 3600.0)
         retention = Retention((TokenRange(2 * TOKENS, 3 * TOKENS, 70, 1800.0),))
@@ -99,7 +98,7 @@ async def test_a_retention_given_after_the_commit_survives(daemon, end):
 
 async def test_a_block_can_be_found_on_host_and_disk(short_dir):
     with SupervisedDaemon(short_dir, sizes(host=HOST, disk=64)) as daemon:
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             cache, keys = await stored(client, "both", 4)
             await cache.move(keys, Tier.DISK)
             async with cache.acquire(keys, tier=Tier.HOST):
@@ -107,6 +106,7 @@ async def test_a_block_can_be_found_on_host_and_disk(short_dir):
             alone = chain("host alone", 3)
             await cache.put(alone, blocks(alone), tier=Tier.HOST)
             await asyncio.to_thread(daemon.kill)
+            await heard(client)
             assert {place.residency for place in await cache.locate(keys)} == {Tier.HOST.bit | Tier.DISK.bit}
             assert {place.residency for place in await cache.locate(alone)} == {Tier.HOST.bit}
             assert_bytes([*keys, *alone], [*await cache.get(keys), *await cache.get(alone)])
@@ -116,7 +116,7 @@ async def test_all_window_groups_survive_a_kill(short_dir):
     """With different slots and bytes in each, and blocks in both tiers of memory; without a disk."""
     slots = {"device": 12, "host": 16}
     with SupervisedDaemon(short_dir, {tier: sum(shares) for tier, shares in by_hand(VSWA, **slots).items()}) as daemon:
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             cache = await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, **slots))
             groups = [cache.in_group(group) for group in groups_of(VSWA)]
             keys = {group.group: chain(f"group {group.group}", 20) for group in groups}
@@ -146,9 +146,9 @@ async def test_all_window_groups_survive_a_kill(short_dir):
 
 @pytest.mark.parametrize("end", ["releases", "dies"])
 async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_go(daemon, end):
-    async with await connect(daemon.address) as watching:
+    async with await patient(daemon.address) as watching:
         cache = await watching.open_cache("c", SPEC)
-        async with await connect(daemon.address) as writer:
+        async with await patient(daemon.address) as writer:
             with Actor("hold", address=daemon.address, cache="c", reserve={"HOST": 2}, acquire={}) as actor:
                 slots = set(actor.says()["slots"]["HOST"])
                 own = await writer.open_cache("c", SPEC)
@@ -175,7 +175,7 @@ async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_g
 
 
 async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache, keys = await stored(client, "read", 4)
         acquire = {"HOST": ["read", 4]}
         with Actor("hold", address=daemon.address, cache="c", reserve={}, acquire=acquire) as reader:
@@ -198,7 +198,7 @@ async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon):
 
 async def test_what_was_being_written_is_not_there(daemon):
     """A slot is a block's when it is committed, whatever has been copied into it."""
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache, keys = await stored(client, "whole", 2)
         half = chain("half", 1)
         lease = await cache.reserve(1, tier=Tier.HOST)

@@ -32,7 +32,7 @@ from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.residency import ResidencyTable, snapshot
 from tests.integration.seeing import last_event
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 
@@ -111,6 +111,7 @@ async def test_one_block_s_life_is_told_over_a_restart_without_those_of_others(d
     cache = await on_disk(client, "first")
     await eventually(client.stats, lambda stats: stats.event_log.newest_id >= stats.last_event_id)
     await restart(daemon)
+    await heard(client)
     await cache.get(chain("first", 6))
     key = chain("first", 6)[4]
     async with client.watch(oldest=True, keys=[key.hex()[:16]], heartbeats=True, heartbeat_s=0.05) as watch:
@@ -141,7 +142,7 @@ async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(sta
 @pytest.mark.parametrize("kills", [1, 3])
 async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_daemon, kills):
     daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await on_disk(client, "before")
         last = await last_event(client)
         for _ in range(kills):

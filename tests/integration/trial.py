@@ -10,14 +10,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtier import AsyncClient, Cache, Cursor, TierFull, connect
+from kvtier import AsyncClient, Cache, Cursor, TierFull
 from kvtier.abi.words import TIERS
 from kvtierd.tiers.disk.records import decode_records, parents_of
 from tests.integration.blocks import SLOT_BYTES, SPEC, Blocks, assert_bytes, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.stored import stored_in
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 from tests.integration.witness import Witness
 
 ROOMY: Final = sizes(device=24, host=32, disk=640)
@@ -102,7 +102,7 @@ async def trial(start_daemon: StartDaemon, seed: int, *flags: str) -> AsyncItera
     slots = {str(tier): sum(each[tier] for each in budgets.values()) // SLOT_BYTES for tier in TIERS}
     daemon = start_daemon("--chaos-seed", str(rng.randrange(1 << 32)), *flags, **slots)
     async with AsyncExitStack() as stack:
-        observer = await stack.enter_async_context(await connect(daemon.address))
+        observer = await stack.enter_async_context(await patient(daemon.address))
         caches = {name: await observer.open_cache(name, SPEC, budgets=each) for name, each in budgets.items()}
         witness = await stack.enter_async_context(Witness(observer))
         loads = {

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any, TypeAlias, TypeVar, overload
 
+from kvtier import AsyncClient, connect
+
 T = TypeVar("T")
 Probe: TypeAlias = Callable[[], Awaitable[T]]
 
@@ -15,6 +17,11 @@ PATIENCE_S = 30.0
 that passes does."""
 
 _PAUSE_S = 0.005
+
+
+async def patient(address: str, **options: Any) -> AsyncClient:
+    """A client whose calls wait while the daemon is away."""
+    return await connect(address, wait=PATIENCE_S, **options)
 
 
 @overload
@@ -32,3 +39,8 @@ async def eventually(probe: Callable[[], Any], wanted: Callable[[Any], object], 
             return answer
         assert loop.time() < end, f"still not so after {within:g} s: {answer!r}"
         await asyncio.sleep(_PAUSE_S)
+
+
+async def heard(client: AsyncClient) -> None:
+    """Until the daemon is not away any more: a read without a call does not wait for that."""
+    await eventually(lambda: client.connected, bool)

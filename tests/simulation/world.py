@@ -340,7 +340,7 @@ class World:
 
     def carry(self, site: Site, count: int, taken: float) -> None:
         """The store beyond the host takes a part of what is offered."""
-        offers = self.core.offers(site.group, count)
+        offers = self.core.beyond.offers(site.group, count)
         before = dict(site.mirror.blocks)
         above: set[Key] = set()
         for offer, place in zip(offers, self.core.locate(site.group, [each.key for each in offers]), strict=True):
@@ -352,11 +352,11 @@ class World:
             if offer.parent is not None:
                 above.add(offer.parent)
         gone, back = offers[: int(taken * len(offers))], offers[int(taken * len(offers)) :]
-        self.core.put_back(site.group, [offer.key for offer in back])
+        self.core.beyond.put_back(site.group, [offer.key for offer in back])
         site.settled -= {offer.key for offer in back}
         for tier in {offer.tier for offer in gone}:
             keys = [offer.key for offer in gone if offer.tier is tier]
-            self._carry_out(self.core.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
+            self._carry_out(self.core.beyond.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
         require(before == site.mirror.blocks, "a store beyond the host changes what is here")
         self.seen["offered"] += bool(offers)
         self.seen["offered and not taken"] += bool(back)

@@ -44,6 +44,7 @@ class Engine:
         self._names: Final = map(str, count())
         self._planner: Final = Planner.open(layout, options)
         self._mover: Final = Mover(layout, options, [Pages(0, memory)])
+        self._mover.open()
 
     def close(self) -> None:
         self._mover.close()

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_model
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.connectors.store import Store, options_of
 from kvtier.errors import InvalidArgument, KvtierError
-from kvtier.planes import Pages, Planes
+from kvtier.memory.planes import Pages, Planes
 
 _OF_MODEL: Final = ("model_path", "revision", "quantization", "kv_cache_dtype", "quantization_param_path")
 _OF_POOL: Final = ("layout", "dtype", "start_layer", "end_layer", "layer_num", "head_num", "storage_format_tag")

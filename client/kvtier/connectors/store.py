@@ -16,9 +16,9 @@ import numpy as np
 
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
-from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.errors import InvalidArgument, KvtierError, RetryableError
-from kvtier.planes import Pages
+from kvtier.memory.planes import Pages
 from kvtier.sync import Cache, Client
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions
 
@@ -139,7 +139,7 @@ class Store:
     @property
     def _reachable(self) -> bool:
         client = self._client
-        return client is not None and client.reachable
+        return client is not None and client.connected
 
     def _tried(self, group: int, failure: str, work: Callable[[Cache], list[bool]], count: int) -> list[bool]:
         groups = self._groups
@@ -152,7 +152,7 @@ class Store:
             return [False] * count
 
     def _open(self) -> None:
-        client = Client(self._options.address, timeout=self._options.load_timeout)
+        client = Client(self._options.address, timeout=self._options.load_timeout, patience=SILENCE_S)
         try:
             cache = client.open_cache(
                 self.name,

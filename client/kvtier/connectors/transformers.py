@@ -30,7 +30,7 @@ from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
 from kvtier.chains import Prompt
 from kvtier.engine import Layout, PageGroup, Plane
 from kvtier.errors import InvalidArgument, KvtierError
-from kvtier.planes import Pages, Planes
+from kvtier.memory.planes import Pages, Planes
 from kvtier.sync import Client
 from kvtier.types import BlockResult, CacheOptions, WritePolicy
 from kvtier.wire import Budgets

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtier.abi.spec import CacheSpec, FieldError, PoolSpec, WindowGroupSpec
 from kvtier.errors import InvalidArgument
-from kvtier.planes import Planes
+from kvtier.memory.planes import Planes
 
 if TYPE_CHECKING:
     import torch

@@ -22,6 +22,7 @@ import numpy as np
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.client import AsyncClient, connect
+from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.work import Placed
@@ -30,7 +31,6 @@ from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
 from kvtier.reading import MAX_KEYS
-from kvtier.session import Backoff
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
 from kvtier.wire import split_keys
@@ -136,7 +136,7 @@ class Leader:
     @property
     def answers(self) -> bool:
         """The cache is open, and the daemon answered when it was last asked."""
-        return self._cache is not None and self._client is not None and self._client.reachable
+        return self._cache is not None and self._client is not None and self._client.connected
 
     def prefix_length(self, keys: bytes) -> int:
         """The longest prefix of a chain that all groups can serve, looked up in mapped memory. While the daemon does

@@ -15,22 +15,22 @@ from functools import partial
 from typing import Final, Literal
 
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout, Pages
-from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
-from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError
+from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError, SpecMismatch
 from kvtier.memory.arrays import OnGpu
 from kvtier.memory.gpu import Gpu, Stream, fence_over
-from kvtier.planes import Pages as Rows
-from kvtier.planes import Planes
+from kvtier.memory.planes import Pages as Rows
+from kvtier.memory.planes import Planes
 from kvtier.reading import MAX_KEYS
 from kvtier.sync import Client
 from kvtier.sync.cache import Cache
 from kvtier.types import Tier
 
-_PATIENCE: Final = 10
-_SILENT_S: Final = 0.01
-"""A daemon that did not answer the last call is waited for so long; what is in mapped memory takes no call."""
+_OPEN_S: Final = 5.0
+"""An engine's start may take so much longer."""
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -63,9 +63,16 @@ class Mover:
         self._name: Final = layout.cache(options.cache)
         self._client: Client | None = None
         self._cache: Cache | None = None
-        self._opening: Final = threading.Lock()
-        self._not_before = 0.0
+        self._fault: Exception | None = None
+        """Why it could not be opened when that was tried last."""
+        self._ready: Final = threading.Event()
+        """The cache is open."""
+        self._patience = SILENCE_S
+        """So long the next copy waits for that; those after it do not."""
+        self._closing: Final = threading.Event()
         self._loading: Final = ThreadPoolExecutor(options.threads, "kvtier-load")
+        self._awaited: Final = ThreadPoolExecutor(options.threads, "kvtier-awaited")
+        """For synchronous loads, which the engine waits for: they go beside all others."""
         self._saving: Final = ThreadPoolExecutor(1, "kvtier-save")
         self._under_way: Final[dict[int, _Copying]] = {}
         self._synchronous: list[Future[None]] = []
@@ -74,11 +81,11 @@ class Mover:
         self._failed: defaultdict[int, set[int]] = defaultdict(set)
         self._lock: Final = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        threading.Thread(target=self._open, name="kvtier-open", daemon=True).start()
 
-    def open(self) -> None:
-        """Opens the cache ahead of the first copy. For an engine's start, once the scheduler has made the cache."""
-        with suppress(KvtierError, OSError):  # the first copy tries again, and says why it cannot
-            self._opened()
+    def open(self, timeout: float = _OPEN_S) -> None:
+        """Waits until the cache is open, for an engine's start: the scheduler has made it. Until then copies fail."""
+        self._ready.wait(timeout)
 
     def start(self, work: Work, *, stream: Stream | None = None) -> None:
         """Begins the loads of a step, on a GPU once ``stream`` has done what it was given; :meth:`save` begins its
@@ -92,7 +99,8 @@ class Mover:
             except DeviceError as error:
                 self.complaints.add("a load could not begin", error)
                 rows = {}
-            copying = self._begin(self._loading, load.ticket, load.pages, partial(self._load, load, rows))
+            pool = self._awaited if load.sync else self._loading
+            copying = self._begin(pool, load.ticket, load.pages, partial(self._load, load, rows))
             if load.sync and copying.future is not None:
                 self._synchronous.append(copying.future)
 
@@ -166,7 +174,9 @@ class Mover:
         """Ends copies that have not begun, waits for the others, and gives back what this worker holds."""
         if self._fd < 0:
             return
-        for pool in (self._loading, self._saving):
+        with self._lock:
+            self._closing.set()
+        for pool in (self._loading, self._awaited, self._saving):
             pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             left = [each.future for each in self._under_way.values() if each.future is not None]
@@ -234,8 +244,7 @@ class Mover:
             for start in range(0, len(rows), MAX_KEYS):
                 some = rows[start : start + MAX_KEYS]
                 part = keys[start * KEY_BYTES : (start + len(some)) * KEY_BYTES]
-                timeout = self.options.load_timeout if self._answers else _SILENT_S
-                arrived += len(cache.get(part, some, timeout=timeout))
+                arrived += len(cache.get(part, some, timeout=self.options.load_timeout))
                 if arrived < start + len(some):
                     break
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine waits for an outcome
@@ -246,8 +255,6 @@ class Mover:
         started, nbytes, saved = time.perf_counter(), 0, False
         try:
             if rows is not None:
-                if not self._answers:
-                    raise DaemonUnavailable("the daemon does not answer", reason="SILENT")
                 with ExitStack() as joined:
                     # Held by this process, too: whoever else dies, the slots stay its own while it writes.
                     timeout = self.options.load_timeout
@@ -265,27 +272,32 @@ class Mover:
             self.complaints.add("a save failed", error)
         self._tell(save, "save", {} if saved else copying.pages, nbytes, started)
 
-    @property
-    def _answers(self) -> bool:
-        return self._client is None or self._client.reachable
-
     def _opened(self) -> Cache:
-        """The cache, opened at the first use: the scheduler has made it. After an attempt in vain nobody tries again
-        for several times as long as it took."""
-        with self._opening:
-            started = time.monotonic()
-            if started < self._not_before:
-                raise DaemonUnavailable("the cache could not be opened a moment ago", reason="SILENT")
+        patience, self._patience = self._patience, 0.0
+        if not self._ready.wait(patience) or self._cache is None:
+            raise DaemonUnavailable(f"the cache is not open: {self._fault or 'no answer yet'}", reason="NOT_OPEN")
+        return self._cache
+
+    def _open(self) -> None:
+        """Tries until the scheduler has made the cache and the daemon answers."""
+        backoff, client = Backoff(), None
+        while not self._closing.is_set():
             try:
-                if self._client is None:
-                    self._client = Client(self.options.address, timeout=self.options.load_timeout)
-                if self._cache is None:
-                    self._cache = self._client.open_cache(self._name, self.layout.spec)
-            except KvtierError:
-                now = time.monotonic()
-                self._not_before = now + _PATIENCE * (now - started)
-                raise
-            return self._cache
+                client = client or Client(self.options.address, timeout=self.options.load_timeout, patience=SILENCE_S)
+                cache = client.open_cache(self._name)
+                if cache.spec.fingerprint() != self.layout.spec.fingerprint():
+                    raise SpecMismatch("spec", cache.spec, f"that of the engine's pages, in cache {self._name}")
+            except (KvtierError, OSError) as error:
+                self._fault = error
+                self._closing.wait(backoff.next())
+                continue
+            with self._lock:
+                if not self._closing.is_set():
+                    self._client, self._cache, client = client, cache, None
+            self._ready.set()
+            break
+        if client is not None:
+            client.close()
 
     def _tell(
         self, ticket: Load | Save, kind: Literal["load", "save"], failed: FailedPages, nbytes: int, started: float

@@ -24,6 +24,8 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "recompute_seconds_per_block": (0, 3600),
 }
 _BYTES: Final = ("host_bytes", "disk_bytes")
+SILENCE_S: Final = 0.05
+"""An engine waits so long, once, for a daemon that gives no sign of life."""
 _WORDS: Final[Mapping[str, tuple[object, ...]]] = {
     "on_error": ("continue", "fail"),
     "write_policy": tuple(_WRITE_POLICIES),

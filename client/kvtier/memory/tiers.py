@@ -28,7 +28,7 @@ from kvtier.buffers import DeviceBytes, Row, Rows, Slots
 from kvtier.errors import DaemonError, InvalidArgument
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, joined
-from kvtier.planes import Pages, Pool
+from kvtier.memory.planes import Pages, Pool
 from kvtier.types import Tier
 
 View: TypeAlias = "Bytes | Any"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Self
 
 from kvtier.client import DEFAULT_TIMEOUT_S, AsyncClient
+from kvtier.deadline import Backoff
 from kvtier.errors import DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.mirror.follower import (
     DEFAULT_MIRROR_HEARTBEAT_S,
@@ -17,7 +18,7 @@ from kvtier.mirror.follower import (
     Standing,
     rank_mirrors,
 )
-from kvtier.session import Backoff, Session
+from kvtier.session import DEFAULT_PATIENCE_S, Session
 from kvtier.transport import TlsFiles, transport_to
 from kvtier.types import Tier
 from kvtier.wire import Keys
@@ -103,9 +104,9 @@ class Followed:
     async def _follow(self) -> None:
         backoff = Backoff(_FIRST_TRY_S, _LONGEST_TRY_S)
         while True:
-            session = Session(self.address, self._tls, insecure=self._insecure)
+            session = Session(self.address, self._tls, insecure=self._insecure, patience=DEFAULT_PATIENCE_S)
             try:
-                await session.open(0)
+                await session.open()
                 async with AsyncClient(session, DEFAULT_TIMEOUT_S) as client:
                     await self._attached(session, client)
             except KvtierError as error:

@@ -12,10 +12,10 @@ from typing import Final, Self
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.client import AsyncClient
+from kvtier.deadline import Backoff
 from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
-from kvtier.session import Backoff
 from kvtier.types import TIERS, Cursor, Tier, fastest
 from kvtier.watch import Watch
 from kvtier.wire import AcrossMatch, GroupSpan, Keys, packed_keys

@@ -22,11 +22,11 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
 from kvtier.buffers import Blocks
+from kvtier.deadline import require_timeout
 from kvtier.errors import ClientClosed, KvtierError
 from kvtier.groups import AcrossBlocks
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
-from kvtier.session import require_timeout
 from kvtier.sync.loop import LoopThread, Work
 from kvtier.types import BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.wire import AcrossMatch, Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys

@@ -19,6 +19,7 @@ from kvtier.events import WatchItem
 from kvtier.memory.gpu import Stream
 from kvtier.mirror import follower
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, MirrorView
+from kvtier.session import DEFAULT_PATIENCE_S
 from kvtier.sync.cache import Cache, Fact, Twin, like, waits
 from kvtier.sync.loop import LoopThread
 from kvtier.transport import TlsFiles
@@ -90,19 +91,14 @@ class Watch(Twin[watch.Watch]):
 class Client(Twin[client.AsyncClient]):
     """A synchronous client of the daemon whose runtime directory is ``address``: ``with kvtier.Client() as client``.
 
-    Args:
-        address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``; ``host:port`` for TCP, with ``tls`` or ``insecure``.
-        timeout: seconds that a call may take where it does not say itself.
-        wait: seconds to keep trying while no daemon answers.
+    Args: as of :func:`kvtier.connect`.
 
-    Raises: :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`, and
-        :class:`CallerError` (FORKED) in a child that was forked while there was a client. Once closed, or in a forked
-        child, :class:`kvtier.errors.ClientClosed`.
+    Raises: as :func:`kvtier.connect`. Once closed, or in a forked child, :class:`kvtier.errors.ClientClosed`.
     """
 
     address = Fact[str]()
     session_id = Fact[int]()
-    reachable = Fact[bool]()
+    connected = Fact[bool]()
     epoch = Fact[int]()
 
     stats = waits(client.AsyncClient.stats)
@@ -121,11 +117,14 @@ class Client(Twin[client.AsyncClient]):
         insecure: bool = False,
         timeout: float = client.DEFAULT_TIMEOUT_S,
         wait: float = 0.0,
+        patience: float = DEFAULT_PATIENCE_S,
     ) -> None:
         thread = LoopThread("kvtier-client")
         try:
             connected = thread.run(
-                lambda: client.connect(address, tls=tls, insecure=insecure, timeout=timeout, wait=wait),
+                lambda: client.connect(
+                    address, tls=tls, insecure=insecure, timeout=timeout, wait=wait, patience=patience
+                ),
                 lambda connected: connected.close(),
             )
         except BaseException:

@@ -12,18 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core import explain, lookup, reclaim, recovery
-from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
-from kvtierd.core.events import Cause, EventSequencer, EventType
+from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.groups import AcrossGroups, AcrossTicket
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, Lease, LeaseRecord, Leases, LeftLease, ReserveTicket, Ticket, holders_of
 from kvtierd.core.lookup import Cover, indexed, match
-from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason, Transfer
+from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
-from kvtierd.core.remote import Offer
+from kvtierd.core.remote import Beyond
 from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import (
     AcrossMatch,
@@ -73,6 +72,8 @@ class BlockManager:
         }
         self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)
         self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
+        states = {group: window.state for group, window in self.windows.items()}
+        self.beyond = Beyond(states, self._recorder, self._take)
         self._capacity = {
             group: tuple((tier, window.state.slots[tier].capacity) for tier in window.state.tiers)
             for group, window in self.windows.items()
@@ -408,46 +409,6 @@ class BlockManager:
             results.append(BlockResult.NOT_FOUND if block is None else BlockResult.OK)
         self._pump(now, window)
         return tuple(results), self._take(now)
-
-    # -- a store beyond the host -------------------------------------------------------------------------------------
-
-    def offers(self, group: GroupId, count: int) -> list[Offer]:
-        """The next ``count`` blocks, or a few more, that the store is to have. They are not offered again, unless they
-        are :meth:`put_back`."""
-        remote = self._window(group).state.remote
-        return [] if remote is None else remote.take(count)
-
-    def absent(self, group: GroupId, keys: Sequence[Key]) -> list[Key]:
-        """Those that are not indexed, in their order."""
-        index = self._window(group).state.index
-        return [key for key in keys if index.get(key) is None]
-
-    def damaged(self, group: GroupId, key: Key, now: int) -> Outcome:
-        """What the store has of a block is not what was written. Told where the block is not here either."""
-        state = self._window(group).state
-        if state.index.get(key) is None:
-            transfer = Transfer(Tier.REMOTE, Tier.HOST, state.shape.slot_bytes[Tier.HOST], 0, 0)
-            self._recorder.change(EventType.REMOVED, Cause.CORRUPT, group, Block(key, None, None, Traits(0)), transfer)
-        return self._take(now)
-
-    def put_back(self, group: GroupId, keys: Sequence[Key]) -> None:
-        """The store did not take these blocks, which were offered."""
-        remote = self._window(group).state.remote
-        if remote is not None:
-            remote.put_back(keys)
-
-    def travelled(self, group: GroupId, keys: Sequence[Key], src: Tier, dst: Tier, copy_ns: int, now: int) -> Outcome:
-        """Blocks went to the store, or came from it: the store has those that are indexed. Tells of them; nothing else
-        changes."""
-        state = self._window(group).state
-        known = [block for block in map(state.index.get, keys) if block is not None]
-        local = src if dst is Tier.REMOTE else dst
-        transfer = Transfer(src, dst, state.shape.slot_bytes[local], 0, copy_ns)
-        for block in known:
-            self._recorder.change(EventType.UPDATED, Cause.REMOTE, group, block, transfer)
-        if state.remote is not None:
-            state.remote.keep(block.key for block in known)
-        return self._take(now)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 

@@ -7,12 +7,14 @@ certain, so residency sets do not name it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtierd.core.block import Block
+from kvtierd.core.events import REMOVED, UPDATED, Cause
 from kvtierd.core.eviction import Candidates
-from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, Tier, Traits
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, REMOTE, GroupId, Key, Tier, Traits
+from kvtierd.core.outcome import Outcome, Recorder, Transfer
 from kvtierd.core.policy import RemotePolicy, RemoteWrites
 
 if TYPE_CHECKING:
@@ -134,3 +136,52 @@ class Remote:
                 self._state.reconsider(block)
                 if not self._by_rank:
                     self._due[block] = None
+
+
+class Beyond:
+    """A cache's part of a store beyond the host. ``take``: the outcome of a call, see :class:`BlockManager`."""
+
+    def __init__(
+        self, states: Mapping[GroupId, GroupState], recorder: Recorder, take: Callable[[int], Outcome]
+    ) -> None:
+        self._states = states
+        self._recorder = recorder
+        self._take = take
+
+    def offers(self, group: GroupId, count: int) -> list[Offer]:
+        """The next ``count`` blocks, or a few more, that the store is to have. They are not offered again, unless they
+        are :meth:`put_back`."""
+        remote = self._states[group].remote
+        return [] if remote is None else remote.take(count)
+
+    def put_back(self, group: GroupId, keys: Sequence[Key]) -> None:
+        """The store did not take these blocks, which were offered."""
+        remote = self._states[group].remote
+        if remote is not None:
+            remote.put_back(keys)
+
+    def absent(self, group: GroupId, keys: Sequence[Key]) -> list[Key]:
+        """Those that are not indexed, in their order."""
+        index = self._states[group].index
+        return [key for key in keys if index.get(key) is None]
+
+    def travelled(self, group: GroupId, keys: Sequence[Key], src: Tier, dst: Tier, copy_ns: int, now: int) -> Outcome:
+        """Blocks went to the store, or came from it: the store has those that are indexed. Tells of them; nothing else
+        changes."""
+        state = self._states[group]
+        known = [block for block in map(state.index.get, keys) if block is not None]
+        local = src if dst is REMOTE else dst
+        transfer = Transfer(src, dst, state.shape.slot_bytes[local], 0, copy_ns)
+        for block in known:
+            self._recorder.change(UPDATED, Cause.REMOTE, group, block, transfer)
+        if state.remote is not None:
+            state.remote.keep(block.key for block in known)
+        return self._take(now)
+
+    def damaged(self, group: GroupId, key: Key, now: int) -> Outcome:
+        """What the store has of a block is not what was written. Told where the block is not here either."""
+        state = self._states[group]
+        if state.index.get(key) is None:
+            transfer = Transfer(REMOTE, HOST, state.shape.slot_bytes[HOST], 0, 0)
+            self._recorder.change(REMOVED, Cause.CORRUPT, group, Block(key, None, None, Traits(0)), transfer)
+        return self._take(now)

@@ -15,9 +15,10 @@ from grpc.aio import AioRpcError, UsageError
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, StreamError
+from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, KvtierError, NotFound, PermissionDenied, chain_error
 from kvtier.lease import granted
-from kvtier.session import Deadline, Link, Session
+from kvtier.session import Link, Session
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, transfer_pb2
 from kvtierd.core.ids import Key
 from kvtierd.fleet.peers import Peer

@@ -255,12 +255,12 @@ class Engine:
     ) -> None:
         """Blocks went to a store beyond the host, or came from there."""
         cache = self._find(cache_id)
-        self._executor.apply(cache, cache.manager.travelled(group, keys, src, dst, copy_ns, self._clock()))
+        self._executor.apply(cache, cache.manager.beyond.travelled(group, keys, src, dst, copy_ns, self._clock()))
 
     def tell_damaged(self, cache_id: CacheId, group: GroupId, key: Key) -> None:
         """What a store beyond the host has of a block is not what was written."""
         cache = self._find(cache_id)
-        self._executor.apply(cache, cache.manager.damaged(group, key, self._clock()))
+        self._executor.apply(cache, cache.manager.beyond.damaged(group, key, self._clock()))
 
     def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> Lease:
         """The session's own lease over what the lease holds."""

@@ -32,11 +32,12 @@ from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.buffers import DeviceBytes
+from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError
 from kvtier.memory import arrays
 from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
-from kvtier.session import Deadline, passing
+from kvtier.session import passing
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.unit.tiers.arena_helpers import parts

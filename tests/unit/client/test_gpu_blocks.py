@@ -28,8 +28,8 @@ from kvtier.memory import arrays, gpu
 from kvtier.memory import tiers as memory
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import Gpu
+from kvtier.memory.planes import Planes
 from kvtier.memory.tiers import CpuMemory
-from kvtier.planes import Planes
 from kvtier.types import Tier
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure

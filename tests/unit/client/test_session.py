@@ -20,6 +20,7 @@ from kvtier import Cache, arena
 from kvtier.arena import Arena
 from kvtier.transport import attach_socket
 from kvtier.v1 import blocks_pb2
+from tests.integration.waiting import heard
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -132,7 +133,7 @@ async def test_what_was_mapped_is_not_read_once_the_next_cannot_be_mapped(
 
 
 async def test_a_client_without_a_descriptor_left_attaches_again_when_it_has_one(
-    daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, client: kvtier.AsyncClient, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = 0
 
@@ -147,6 +148,7 @@ async def test_a_client_without_a_descriptor_left_attaches_again_when_it_has_one
     daemon.answers["Match"] = match
     daemon.hang_up()
     await daemon.until(lambda: len(daemon.hellos) == 2)
+    await heard(client)
     assert (await cache.match(KEYS)).blocks == 2
     assert made > 3
 

@@ -10,9 +10,9 @@ import pytest
 import xxhash
 
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.deadline import Deadline
 from kvtier.errors import DamagedTransfer
 from kvtier.reading import verified
-from kvtier.session import Deadline
 from kvtier.v1 import blocks_pb2
 from kvtierd.service import validation
 

@@ -110,7 +110,7 @@ class Fetcher:
     def _missing(self, cache: Cache, group: GroupId, keys: Sequence[Key], length: int) -> list[Key]:
         """What the group lacks of what a prefix of so many blocks needs."""
         needed = cache.spec.attention(group).needs(length).pick(keys)
-        return self._engine.manager(cache.id).absent(group, needed)
+        return self._engine.manager(cache.id).beyond.absent(group, needed)
 
     async def _reaches(self, cache: Cache, groups: Collection[GroupId], keys: Sequence[Key], length: int) -> bool:
         """Whether every group has, or the store has for it, what a prefix of so many blocks needs; of a chain the last
@@ -138,7 +138,7 @@ class Fetcher:
         """Blocks that another call is fetching are waited for."""
         while coming := {self._coming[one] for key in wanted if (one := (cache.id, group, key)) in self._coming}:
             await asyncio.wait(coming)
-            wanted = self._engine.manager(cache.id).absent(group, wanted)
+            wanted = self._engine.manager(cache.id).beyond.absent(group, wanted)
         places = [(cache.id, group, key) for key in wanted]
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._coming |= dict.fromkeys(places, arrival)

@@ -97,7 +97,7 @@ class Writer:
     def _take(self, cache: Cache, group: GroupId) -> bool:
         step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
         with suppress(MoverError):
-            offers = self._engine.manager(cache.id).offers(group, step)
+            offers = self._engine.manager(cache.id).beyond.offers(group, step)
             arena = cache.runtime.arena
             sources = [
                 _Source(each, arena.generation(HOST, group, SlotId(each.slot)) if each.tier is HOST else 0)
@@ -134,7 +134,7 @@ class Writer:
             if left:
                 self.counts["not taken"] += len(left)
                 with suppress(MoverError):
-                    self._engine.manager(cache.id).put_back(group, left)
+                    self._engine.manager(cache.id).beyond.put_back(group, left)
 
     async def _absent(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[_Source]:
         """Those that the store does not have yet: another host may have written them."""
