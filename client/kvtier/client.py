@@ -35,6 +35,7 @@ from kvtier.types import (
     Holdings,
     KickReport,
     LeaseInfo,
+    RemoteGcReport,
     RemovalReport,
     Tier,
 )
@@ -57,6 +58,10 @@ from kvtier.wire import (
 )
 
 DEFAULT_TIMEOUT_S: Final = 30.0
+GC_TIMEOUT_S: Final = 3600.0
+"""A store may take its time to list a million objects."""
+MOST_SECONDS: Final = 1e10
+"""Of an age: about what 64 bits of nanoseconds hold."""
 LOG_END_S: Final = 0.25
 """So long after its last event the end of the log is believed."""
 
@@ -325,6 +330,40 @@ class AsyncClient:
         reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
         return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})
 
+    async def remote_gc(
+        self,
+        *,
+        caches: Collection[str] = (),
+        older_than: float | None = None,
+        keep_bytes: int | None = None,
+        dry_run: bool = False,
+        timeout: float = GC_TIMEOUT_S,
+    ) -> RemoteGcReport:
+        """Deletes blocks of the store beyond the host; ``dry_run`` says what would go.
+
+        Args:
+            caches: only blocks of these; none = of all caches. Those that other daemons wrote count, too.
+            older_than: seconds; blocks written longer ago go.
+            keep_bytes: of the rest the least recently used go, as long as it has more bytes.
+
+        Raises:
+            InvalidArgument: a value is out of its range, or both are None.
+            CallerError: there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED).
+            TierOffline: the store fails. What was deleted before that is gone.
+        """
+        if older_than is not None:
+            require_within("older_than", older_than, 1e-9, MOST_SECONDS, "above 0 seconds")
+        if keep_bytes is not None:
+            require_within("keep_bytes", keep_bytes, 0, (1 << 64) - 1, "0 bytes or more")
+        request = admin_pb2.RemoteGcRequest(
+            caches=caches,
+            older_than_ns=0 if older_than is None else int(older_than * 1e9),
+            keep_bytes=keep_bytes,
+            dry_run=dry_run,
+        )
+        reply = await self._ask(lambda stubs: stubs.admin.RemoteGc, request, timeout)
+        return same_fields(RemoteGcReport, reply)
+
     async def close(self, *, stream: Stream | None = None) -> None:
         """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`.
 
@@ -425,13 +464,23 @@ class BlockExplained:
 
 
 @dataclass(slots=True, frozen=True)
+class RemoteExplained:
+    """Whether the store beyond the host has the block of this cache and group, as the daemon last knew; None: it does
+    not know."""
+
+    cache: str
+    group: int
+    there: bool | None
+
+
+@dataclass(slots=True, frozen=True)
 class Explanation:
     """What is known of a block.
 
     ``keys``: those known that begin as ``asked``, at most 32; one where it is clear which block is meant. ``blocks``:
     where it is stored, one a cache and window group. ``past``: its events that the log still has, the oldest first;
     None where the caller may not watch, or did not ask. ``gaps``: lost events, which may have been of it. ``time_ns``:
-    the daemon's clock when it answered.
+    the daemon's clock when it answered. ``remote``: one a cache and window group, if there is a store beyond the host.
     """
 
     asked: bytes
@@ -441,14 +490,18 @@ class Explanation:
     gaps: tuple[Gap, ...]
     as_of: Cursor
     time_ns: int
+    remote: tuple[RemoteExplained, ...] = ()
 
     @property
     def state(self) -> str:
-        """``stored``; ``ambiguous``; ``gone``: the log knows that it was stored; ``unknown``: nothing is known."""
+        """``stored``; ``ambiguous``; ``remote``: only the store beyond the host is known to have it; ``gone``: the log
+        knows that it was stored; ``unknown``: nothing is known."""
         if self.blocks:
             return "stored"
         if len(self.keys) > 1:
             return "ambiguous"
+        if any(each.there for each in self.remote):
+            return "remote"
         return "gone" if self.past else "unknown"
 
     def endings(self) -> Iterator[Event]:
@@ -465,6 +518,7 @@ class Explanation:
             "asked": self.asked.hex(),
             "keys": [key.hex() for key in self.keys],
             "blocks": [block.to_json() for block in self.blocks],
+            "remote": [asdict(each) for each in self.remote],
             "past": None if self.past is None else [event.to_json() for event in self.past],
             "gaps": [gap.to_json() for gap in self.gaps],
             "as_of": str(self.as_of),
@@ -487,6 +541,10 @@ def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> E
         gaps=(),
         as_of=cursor_from_wire(message.as_of_event),
         time_ns=message.time_ns,
+        remote=tuple(
+            RemoteExplained(each.cache, each.group, each.there if each.HasField("there") else None)
+            for each in message.remote
+        ),
     )
 
 

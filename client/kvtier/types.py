@@ -274,6 +274,16 @@ class RemovalReport:
 
 
 @dataclass(slots=True, frozen=True)
+class RemoteGcReport:
+    """What went of the store beyond the host, or would go, and what stays."""
+
+    objects: int
+    bytes: int
+    kept_objects: int
+    kept_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
 class WatcherStats:
     """One stream of events and whose it is. ``lag``: how many events it has not been sent yet."""
 

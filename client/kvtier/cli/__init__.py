@@ -24,6 +24,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "leases": "status",
     "locate": "locate",
     "move": "blocks",
+    "remote": "remote",
     "replay": "replay",
     "reset": "caches",
     "simulate": "simulate",

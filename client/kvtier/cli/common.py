@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -30,6 +31,9 @@ from kvtier.types import Tier
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_NANOSECONDS: Final = {"s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 
 CONNECT_WAIT_S = 2.0
 """A daemon that is just starting is waited for."""
@@ -224,6 +228,12 @@ def plain(value: Any) -> dict[str, Any]:
         value, dict_factory=lambda pairs: {name: str(each) if isinstance(each, Tier) else each for name, each in pairs}
     )
     return cast(dict[str, Any], named)
+
+
+def ago_ns(text: str) -> int | None:
+    """Nanoseconds of ``30s``, ``5m``, ``2h`` or ``1.5d``; None for anything else."""
+    found = _AGO.fullmatch(text)
+    return None if found is None else int(float(found[1]) * _NANOSECONDS[found[2]])
 
 
 def console() -> Console:

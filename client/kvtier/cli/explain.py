@@ -19,12 +19,18 @@ from kvtier.types import LeaseInfo, clean, duration
 
 GONE: Final = 3
 UNKNOWN: Final = 4
-STATUS: Final[Mapping[str, int]] = {"stored": 0, "ambiguous": 1, "gone": GONE, "unknown": UNKNOWN}
+STATUS: Final[Mapping[str, int]] = {"stored": 0, "remote": 0, "ambiguous": 1, "gone": GONE, "unknown": UNKNOWN}
 
 _STATES: Final[Mapping[CopyState, str]] = {
     CopyState.FILLING: "its bytes are on the way",
     CopyState.READY: "ready",
     CopyState.LEAVING: "going down now, unless it is used before",
+}
+
+_REMOTE: Final[Mapping[bool | None, str]] = {
+    True: "the store beyond the host has it",
+    False: "the store beyond the host does not have it",
+    None: "it is unknown whether the store beyond the host has it",
 }
 
 
@@ -38,8 +44,9 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, as_json: bool) -> N
 
     KEY is in hex; its first 8 digits or more suffice if no other key begins like that. Looking is no use of the block.
 
-    Exit status: 0 it is stored; 3 it is gone, and the log knows why; 4 nothing is known of it: it was never stored, or
-    that is longer ago than the log goes back; 1 several keys begin like that, or as for every command.
+    Exit status: 0 it is stored, here or in the store beyond the host; 3 it is gone, and the log knows why; 4 nothing is
+    known of it: it was never stored, or that is longer ago than the log goes back; 1 several keys begin like that, or
+    as for every command.
     """
     told = daemon.ask(lambda client: client.explain(key, cache=cache))
     if as_json:
@@ -57,8 +64,14 @@ def page(told: Explanation) -> Iterator[Text]:
         yield from (Text(f"  {key.hex()}") for key in told.keys)
         return
     yield Text(f"block {(told.keys[0] if told.keys else told.asked).hex()}", style="bold")
+    remote = {(each.cache, each.group): each.there for each in told.remote}
     for block in told.blocks:
         yield from _now(block, told.time_ns)
+        if (place := (block.cache, block.group)) in remote:
+            yield Text(f"  remote      {_REMOTE[remote.pop(place)]}")
+    for (cache, group), there in remote.items():
+        if there:
+            yield Text(f"{cache}, group {group}: {_REMOTE[there]}", style="green")
     for end in told.endings():
         since = datetime.fromtimestamp(end.time_ns / 1e9).isoformat(" ", "milliseconds")
         yield Text(f"{end.cache}, group {end.group}: gone since {since}. {why_gone(end.cause)}", style="red")

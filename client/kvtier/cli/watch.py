@@ -15,7 +15,7 @@ import click
 
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, json_option, run
+from kvtier.cli.common import DaemonAt, Interrupts, address_option, ago_ns, console, json_option, run
 from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write
 from kvtier.client import AsyncClient
 from kvtier.events import Event, WatchItem
@@ -27,8 +27,6 @@ NO_DAEMON: Final = 3
 FORMS: Final = "[EPOCH:]ID, or how long ago (30s, 5m, 2h, 1.5d)"
 
 _CURSOR: Final = re.compile(r"(?:(\d+):)?(\d+)")
-_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_NANOSECONDS: Final = {"s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 
 Moment = Cursor | int
 """A place in the event stream, or nanoseconds since the Unix epoch."""
@@ -45,8 +43,8 @@ class MomentType(click.ParamType[Moment]):
             if max(found.epoch, found.id).bit_length() <= 64:
                 return found
             self.fail(f"{value!r}: epochs and ids have 64 bits", param, ctx)
-        if ago := _AGO.fullmatch(value):
-            return max(0, time.time_ns() - int(float(ago[1]) * _NANOSECONDS[ago[2]]))
+        if (ago := ago_ns(value)) is not None:
+            return max(0, time.time_ns() - ago)
         self.fail(f"{value!r} is none of {FORMS}", param, ctx)
 
 

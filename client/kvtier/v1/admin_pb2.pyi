@@ -169,6 +169,7 @@ class ExplainResponse(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     TIME_NS_FIELD_NUMBER: builtins.int
+    REMOTE_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
     """stored keys that begin so, at most 32; a whole key comes back as it is"""
     time_ns: builtins.int
@@ -179,6 +180,10 @@ class ExplainResponse(google.protobuf.message.Message):
 
     @property
     def as_of_event(self) -> kvtier.v1.blocks_pb2.Cursor: ...
+    @property
+    def remote(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExplainedRemote]:
+        """of the key, if it is one: one a cache and window group, if there is a store"""
+
     def __init__(
         self,
         *,
@@ -186,11 +191,38 @@ class ExplainResponse(google.protobuf.message.Message):
         blocks: collections.abc.Iterable[global___ExplainedBlock] | None = ...,
         as_of_event: kvtier.v1.blocks_pb2.Cursor | None = ...,
         time_ns: builtins.int = ...,
+        remote: collections.abc.Iterable[global___ExplainedRemote] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "keys", b"keys", "time_ns", b"time_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "keys", b"keys", "remote", b"remote", "time_ns", b"time_ns"]) -> None: ...
 
 global___ExplainResponse = ExplainResponse
+
+@typing.final
+class ExplainedRemote(google.protobuf.message.Message):
+    """What is known of the store beyond the host, which is not asked."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    THERE_FIELD_NUMBER: builtins.int
+    cache: builtins.str
+    group: builtins.int
+    there: builtins.bool
+    """unset = unknown"""
+    def __init__(
+        self,
+        *,
+        cache: builtins.str = ...,
+        group: builtins.int = ...,
+        there: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_there", b"_there", "there", b"there"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_there", b"_there", "cache", b"cache", "group", b"group", "there", b"there"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_there", b"_there"]) -> typing.Literal["there"] | None: ...
+
+global___ExplainedRemote = ExplainedRemote
 
 @typing.final
 class ExplainedBlock(google.protobuf.message.Message):
@@ -372,6 +404,65 @@ class TierBlocks(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "tier", b"tier"]) -> None: ...
 
 global___TierBlocks = TierBlocks
+
+@typing.final
+class RemoteGcRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHES_FIELD_NUMBER: builtins.int
+    OLDER_THAN_NS_FIELD_NUMBER: builtins.int
+    KEEP_BYTES_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    older_than_ns: builtins.int
+    """blocks written longer ago go; 0 = none for their age"""
+    keep_bytes: builtins.int
+    """Of the rest the least recently used go, as long as it has more bytes. Use is the latest of a write by any daemon and of
+    a fetch by this one, as far as it remembers. Unset = none for their use.
+    """
+    dry_run: builtins.bool
+    """says what would go, and changes nothing"""
+    @property
+    def caches(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names; none = all. Blocks that other daemons wrote count like this one's"""
+
+    def __init__(
+        self,
+        *,
+        caches: collections.abc.Iterable[builtins.str] | None = ...,
+        older_than_ns: builtins.int = ...,
+        keep_bytes: builtins.int | None = ...,
+        dry_run: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_keep_bytes", b"_keep_bytes", "keep_bytes", b"keep_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_keep_bytes", b"_keep_bytes", "caches", b"caches", "dry_run", b"dry_run", "keep_bytes", b"keep_bytes", "older_than_ns", b"older_than_ns"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_keep_bytes", b"_keep_bytes"]) -> typing.Literal["keep_bytes"] | None: ...
+
+global___RemoteGcRequest = RemoteGcRequest
+
+@typing.final
+class RemoteGcResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OBJECTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    KEPT_OBJECTS_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    objects: builtins.int
+    """gone"""
+    bytes: builtins.int
+    kept_objects: builtins.int
+    kept_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        objects: builtins.int = ...,
+        bytes: builtins.int = ...,
+        kept_objects: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "kept_bytes", b"kept_bytes", "kept_objects", b"kept_objects", "objects", b"objects"]) -> None: ...
+
+global___RemoteGcResponse = RemoteGcResponse
 
 @typing.final
 class KickRequest(google.protobuf.message.Message):

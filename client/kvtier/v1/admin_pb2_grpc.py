@@ -59,6 +59,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.HoldingsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.HoldingsResponse.FromString,
                 _registered_method=True)
+        self.RemoteGc = channel.unary_unary(
+                '/kvtier.v1.Admin/RemoteGc',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.RemoteGcRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.RemoteGcResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -101,6 +106,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoteGc(self, request, context):
+        """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+        FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
+        (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +142,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Holdings,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.HoldingsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.HoldingsResponse.SerializeToString,
+            ),
+            'RemoteGc': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoteGc,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.RemoteGcRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.RemoteGcResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +284,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Holdings',
             kvtier_dot_v1_dot_admin__pb2.HoldingsRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.HoldingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoteGc(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/RemoteGc',
+            kvtier_dot_v1_dot_admin__pb2.RemoteGcRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.RemoteGcResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,15 @@ class AdminStub:
     asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
     """
 
+    RemoteGc: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.RemoteGcRequest,
+        kvtier.v1.admin_pb2.RemoteGcResponse,
+    ]
+    """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+    FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
+    (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
+    """
+
 class AdminAsyncStub:
     Stats: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatsRequest,
@@ -88,6 +97,15 @@ class AdminAsyncStub:
     ]
     """How much of a chain this daemon and its peers have, in every cache that the caller may read or watch. Peers are not
     asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
+    """
+
+    RemoteGc: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.RemoteGcRequest,
+        kvtier.v1.admin_pb2.RemoteGcResponse,
+    ]
+    """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+    FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
+    (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -134,6 +152,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.admin_pb2.HoldingsResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.HoldingsResponse]]:
         """How much of a chain this daemon and its peers have, in every cache that the caller may read or watch. Peers are not
         asked: this daemon follows their events. No side effect. NOT_FOUND for an unknown cache.
+        """
+
+    @abc.abstractmethod
+    def RemoteGc(
+        self,
+        request: kvtier.v1.admin_pb2.RemoteGcRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.RemoteGcResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.RemoteGcResponse]]:
+        """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+        FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
+        (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

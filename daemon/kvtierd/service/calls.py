@@ -103,6 +103,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Admin.Kick": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Explain": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
     "kvtier.v1.Admin.Holdings": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
+    "kvtier.v1.Admin.RemoteGc": Needs(Right.ADMIN, Over.SOME),  # of those that it names, or of all: see the verb
 }
 
 

@@ -22,6 +22,7 @@ from kvtierd.core.outcome import Holder, Refusal, RefusalReason
 from kvtierd.mover.executor import Refused, ShuttingDown, UnknownCache
 from kvtierd.service import wire
 from kvtierd.tiers.base import TierConfigError, TierError
+from kvtierd.tiers.remote.base import RemoteError, RemoteRefused
 
 STATUS_KEY: Final = "grpc-status-details-bin"
 
@@ -103,6 +104,8 @@ class Translator:
             TierOffline: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
             StillHeld: self._still_held,
             TierError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
+            RemoteRefused: lambda error: refused(grpc.StatusCode.FAILED_PRECONDITION, "REMOTE_REFUSED", str(error)),
+            RemoteError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
             UnknownCache: lambda error: unknown("cache_id", error.cache),
             ShuttingDown: lambda error: shutting_down(),
             Refused: lambda error: self._refusal(error.refusal),

@@ -1,7 +1,8 @@
-"""What is known of a store's objects: that one is, or is not, there. Bounded, and never certain."""
+"""What is known of a store's objects: whether one is there, and when it was fetched. Bounded, and never certain."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -20,6 +21,7 @@ class Known:
         self._clock = clock
         self._most = most
         self._until: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+        self._used: OrderedDict[str, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._until)
@@ -37,3 +39,15 @@ class Known:
             self._until.move_to_end(name)
         while len(self._until) > self._most:
             self._until.popitem(last=False)
+
+    def use(self, names: Iterable[str]) -> None:
+        """These objects were fetched now."""
+        for name in names:
+            self._used[name] = time.time()
+            self._used.move_to_end(name)
+        while len(self._used) > self._most:
+            self._used.popitem(last=False)
+
+    def used_s(self, name: str) -> float:
+        """When this daemon last fetched the object, in seconds since 1970; 0 = never, or others were fetched since."""
+        return self._used.get(name, 0.0)

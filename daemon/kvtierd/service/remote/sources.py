@@ -86,6 +86,9 @@ class Sources:
                 sizes = await source.get([names[number] for number in wanted], [into[number] for number in wanted])
                 for number, nbytes in zip(wanted, sizes, strict=True):
                     found[number] = Fetched(nbytes, source)
+        self._known.use(
+            name for name, one in zip(names, found, strict=True) if one.nbytes > 0 and one.source is self.store
+        )
         self._known.note([name for name, one in zip(names, found, strict=True) if one.nbytes == ABSENT], there=False)
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
@@ -13,6 +14,7 @@ from kvtierd.core.ids import GroupId, Key
 from kvtierd.mover.engine import Engine
 from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.remote.deleting import Deleter
 from kvtierd.service.remote.fetching import Fetcher
 from kvtierd.service.remote.known import Known
 from kvtierd.service.remote.sources import Source, Sources
@@ -53,6 +55,7 @@ class RemoteTier:
             if self._store is None or config is None
             else Writer(engine, catalog, self._store, self.known, config.bytes_per_second)
         )
+        self.deleter: Final = None if self._store is None else Deleter(self._store, self.known)
         self._writing: asyncio.Task[None] | None = None
 
     @property
@@ -69,7 +72,8 @@ class RemoteTier:
     @property
     def blocks(self) -> Mapping[str, int]:
         """By what became of them."""
-        return self.fetcher.counts if self._writer is None else self.fetcher.counts + self._writer.counts
+        ways = (self.fetcher, self._writer, self.deleter)
+        return sum((way.counts for way in ways if way is not None), Counter())
 
     def start(self) -> None:
         if self._writer is not None:
@@ -82,7 +86,9 @@ class RemoteTier:
         await asyncio.gather(*(self.fetcher.bring(cache, group, keys, wait_s, recompute_s) for keys in chains))
 
     async def stop(self) -> None:
-        """Writes no more: blocks that have not reached the store have not."""
+        """Writes and deletes no more: blocks that have not reached the store have not."""
+        if self.deleter is not None:
+            self.deleter.stop()
         if self._writing is not None:
             self._writing.cancel()
             with suppress(asyncio.CancelledError):

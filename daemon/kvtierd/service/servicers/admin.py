@@ -1,4 +1,4 @@
-"""``kvtier.v1.Admin``: statistics, leases, kicks, and where a block is and what holds it."""
+"""``kvtier.v1.Admin``: statistics, leases, kicks, where a block is and what holds it, deletions beyond the host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
+
+import grpc
 
 from kvtier.v1 import admin_pb2, blocks_pb2
 from kvtierd.core.block import Phase
@@ -26,8 +28,9 @@ from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import bad_argument, unknown
+from kvtierd.service.errors import bad_argument, refused, unknown
 from kvtierd.service.hub import EventHub
+from kvtierd.service.remote.fetching import place_of
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
@@ -153,6 +156,7 @@ class AdminService:
         return admin_pb2.ExplainResponse(
             keys=b"".join(keys),
             blocks=blocks,
+            remote=self._explained_remote(caches, keys[0]) if len(keys) == 1 else (),
             as_of_event=blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event),
             time_ns=time.time_ns(),
         )
@@ -188,6 +192,24 @@ class AdminService:
             admin_pb2.PeerStats(address=peer.address, state=peer.status, blocks=peer.blocks, problem=peer.why)
             for peer in peers
         ]
+
+    async def remote_gc(self, session: Session, request: admin_pb2.RemoteGcRequest) -> admin_pb2.RemoteGcResponse:
+        for name in request.caches:
+            self._access.require_on(session, Right.ADMIN, validation.cache_name(name, "caches"))
+        if not request.caches and not self._access.may_everywhere(session, Right.ADMIN):
+            raise denied(Right.ADMIN, "every cache", session.peer.identity)
+        keep_bytes = request.keep_bytes if request.HasField("keep_bytes") else None
+        if not request.older_than_ns and keep_bytes is None:
+            raise bad_argument("older_than_ns", 0, "above 0 where keep_bytes is not given")
+        if self._remote is None or self._remote.deleter is None:
+            message = "the daemon has no store beyond the host: its configuration has no [remote]"
+            raise refused(grpc.StatusCode.FAILED_PRECONDITION, "NO_REMOTE", message)
+        older_than_s = request.older_than_ns / 1e9 if request.older_than_ns else None
+        caches = sorted(set(request.caches))
+        tally = await self._remote.deleter.run(caches, older_than_s, keep_bytes, dry_run=request.dry_run)
+        return admin_pb2.RemoteGcResponse(
+            objects=tally.gone, bytes=tally.gone_bytes, kept_objects=tally.kept, kept_bytes=tally.kept_bytes
+        )
 
     def _wanted_caches(self, name: str) -> Iterable[Cache]:
         if not name:
@@ -279,6 +301,15 @@ class AdminService:
                             break
                         await asyncio.sleep(0)
         return sorted(found)[:MOST_KEYS]
+
+    def _explained_remote(self, caches: Iterable[Cache], key: Key) -> Iterator[admin_pb2.ExplainedRemote]:
+        """What is known of the store, which is not asked. Nothing where there is no store."""
+        if self._remote is None or not self._remote.url:
+            return
+        for cache in caches:
+            for group in map(GroupId, range(len(cache.spec.groups))):
+                there = self._remote.known.of(place_of(cache, group).name(key))
+                yield admin_pb2.ExplainedRemote(cache=cache.name, group=group, there=there)
 
     def _explained(self, session: Session, cache: Cache, key: Key) -> list[admin_pb2.ExplainedBlock]:
         """One for each window group that has it. Raises :class:`UnknownCache`."""

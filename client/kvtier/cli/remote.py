@@ -1,0 +1,90 @@
+"""``kvtier remote``: what an operator does to the store beyond the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any, Final
+
+import click
+
+from kvtier.cli.common import DaemonAt, address_option, ago_ns, confirmed, dry_run_option, json_option, show, yes_option
+from kvtier.client import AsyncClient
+from kvtier.types import RemoteGcReport, size
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECASE)
+
+
+class AgeType(click.ParamType[float]):
+    """Seconds, from text such as ``7d``."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if not (age_ns := ago_ns(value)):
+            self.fail(f"{value!r} is no age above 0, such as 90m, 12h or 7d", param, ctx)
+        return age_ns / 1e9
+
+
+class SizeType(click.ParamType[int]):
+    """Bytes, from text such as ``500GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if (found := _SIZE.fullmatch(value)) is None:
+            self.fail(f"{value!r} is no size, such as 500GiB or 2TB", param, ctx)
+        power = "KMGTP".index(found[2].upper()) + 1 if found[2] else 0
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+@click.group()
+def remote() -> None:
+    """See to the store beyond the host."""
+
+
+@remote.command()
+@address_option
+@click.option("--cache", "caches", multiple=True, metavar="NAME", help="Only blocks of this cache. Repeatable.")
+@click.option("--older-than", type=AgeType(), metavar="AGE", help="Delete what was written longer ago, such as 7d.")
+@click.option(
+    "--keep-bytes",
+    type=SizeType(),
+    metavar="SIZE",
+    help="Of the rest, delete the least recently used beyond this size.",
+)
+@dry_run_option
+@yes_option
+@json_option("One JSON object.")
+def gc(
+    daemon: DaemonAt,
+    caches: tuple[str, ...],
+    older_than: float | None,
+    keep_bytes: int | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Delete blocks of the store by age and by use, whichever daemon wrote them.
+
+    Use is the latest of a write by any daemon and a fetch by this one, as far as it remembers: 131,072 blocks, and
+    none over a restart. Objects whose names are not kvtier's stay.
+    """
+    if older_than is None and keep_bytes is None:
+        raise click.UsageError("say what goes: --older-than, --keep-bytes, or both")
+
+    async def done(client: AsyncClient, *, dry_run: bool) -> RemoteGcReport:
+        return await client.remote_gc(caches=caches, older_than=older_than, keep_bytes=keep_bytes, dry_run=dry_run)
+
+    if not dry_run and not yes:  # a store takes its time to say what would go
+        report = daemon.ask(partial(done, dry_run=True))
+        confirmed(f"{_blocks(report.objects, report.bytes)} would be gone for good. Go on?", yes)
+    report = daemon.ask(partial(done, dry_run=dry_run))
+    value = {"caches": list(caches), "dry_run": dry_run, **dataclasses.asdict(report)}
+    gone = f"{_blocks(report.objects, report.bytes)} {'would be ' if dry_run else ''}gone"
+    show(as_json, value, f"{gone}, {_blocks(report.kept_objects, report.kept_bytes)} kept")
+
+
+def _blocks(count: int, nbytes: int) -> str:
+    return f"{count} blocks ({size(nbytes)})"
