@@ -28,7 +28,7 @@ from rich.text import Text
 from kvtier import client as aio
 from kvtier.cli.common import console, json_option
 from kvtier.errors import KvtierError
-from kvtier.types import size
+from kvtier.types import DaemonStats, RemoteStats, size
 
 USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 """The configuration file of the systemd unit."""
@@ -74,6 +74,7 @@ class Needs:
     devices: Mapping[str, int]
     host_bytes: int
     disk_bytes: int
+    remote: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -94,7 +95,8 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     except Refused as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
         return [Finding("configuration", Level.FAIL, str(refused), advice)]
-    pid = pid_of(needs.runtime_dir)
+    stats = stats_of(needs.runtime_dir)
+    pid = 0 if stats is None else stats.pid
     runs = f"a daemon, pid {pid}," if pid else "no daemon"
     findings = [Finding("configuration", Level.OK, f"accepted; {runs} serves at {needs.runtime_dir}")]
     checks: dict[str, Callable[[], Finding]] = {
@@ -107,6 +109,8 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     for device, nbytes in needs.devices.items():
         if device != _STAND_IN:
             checks[f"driver {device}"] = partial(check_driver, device, nbytes, running=pid != 0)
+    if needs.remote:
+        checks["remote store"] = lambda: check_remote(None if stats is None else stats.remote)
     for name, check in checks.items():
         try:
             findings.append(check())
@@ -126,6 +130,7 @@ def read_needs(flags: Sequence[str]) -> Needs:
         devices={each["name"]: each["bytes"] if isinstance(each["bytes"], int) else 0 for each in keys["device"]},
         host_bytes=keys["host_bytes"],
         disk_bytes=keys["disk_bytes"],
+        remote=keys["remote"] is not None,
     )
 
 
@@ -141,17 +146,17 @@ def _asked(*arguments: str) -> str:
     return answer.stdout
 
 
-def pid_of(runtime_dir: Path) -> int:
-    """The daemon's pid; 0 where no daemon answers."""
+def stats_of(runtime_dir: Path) -> DaemonStats | None:
+    """What the daemon says of itself; None where no daemon answers."""
 
-    async def ask() -> int:
+    async def ask() -> DaemonStats:
         async with await aio.connect(str(runtime_dir)) as client:
-            return (await client.stats()).pid
+            return await client.stats()
 
     try:
         return asyncio.run(ask())
     except KvtierError:
-        return 0
+        return None
 
 
 def check_locked_memory(limits: str, needs: Needs) -> Finding:
@@ -226,6 +231,20 @@ def check_driver(device: str, nbytes: int, *, running: bool) -> Finding:
         advice = "make its bytes smaller, or end what uses the memory: nvidia-smi lists it"
         return Finding(check, Level.FAIL, f"{found}; {size(nbytes)} configured", advice)
     return Finding(check, Level.OK, found)
+
+
+def check_remote(stats: RemoteStats | None) -> Finding:
+    """Asks the daemon, which alone has the store's credentials. ``stats``: None where no daemon runs."""
+    if stats is None or not stats.url:
+        advice = "start the daemon with this configuration, and run kvtier doctor again"
+        return Finding("remote store", Level.WARN, "no daemon runs that uses it", advice)
+    if stats.problem:
+        advice = "see to the store, its address and the credentials in the daemon's environment; kvtier heals by itself"
+        return Finding("remote store", Level.FAIL, stats.problem, advice)
+    if any(each.calls > each.failures for each in stats.operations):
+        return Finding("remote store", Level.OK, f"{stats.url} answers")
+    advice = "look for a block that is not here, and run kvtier doctor again"
+    return Finding("remote store", Level.WARN, f"{stats.url} has not answered a call yet", advice)
 
 
 def _nearest(directory: Path) -> Path:

@@ -25,7 +25,17 @@ from kvtier.cli.common import (
 from kvtier.cli.locate import peer_line
 from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
-from kvtier.types import CacheStats, DaemonStats, KickReport, LeaseInfo, SessionStats, clean, duration, size
+from kvtier.types import (
+    CacheStats,
+    DaemonStats,
+    KickReport,
+    LeaseInfo,
+    RemoteStats,
+    SessionStats,
+    clean,
+    duration,
+    size,
+)
 
 
 @click.command()
@@ -95,12 +105,26 @@ def report(stats: DaemonStats) -> RenderableType:
     if not stats.problems:
         parts.append(Text("healthy", style="green"))
     parts += map(peer_line, stats.peers)
+    if stats.remote.url:
+        parts.append(remote_line(stats.remote))
     for cache in stats.caches:
         where = f" on {clean(cache.device)}" if cache.device else ""
         parts += [Text(f"cache {cache.name}: {cache.blocks} blocks{where}", style="bold")]
         parts += [_tiers(cache), _edges(cache)]
         parts.append(_traffic(cache))
     return Group(*parts, Text("sessions", style="bold"), _sessions(stats.sessions))
+
+
+def remote_line(remote: RemoteStats) -> Text:
+    """The store beyond the host in one line: blocks, bytes and the mean time of a call since the daemon's start."""
+    blocks = ", ".join(f"{outcome} {remote.blocks.get(outcome, 0)}" for outcome in ("written", "fetched", "damaged"))
+    calls = ", ".join(
+        f"{each.operation} {size(each.bytes)} ({duration(each.seconds * 1e9 / max(each.calls, 1))})"
+        for each in remote.operations
+        if each.operation in ("get", "put")
+    )
+    line = f"remote {remote.url}: {'out of service' if remote.problem else 'healthy'}; {blocks}; {calls}"
+    return Text(clean(line), style="red" if remote.problem else "")
 
 
 def _past_events(stats: DaemonStats) -> Text:

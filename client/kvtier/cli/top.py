@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, run
+from kvtier.cli.status import remote_line
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, Tier, clean, count, size
 
@@ -174,6 +175,8 @@ def _head(look: Look, address: str) -> RenderableType:
         lines.append(Text(f"AWAY: {clean(look.away)}", style="bold red"))
     elif not stats.problems:
         lines.append(Text("healthy", style="green"))
+    if stats.remote.url:
+        lines.append(remote_line(stats.remote))
     return Group(*lines)
 
 
