@@ -39,8 +39,8 @@ def seen(pool):
             await traffic(client)
             return await scrape(lent)
 
-    peer = ("--tcp-insecure", "--peers", "localhost:1")
-    lent = pool.take(sizes(**SLOTS), (*LISTEN, *peer), fresh=True)
+    beyond = ("--tcp-insecure", "--peers", "localhost:1", "--remote", "memory:///")
+    lent = pool.take(sizes(**SLOTS), (*LISTEN, *beyond), fresh=True)
     yield asyncio.run(scraped())
     pool.give_back(lent)
 

@@ -460,6 +460,7 @@ class Daemon:
             lambda: self._health.problems(list(self._catalog)),
             self._log,
             self.fleet,
+            self._beyond,
         )
         return Metrics(host, port, subjects)
 

@@ -25,6 +25,7 @@ from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.hub import EventHub
+from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import SessionRegistry
 from kvtierd.tiers.base import TierConfigError
 
@@ -67,6 +68,11 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_watcher_lag_events": ("Events that the slowest watcher has not been sent yet", ()),
     "kvtier_peer_exact": ("1 while every event of a peer arrives", ("peer",)),
     "kvtier_peer_blocks": ("Blocks that a peer has of the caches here", ("peer",)),
+    "kvtier_remote_up": ("1 while the store beyond the host is used, 0 while it is left alone", ()),
+    "kvtier_remote_operations_total": ("Calls of the store; refused ones were not made", ("operation", "outcome")),
+    "kvtier_remote_bytes_total": ("Bytes of objects that went to the store, or came from it", ("operation",)),
+    "kvtier_remote_seconds_total": ("Time in calls of the store, summed", ("operation",)),
+    "kvtier_remote_blocks_total": ("Blocks for the store, from it or from peers, by what became of them", ("outcome",)),
     "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
     "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
 }
@@ -82,7 +88,7 @@ class Subjects:
     """The parts of the daemon that are asked.
 
     ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``log``: None
-    without an event log. ``fleet``: None without peers.
+    without an event log. ``fleet``: None without peers. ``remote``: None without a store beyond the host and peers.
     """
 
     engine: Engine
@@ -94,6 +100,7 @@ class Subjects:
     problems: Callable[[], Sequence[str]]
     log: EventLog | None
     fleet: Fleet | None
+    remote: RemoteTier | None
 
 
 class Metrics(Collector):
@@ -172,6 +179,8 @@ class Metrics(Collector):
             status = ask.log.status()
             yield "kvtier_event_log_bytes", (), status.used_bytes
             yield "kvtier_event_log_lost_events_total", (), status.lost
+        if ask.remote is not None:
+            yield from _of_remote(ask.remote)
         for cache in ask.catalog:
             yield from _of_cache(cache, ask.engine.manager(cache.id).stats())
 
@@ -181,6 +190,19 @@ def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
         name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
         for name, (text, labels) in METRICS.items()
     }
+
+
+def _of_remote(remote: RemoteTier) -> Iterator[Sample]:
+    if remote.url:
+        yield "kvtier_remote_up", (), remote.problem is None
+    for operation, counts in remote.operations.items():
+        yield "kvtier_remote_operations_total", (operation, "ok"), counts.calls - counts.failures
+        yield "kvtier_remote_operations_total", (operation, "failed"), counts.failures
+        yield "kvtier_remote_operations_total", (operation, "refused"), counts.refused
+        yield "kvtier_remote_bytes_total", (operation,), counts.nbytes
+        yield "kvtier_remote_seconds_total", (operation,), counts.seconds
+    for outcome, blocks in remote.blocks.items():
+        yield "kvtier_remote_blocks_total", (outcome.replace(" ", "_"),), blocks
 
 
 def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
