@@ -43,6 +43,7 @@ PAGES = (
     "docs/gpu.md",
     "docs/engines.md",
     "docs/fleet.md",
+    "docs/remote.md",
 )
 HOW = {"runnable", "check-config", "by-hand", "engines"}
 
@@ -91,6 +92,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
         ("docs/operations.md", "sh"),
         ("docs/operations.md", "toml"),
         ("docs/retention.md", "python"),
+        ("docs/remote.md", "toml"),
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
