@@ -87,6 +87,7 @@ async def test_objects_that_are_no_blocks_stay(daemon, store):
         store.path / "notes",
         path.parent / "notes",
         path.parent.parent / "zz" / path.name,  # not where its key says
+        store.path / "c" / "ab" / "0" / path.parent.name / path.name,  # no fingerprint
         path.parent.parent.parent / "one" / path.parent.name / path.name,  # no group
     ]
     for each in foreign:

@@ -34,7 +34,8 @@ from kvtierd.tiers.disk.records import decode_records, encode_record, parents_of
 MAGIC: Final = b"kvtier\0\1"
 CHECKSUM_BYTES: Final = 16
 """An object begins with so many."""
-_HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s8sIIQ32sI{KEY_BYTES}s")
+FINGERPRINT_BYTES: Final = 32
+_HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s8sIIQ{FINGERPRINT_BYTES}sI{KEY_BYTES}s")
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 """A header has no more."""
 
@@ -64,7 +65,8 @@ def parse(name: str) -> tuple[Place, Key] | None:
         place, found = Place(cache, bytes.fromhex(fingerprint), GroupId(int(group))), Key(bytes.fromhex(key))
     except ValueError:
         return None
-    return (place, found) if place.name(found) == name and len(found) == KEY_BYTES else None
+    whole = place.name(found) == name and len(found) == KEY_BYTES and len(place.fingerprint) == FINGERPRINT_BYTES
+    return (place, found) if whole else None
 
 
 @dataclass(slots=True, frozen=True)
