@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvtier import Cause, EventType, InvalidArgument, NotFound, Tier, connect
+from kvtier import Cause, EventType, InvalidArgument, NotFound, Tier
 from kvtier.abi.words import TIERS
 from kvtier.cli.explain import GONE, UNKNOWN
 from kvtier.client import CopyState, why_gone
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_a_page_for_people(daemon, client, cache):
 
 async def test_its_past_outlives_the_daemon(start_daemon):
     daemon = start_daemon(host=4, disk=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         stays, goes = chain("stays", 1), chain("goes", 1)
         for keys in (stays, goes):

@@ -183,7 +183,7 @@ async def test_a_session_of_an_earlier_daemon_is_not_kicked_in_another_s_place(s
     """Numbers begin anew with every daemon: one noted before a restart names somebody else after it."""
     settings = config(short_dir)
     async with running(settings) as first:
-        operator = await connect(first.address)
+        operator = await connect(first.address, wait=30)
     async with operator:
         kicking = asyncio.ensure_future(operator.kick(1))
         async with running(settings):
