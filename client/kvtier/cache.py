@@ -44,6 +44,7 @@ from kvtier.wire import (
     Keys,
     packed_chains,
     packed_keys,
+    recompute_to_wire,
     split_keys,
 )
 
@@ -186,11 +187,13 @@ class Cache(GroupVerbs):
         *,
         min_blocks: int = 0,
         retention: Retention | None = None,
+        recompute_seconds_per_block: float = 0.0,
         timeout: float | None = None,
     ) -> Held[ReadLease]:
         """The longest prefix that can be had, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
 
-        ``retention``: new values for what is found, counted from this lease's release.
+        ``retention``: new values for what is found, counted from this lease's release. ``recompute_seconds_per_block``:
+        blocks come from a store beyond the host only where that is cheaper; 0: always.
         Of a sliding group what its window needs of that is held: see :attr:`ReadLease.prefix_length`.
         Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
         room for that many, or for not one of those that are stored.
@@ -199,7 +202,13 @@ class Cache(GroupVerbs):
         async def take() -> ReadLease:
             packed = packed_keys(keys, "chains[0].keys")
             (lease,) = await self._holdings.acquire(
-                self, [packed], self.lease_tier(tier), min_blocks, retention, timeout
+                self,
+                [packed],
+                self.lease_tier(tier),
+                min_blocks,
+                retention,
+                timeout,
+                recompute_to_wire(recompute_seconds_per_block),
             )
             if lease.error is not None:
                 raise lease.error

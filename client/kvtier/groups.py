@@ -37,6 +37,7 @@ from kvtier.wire import (
     cursor_from_wire,
     packed_chains,
     packed_keys,
+    recompute_to_wire,
     split_keys,
     tier_to_wire,
 )
@@ -178,16 +179,18 @@ class AcrossGroups:
         *,
         min_blocks: int = 0,
         retention: Retention | None = None,
+        recompute_seconds_per_block: float = 0.0,
         timeout: float | None = None,
     ) -> Held[AcrossLease]:
         """The longest such prefix that can be had, READY in a tier and held in every group.
 
-        ``async with cache.across.acquire(keys) as lease``. Raises as :meth:`kvtier.Cache.acquire`.
+        ``async with cache.across.acquire(keys) as lease``. Arguments and errors as of :meth:`kvtier.Cache.acquire`.
         """
 
         async def take() -> AcrossLease:
             packed = packed_keys(keys, "chains[0].keys")
-            (lease,) = await self._acquire([packed], tier, min_blocks, retention, timeout)
+            recompute_ns = recompute_to_wire(recompute_seconds_per_block)
+            (lease,) = await self._acquire([packed], tier, min_blocks, retention, timeout, recompute_ns)
             if lease.error is not None:
                 raise lease.error
             return lease
@@ -356,6 +359,7 @@ class AcrossGroups:
         min_blocks: int,
         retention: Retention | None,
         timeout: float | None,
+        recompute_ns: int = 0,
     ) -> list[AcrossLease]:
         place, deadline = self._cache.lease_tier(tier), self._deadline(timeout)
         request = blocks_pb2.AcquireRequest(
@@ -363,6 +367,7 @@ class AcrossGroups:
             chains=[chain_message(keys, min_blocks, retention, self._cache.spec.tokens_per_block) for keys in packed],
             timeout_ns=deadline.wait_ns(),
             across_groups=True,
+            recompute_ns_per_block=recompute_ns,
         )
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         leases = [

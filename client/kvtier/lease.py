@@ -365,6 +365,7 @@ class Holdings:
         min_blocks: int,
         retention: Retention | None,
         timeout: float | None,
+        recompute_ns: int = 0,
     ) -> list[ReadLease]:
         """See :meth:`kvtier.Cache.acquire_many`."""
         deadline = self._deadline(timeout)
@@ -373,6 +374,7 @@ class Holdings:
             tier=tier_to_wire(tier),
             chains=[chain_message(keys, min_blocks, retention, cache.spec.tokens_per_block) for keys in packed],
             timeout_ns=deadline.wait_ns(),
+            recompute_ns_per_block=recompute_ns,
         )
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         leases = [

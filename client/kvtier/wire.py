@@ -279,6 +279,7 @@ def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
 
 MAX_COUNT: Final = (1 << 32) - 1
 """Of blocks in a message."""
+_MOST_RECOMPUTE_S: Final = 3600
 
 
 def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
@@ -323,6 +324,12 @@ def _u64(field: str, value: int) -> int:
     """protobuf's own refusal names no field."""
     require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
     return value
+
+
+def recompute_to_wire(seconds: float) -> int:
+    """What a block costs to compute, in nanoseconds. Raises :class:`InvalidArgument`."""
+    require_within("recompute_seconds_per_block", seconds, 0, _MOST_RECOMPUTE_S, f"0 to {_MOST_RECOMPUTE_S} seconds")
+    return round(seconds * 1e9)
 
 
 def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:

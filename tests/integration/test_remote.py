@@ -9,7 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from kvtier import CacheOptions, Cause, EventType, Retention, Tier, TokenRange, connect
+from kvtier import CacheOptions, Cause, Client, EventType, Retention, Tier, TokenRange, connect
+from kvtier.errors import InvalidArgument
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.waiting import eventually
 
@@ -203,6 +204,43 @@ async def test_a_damaged_object_is_a_miss_and_an_event(start, store, damage):
         assert (event.type, list(event.keys)) == (EventType.REMOVED, [keys[2]])
         assert (event.moved_from, event.moved_to) == (Tier.REMOTE, Tier.HOST)
         assert keys[2].hex() not in store.objects(), "nobody finds it again"
+
+
+@pytest.mark.parametrize("across", [False, True])
+async def test_what_is_dearer_than_to_compute_is_not_fetched(start, store, across):
+    first, second = chain("first", 2), chain("second", 2)
+    async with opened(start()) as (_, cache):
+        await put(cache, first)
+        await put(cache, second)
+        await store.has([*first, *second])
+    async with opened(start()) as (client, other):
+        verbs = other.across if across else other
+        async with verbs.acquire(first, recompute_seconds_per_block=1e-9) as lease:
+            assert lease.matched == 2, "nothing has been measured yet"
+        async with verbs.acquire(second, recompute_seconds_per_block=1e-9) as lease:
+            assert lease.matched == 0
+        assert (await fetched(client))["dearer than computing"] == 2
+        async with verbs.acquire(second, recompute_seconds_per_block=60) as lease:
+            assert lease.matched == 2
+        for wrong in (-1, float("nan"), 3601):
+            with pytest.raises(InvalidArgument, match="recompute_seconds_per_block"):
+                await verbs.acquire(second, recompute_seconds_per_block=wrong)
+
+
+async def test_the_synchronous_client_asks_the_store(start, store):
+    keys = chain("sync", 4)
+    async with opened(start()) as (_, cache):
+        await put(cache, keys)
+        await store.has(keys)
+    daemon = start()
+    async with opened(daemon):
+        with Client(daemon.address) as client:
+            cache = client.open_cache("c")
+            for verbs in (cache, cache.across):
+                found = verbs.match(keys, remote=True)
+                assert (found.blocks, found.remote_blocks) == (0, 4)
+            with cache.acquire(keys, Tier.HOST, recompute_seconds_per_block=60) as lease:
+                assert len(lease.slots) == 4
 
 
 async def test_what_is_used_twice_goes(start, store):

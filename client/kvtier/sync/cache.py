@@ -225,10 +225,10 @@ class AcrossGroups(Twin[groups.AcrossGroups]):
         self._owner = owner
 
     @like(groups.AcrossGroups.match)
-    def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
+    def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> AcrossMatch:
         packed = _asked(self.thread, keys, timeout)
-        found = self.inner.reader.match_across(packed)
-        return _or_ask(self.thread, found, lambda: self.inner.match(packed, timeout=timeout))
+        found = None if remote else self.inner.reader.match_across(packed)
+        return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
     @like(groups.AcrossGroups.acquire)
     def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> AcrossLease:
@@ -314,10 +314,10 @@ class Cache(Twin[cache.Cache]):
         return _or_ask(self.thread, found, lambda: self.inner.prefix_length(packed, timeout=timeout))
 
     @like(cache.Cache.match)
-    def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
+    def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
         packed = _asked(self.thread, keys, timeout)
-        found = self.inner.reader.match(packed, self.group)
-        return _or_ask(self.thread, found, lambda: self.inner.match(packed, timeout=timeout))
+        found = None if remote else self.inner.reader.match(packed, self.group)
+        return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
     @like(cache.Cache.probe)
     def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
