@@ -91,6 +91,8 @@ class Engine:
         self.free = [list(range(pages)) for _ in layout.groups]
         self.random = random.Random(7)
         self.count = 0
+        self.longest_s = 0.0
+        """That the planner took to answer what it offers."""
         self.saved: set[str] = set()
         self.loaded: set[str] = set()
 
@@ -104,8 +106,7 @@ class Engine:
         """A request with its pages, of which what kvtier has is on its way."""
         self.count += 1
         run = Run(f"r{self.count}", self.chain(tokens), len(tokens))
-        offered = self.planner.offer(run.name, run.chain, 0, total_tokens=run.tokens)
-        assert offered is not None
+        offered = self.offered(run)
         run.loaded = offered // self.layout.tokens
         blocks = -(-run.tokens // self.layout.tokens)
         for group in range(len(self.layout.groups)):
@@ -114,6 +115,20 @@ class Engine:
         run.waits = offered > 0 and self.planner.is_async(run.name)
         self.planner.allocated(run.name, run.table, offered, sync=not run.waits)
         return run
+
+    def offered(self, run: Run) -> int:
+        """Tokens, asked for until there is an answer."""
+        answers: list[int] = []
+
+        def ask() -> bool:
+            started = time.monotonic()
+            offered = self.planner.offer(run.name, run.chain, 0, total_tokens=run.tokens)
+            self.longest_s = max(self.longest_s, time.monotonic() - started)
+            answers.extend([] if offered is None else [offered])
+            return bool(answers)
+
+        wait_until(ask)
+        return answers[0]
 
     def complete(self, run: Run, *, chunk: int = ALL) -> None:
         """Loads, computes the rest in steps of at most ``chunk`` tokens, and checks every page that attention reads."""

@@ -118,7 +118,8 @@ class _Scheduler:
         chain = KeyChain.of_tokens(size, scope)
         chain.extend(tokens)
         state = self._requests[request.request_id] = _Request(chain, len(tokens), first, num_computed_tokens)
-        state.taken = self._planner.offer(name, chain, first, total_tokens=len(tokens)) or 0
+        # The engine asks once: what a store beyond the host has is fetched for the next request.
+        state.taken = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0
         state.unseen = max(0, first + state.taken - num_computed_tokens)
         if not state.unseen:
             state.taken = 0

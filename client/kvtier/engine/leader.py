@@ -214,17 +214,51 @@ class Leader:
         except KvtierError:  # closed
             return None
 
-        async def give_back() -> None:
-            await (await asyncio.wrap_future(asked)).release()
-
         try:
             return asked.result(wait)
         except KvtierError as error:
             self.complaints.add("a hit could not be pinned", error)
         except TimeoutError:
             self._late = asked
-            self._soon(give_back, "a hit could not be pinned in time")
+            self.unpin_later(asked)
         return None
+
+    @property
+    def has_store(self) -> bool:
+        """The daemon has a store beyond the host."""
+        return self._cache is not None and self._cache.info.remote
+
+    def fetch(self, keys: bytes, wait: float) -> Future[AcrossLease] | None:
+        """Begins to bring a prefix from the store and to hold it in the host tier. None: it cannot be had now."""
+        cache, price = self._cache, self.options.recompute_seconds_per_block
+        if cache is None or not self.answers:
+            return None
+
+        async def acquire() -> AcrossLease:
+            return await cache.across.acquire(keys, Tier.HOST, recompute_seconds_per_block=price, timeout=wait)
+
+        with suppress(KvtierError):  # closed
+            return self._thread.submit(acquire)
+        return None
+
+    def note_why_not_fetched(self, keys: bytes, blocks: int) -> None:
+        """Counts, in the background, why a fetch brought no more than so many blocks."""
+        cache, price = self._cache, self.options.recompute_seconds_per_block
+
+        async def look() -> None:
+            reach = (await cache.across.match(keys, remote=True)).remote_blocks if cache is not None and price else 0
+            why = "to recompute is cheaper" if reach > blocks else "the store has no more"
+            self.complaints.note(f"not fetched: {why}")
+
+        self._soon(look, "the store could not be asked")
+
+    def unpin_later(self, asked: Future[AcrossLease]) -> None:
+        """Gives a hold back that is still to come, in the background."""
+
+        async def give_back() -> None:
+            await (await asyncio.wrap_future(asked)).release()
+
+        self._soon(give_back, "a prefix could not be held in time")
 
     def unpin(self, lease: AcrossLease) -> None:
         """Gives a hold back, in the background."""

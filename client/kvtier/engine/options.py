@@ -21,6 +21,7 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "threads": (1, 64),
     "load_timeout": (0.01, 600),
     "pin_wait": (0, 60),
+    "remote_wait": (0, 600),
     "recompute_seconds_per_block": (0, 3600),
 }
 _BYTES: Final = ("host_bytes", "disk_bytes")
@@ -42,6 +43,7 @@ class EngineOptions:
     ``address``, ``cache``: the daemon, and the first part of the cache's name; default: its own, the model's.
     ``min_blocks``: shorter hits are not worth a load. ``async_blocks``: from so many blocks on, a load does not hold up
     the step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
+    ``remote_wait``: seconds that a request waits for a store beyond the host; 0 = the store is not asked.
     """
 
     address: str | None = None
@@ -59,6 +61,7 @@ class EngineOptions:
     events: bool = False
     pin: bool = False
     pin_wait: float = 0.05
+    remote_wait: float = 2.0
     recompute_seconds_per_block: float = 0.0
 
     @classmethod

@@ -18,6 +18,7 @@ from kvtier.engine.keys import KeyChain
 from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
+from kvtier.engine.remote import Fetch, Fetches
 from kvtier.engine.work import NO_PAGE, Completed, Load, Outcome, Placed, Save, Table, Work
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
@@ -51,6 +52,8 @@ class _Request:
     saving: set[int] = field(default_factory=set)
     """Tickets of copies that are under way."""
     pinned: AcrossLease | None = None
+    """Until it is loaded, or the request is over."""
+    fetch: Fetch | None = None
     over: float | None = None
     """The engine has finished it: until then its pages wait for slots that they can be saved to."""
 
@@ -83,6 +86,7 @@ class Planner:
         self.options: Final[EngineOptions] = leader.options
         self._tokens: Final = self.layout.tokens
         self._note: Final = leader.complaints.note
+        self._fetches: Final = Fetches(leader)
         self._requests: Final[dict[str, _Request]] = {}
         self._scheduled: Final[dict[str, _Request]] = {}
         """Those of the step that is being planned, and those that are over and have something to save."""
@@ -103,27 +107,42 @@ class Planner:
 
     # -- what the engine asks --------------------------------------------------------------------------------------
 
-    def offer(self, req_id: str, chain: KeyChain, computed_tokens: int, *, total_tokens: int) -> int | None:
+    def offer(
+        self, req_id: str, chain: KeyChain, computed_tokens: int, *, total_tokens: int, waits: bool = True
+    ) -> int | None:
         """How many tokens beyond ``computed_tokens`` could be loaded: whole blocks, and never the last token.
 
-        No side effect but that the request is known; the newest answer counts. None: ask again later.
+        No side effect but that the request is known, and what it lacks fetched from a store beyond the host; the newest
+        answer counts. None: ask again later. ``waits``: the engine does; else what is fetched is for the next request.
         """
         request = self._known(req_id, chain)
         if request.loading:
             return None
-        self._unpin(request)
+        if request.fetch is None or request.pinned is not request.fetch.lease:
+            self._unpin(request)
         request.first = request.found = computed_tokens // self._tokens
         limit = (total_tokens - 1) // self._tokens
         if request.bound is not None:
             limit = min(limit, request.bound)
         if computed_tokens % self._tokens or limit <= request.first:
             return 0
+        if request.fetch is not None and not request.fetch.over:
+            if self._fetches.is_pending(request.fetch):
+                return None
+            request.pinned = request.fetch.lease
         found = self.leader.prefix_length(chain.span(0, limit))
+        if found < limit and limit - request.first >= self.options.min_blocks and request.fetch is None:
+            request.fetch = self._fetches.begin(chain.span(0, limit), found)
+            if request.fetch is not None:
+                if waits:
+                    return None
+                self._fetches.leave(request.fetch)
         if not self._is_worth_it(found - request.first):
+            self._unpin(request)
             return 0
         if self.options.pin:
-            request.pinned = self.leader.pin(chain.span(0, found))
-            found = 0 if request.pinned is None else request.pinned.blocks
+            request.pinned = request.pinned or self.leader.pin(chain.span(0, found))
+            found = 0 if request.pinned is None else min(found, request.pinned.blocks)
             if found <= request.first:
                 self._unpin(request)
                 return 0
@@ -237,6 +256,7 @@ class Planner:
                 self._flush[group] |= set(pages) - {NO_PAGE}
         request.loading.clear()
         self._unpin(request)
+        request.fetch = None
         request.tables, request.complete, request.saved = {}, 0, None
         self._scheduled.pop(req_id, None)
 
@@ -456,6 +476,8 @@ class Planner:
         for number in unsent:
             del self._tickets[number]
         request.loading -= unsent
+        if request.fetch is not None:
+            self._fetches.leave(request.fetch)
         self._unpin(request)
 
     def _drop_saves(self, req_id: str, request: _Request) -> None:
