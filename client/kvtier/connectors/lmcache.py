@@ -89,7 +89,7 @@ class KvtierL2:
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """An object counts as there if its first piece is: a load may still find that another piece has left."""
-        return self._submit(len(keys), lambda store: store.probe(0, [_key_of(key, 0) for key in keys]))
+        return self._submit(len(keys), lambda store: store.find(0, [_key_of(key, 0) for key in keys]))
 
     def submit_batch_get(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
         """Fills each view, of the object's length."""

@@ -61,8 +61,8 @@ class _StoredPool:
         self.store: Store | None = None
         self.group = 0
 
-    def probe(self, keys: Sequence[bytes]) -> list[bool]:
-        return [False] * len(keys) if self.store is None else self.store.probe(self.group, keys)
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys) if self.store is None else self.store.find(self.group, keys)
 
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
         """``pages``: the index of each one's first token."""
@@ -185,7 +185,7 @@ class KvtierHiCache(HiCacheStorage):
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How long a prefix of the pages is stored."""
-        return _leading(self._probe(PoolName.KV, keys))
+        return _leading(self._find(PoolName.KV, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return [True] * len(keys) if self._logical else self._copied(_StoredPool.load, PoolName.KV, keys, host_indices)
@@ -201,7 +201,7 @@ class KvtierHiCache(HiCacheStorage):
         hits = {PoolName.KV: stored} if stored else {}
         ends = set(range(1, stored + 1))
         for transfer in pool_transfers or ():
-            there = self._probe(transfer.name, keys[:stored])
+            there = self._find(transfer.name, keys[:stored])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 own = set(range(1, _leading(there) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -251,9 +251,9 @@ class KvtierHiCache(HiCacheStorage):
     ) -> bool:
         return False
 
-    def _probe(self, name: str, keys: Sequence[str]) -> list[bool]:
+    def _find(self, name: str, keys: Sequence[str]) -> list[bool]:
         pages = self._pages.get(name)
-        return [False] * len(keys) if pages is None else pages.probe(_packed(keys))
+        return [False] * len(keys) if pages is None else pages.find(_packed(keys))
 
     def _copied(
         self,

@@ -20,9 +20,11 @@ from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.memory.planes import Pages
 from kvtier.sync import Cache, Client
-from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions
+from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
 
-_SETTINGS: Final = ("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "write_policy")
+_SETTINGS: Final = (
+    *("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "remote_wait", "write_policy"),
+)
 _OPEN_S: Final = 5.0
 """An attempt to open the cache takes at most so long; the next one begins as long after it."""
 _MOST_KEYS: Final = 16_384
@@ -44,7 +46,8 @@ def options_of(settings: Mapping[str, Any]) -> EngineOptions:
 
 
 class Store:
-    """No method raises, and none waits longer than ``load_timeout`` seconds for a daemon that does not answer."""
+    """No method raises, and none waits longer than ``load_timeout`` seconds for a daemon that does not answer. A lookup
+    waits for ``remote_wait`` seconds where blocks could come from a store beyond the host."""
 
     def __init__(self, options: EngineOptions, spec: CacheSpec, share: float = 1.0) -> None:
         """``share``: of the budgets in the options that is this cache's.
@@ -84,10 +87,26 @@ class Store:
 
         return self._tried(group, "a lookup failed", look, len(keys))
 
+    def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
+        """As :meth:`probe`, once what is missing of a chain has come from a store beyond the host."""
+        there = self.probe(group, keys)
+
+        def bring(cache: Cache) -> list[bool]:
+            if not cache.info.remote or not self._reachable:
+                return [False]
+            return [bool(cache.move(keys[:_MOST_KEYS], Tier.HOST, timeout=self._options.remote_wait))]
+
+        wanted = self._options.remote_wait and not all(there)
+        if not wanted or not self._tried(group, "blocks could not be fetched", bring, 1)[0]:
+            return there
+        found = self.probe(group, keys)
+        self.complaints.note("blocks fetched from the store", sum(found) - sum(there))
+        return found
+
     def load(self, group: int, keys: Sequence[bytes], blocks: Sequence[Any] | Pages) -> list[bool]:
         """Fills those of ``blocks``, one a key, that are stored, and says which. The others may hold any bytes
         afterwards."""
-        there = [at for at, found in enumerate(self.probe(group, keys)) if found]
+        there = [at for at, found in enumerate(self.find(group, keys)) if found]
 
         def get(cache: Cache) -> list[bool]:
             if not there:

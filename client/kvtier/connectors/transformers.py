@@ -120,6 +120,8 @@ class PrefixStore:
         past = transformers.DynamicCache()
         try:
             found = self.cache.prefix_length(keys, timeout=self._timeout)
+            if self.cache.info.remote and found * KEY_BYTES < len(keys):
+                found = max(found, self.cache.match(keys, remote=True, timeout=self._timeout).remote_blocks)
             if not found:
                 return past, 0
             tensors = [states.empty(found * self._tokens) for states in self._states]
