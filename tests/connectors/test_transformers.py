@@ -77,6 +77,21 @@ async def test_the_same_after_the_daemon_was_killed(daemon):
     assert torch.equal(run(model, PROMPT[:, known:], past), cold)
 
 
+async def test_a_prefix_comes_from_another_host(start_fresh, tmp_path):
+    model = tiny.llama()
+    cold, past = prefill(model)
+    (tmp_path / "store").mkdir()
+    remote = f'{{"url": "file://{tmp_path}/store", "write": "through"}}'
+    hosts = [start_fresh("--remote", remote, "--host-bytes", "64MiB", "--disk-bytes", "64MiB") for _ in range(2)]
+    with opened(hosts[0], model) as store:
+        store.save_prefix(past, PROMPT)
+        await eventually(lambda: sum(each.is_file() for each in tmp_path.rglob("*")), lambda found: found >= 18)
+    with opened(hosts[1], model) as store:
+        past, known = store.load_prefix(PROMPT)
+    assert known == SPLIT
+    assert torch.equal(run(model, PROMPT[:, known:], past), cold)
+
+
 def test_generate_goes_on_from_what_is_stored(daemon):
     model, computed = tiny.llama(), []
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(args[0].shape[1]))

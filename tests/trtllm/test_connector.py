@@ -156,6 +156,29 @@ async def test_blocks_outlive_the_daemon(daemon):
     assert second.computed == sum(each.prompt for each in warm) - full_blocks(V2, warm)
 
 
+async def test_what_another_host_has_computed_is_there_for_the_next_request(start_fresh, tmp_path):
+    (tmp_path / "store").mkdir()
+    remote = f'{{"url": "file://{tmp_path}/store", "write": "through"}}'
+    hosts = [start_fresh("--remote", remote, host=2048, disk=4096) for _ in range(2)]
+    with engine(hosts[0], V1, SYNC, reuse=False, seed=1) as first:
+        cold = ask(first)
+        first.run()
+        with Client(hosts[0].address) as client:
+            stored = sum(cache.blocks for cache in client.stats().caches)
+        await eventually(lambda: sum(each.is_file() for each in tmp_path.rglob("*")), lambda found: found >= stored)
+    with engine(hosts[1], V1, SYNC, reuse=False, seed=2) as second, Client(hosts[1].address) as client:
+        warm = ask(second)
+        second.run()
+        await eventually(lambda: client.stats().remote.blocks.get("fetched"), bool)
+        assert outputs(warm) == outputs(cold)
+        again = ask(second)
+        before = second.computed
+        second.run()
+    assert outputs(again) == outputs(cold)
+    assert second.computed - before == sum(each.prompt for each in again) - full_blocks(V1, again)
+    await eventually(lambda: leased(hosts[1]), lambda leases: leases == 0)
+
+
 @pytest.mark.parametrize(
     ("stop", "way"), [(DaemonProcess.pause, ASYNC), (DaemonProcess.kill, SYNC)], ids=["stopped", "killed"]
 )
