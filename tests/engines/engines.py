@@ -66,13 +66,13 @@ class Answer:
 
 
 class Template:
-    """A process that has imported an engine, from which engines are forked."""
+    """A process that has imported an engine, from which engines are forked. ``within``: a command that becomes it."""
 
-    def __init__(self, python: Path, runner: str, log: Path, *packages: Path) -> None:
+    def __init__(self, python: Path, runner: str, log: Path, *packages: Path, within: Sequence[str] = ()) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [python, str(ROOT / "tests/engines" / runner)],
+                [*within, python, str(ROOT / "tests/engines" / runner)],
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,

