@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import pytest
@@ -67,12 +68,12 @@ def _ip(arguments: str) -> None:
 
 @contextmanager
 def daemon_on(
-    host: Host, sizes: Mapping[Tier, int], flags: list[str], variables: Mapping[str, str]
+    host: Host | None, sizes: Mapping[Tier, int], flags: list[str], variables: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[DaemonProcess]:
-    """With a state of its own."""
+    """With a state of its own; ``host`` None: on this machine."""
     home = Path(tempfile.mkdtemp(prefix="kv-"))
     daemon = DaemonProcess(home, sizes, flags)
-    daemon.within = host.within
+    daemon.within = [] if host is None else host.within
     daemon.variables.update(variables)
     daemon.start()
     try:

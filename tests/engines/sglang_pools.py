@@ -5,6 +5,7 @@
 - ``window``: two pools, one of them of a sliding window, in each layout: their random bytes are stored, and loaded into
   other pages;
 - ``ranks``: what two tensor-parallel ranks see of each other;
+- ``put``, ``fetch``: two hosts with one store;
 - ``off``: with wrong settings everything is a miss.
 """
 
@@ -183,6 +184,28 @@ def ranks(settings: dict[str, Any]) -> None:
         second.close()
 
 
+def put(settings: dict[str, Any]) -> None:
+    """The same bytes as in :func:`fetch`, stored."""
+    torch.manual_seed(1)
+    backend = backend_of(settings, {PoolName.KV: mha(2, "layer_first")})
+    assert backend.batch_set_v1(KEYS[:STORED], indices(*range(STORED))) == [True] * STORED
+    backend.close()
+
+
+def fetch(settings: dict[str, Any]) -> None:
+    """A lookup brings them to another host."""
+    torch.manual_seed(1)
+    pool = mha(2, "layer_first")
+    expected = [pool.get_data_page(page * PAGE).clone() for page in range(STORED)]
+    pool.kv_buffer.zero_()
+    backend = backend_of(settings, {PoolName.KV: pool})
+    assert backend.batch_exists(KEYS) == STORED
+    assert backend.batch_get_v1(KEYS[:STORED], indices(*range(STORED))) == [True] * STORED
+    for page, right in enumerate(expected):
+        assert torch.equal(pool.get_data_page(page * PAGE), right), page
+    backend.close()
+
+
 def off(settings: dict[str, Any]) -> None:
     backend = backend_of(settings, {PoolName.KV: mha(2, "layer_first")})
     assert backend.batch_set_v1(KEYS, indices(*range(PAGES))) == [False] * PAGES
@@ -194,5 +217,5 @@ def off(settings: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     publish(ServerArgs(model_path=sys.argv[2], device="cpu"), role="scheduler")
-    {"window": window, "ranks": ranks, "off": off}[sys.argv[1]](json.loads(sys.argv[3]))
+    {"window": window, "ranks": ranks, "put": put, "fetch": fetch, "off": off}[sys.argv[1]](json.loads(sys.argv[3]))
     print("ok")

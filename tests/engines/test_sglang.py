@@ -19,6 +19,7 @@ import pytest
 from kvtier import Tier, connect
 from tests.engines.conftest import require
 from tests.engines.engines import ROOT, Answer, Engine
+from tests.engines.hosts import daemon_on
 from tests.engines.serving import changed, command_of_the_page, free_port, running, serving
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import eventually
@@ -247,6 +248,16 @@ def test_several_pools_and_their_windows(in_pools, daemon):
 def test_ranks_share_what_they_have_alike(in_pools, daemon):
     status, said = in_pools("ranks", on_error="fail")
     assert (status, said.splitlines()[-1]) == (0, "ok"), said
+
+
+async def test_pages_come_from_another_host(in_pools, tmp_path):
+    (tmp_path / "store").mkdir()
+    flags = ["--remote", json.dumps({"url": f"file://{tmp_path}/store", "write": "through"})]
+    for what in ("put", "fetch"):
+        with daemon_on(None, {Tier.HOST: 16 << 20, Tier.DISK: 32 << 20}, flags) as daemon:
+            status, said = in_pools(what, address=daemon.address, on_error="fail")
+            assert (status, said.splitlines()[-1]) == (0, "ok"), said
+            await eventually(lambda: sum(each.is_file() for each in tmp_path.rglob("*")), lambda found: found >= 6)
 
 
 def test_a_wrong_setting_is_one_line(in_pools, daemon):

@@ -5,6 +5,7 @@ All runs on the scheduler's thread, which looks and never waits.
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Fetches:
         self._leader: Final = leader
         self._wait_s: Final = leader.options.remote_wait
         self._note: Final = leader.complaints.note
-        self._under_way: list[Future[AcrossLease]] = []
+        self._free: Final = threading.Semaphore(MOST)
 
     def begin(self, keys: bytes, found: int) -> Fetch | None:
         """Has what is missing of a chain fetched. None: there is no store that could be asked."""
@@ -70,13 +71,14 @@ class Fetches:
         fetch.over = True
 
     def _ask(self, fetch: Fetch) -> None:
-        self._under_way = [asked for asked in self._under_way if not asked.done()]
         left = fetch.until - time.monotonic()
-        if left <= 0 or len(self._under_way) >= MOST:
+        if left <= 0 or not self._free.acquire(blocking=False):
             return
         fetch.asked = self._leader.fetch(fetch.keys, left)
-        if fetch.asked is not None:
-            self._under_way.append(fetch.asked)
+        if fetch.asked is None:
+            self._free.release()
+        else:
+            fetch.asked.add_done_callback(lambda _: self._free.release())
 
     def _take(self, fetch: Fetch, asked: Future[AcrossLease]) -> None:
         fetch.over = True
