@@ -490,6 +490,8 @@ class Binder:
         while True:
             try:
                 return await self.session.call(attempt, Deadline(_GIVE_BACK_S), wait=_GIVE_BACK_S)
+            except ClientClosed:
+                return
             except (DeadlineExceeded, DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 from contextlib import contextmanager
@@ -189,6 +190,18 @@ def test_a_store_that_hangs_costs_a_request_its_wait_and_the_scheduler_nothing(s
             for run in runs:
                 toy.planner.aborted(run.name)
             wait_until(lambda: held(daemon) == 0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_engine_that_ends_meanwhile_leaves_nothing(host, waits, caplog):
+    daemon = host()
+    for number in range(20):
+        with engine(daemon.address) as toy:
+            run = request(toy, "x", [number, *PROMPT])
+            toy.planner.offer(run.name, run.chain, 0, total_tokens=run.tokens, waits=waits)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    wait_until(lambda: held(daemon) == 0)
 
 
 def test_a_daemon_that_stops_costs_a_request_its_wait(host):
