@@ -36,7 +36,7 @@ Objects = Callable[[Sequence[str]], Awaitable[object]]
 class BareBucket:
     """obstore alone."""
 
-    def __init__(self, url: str, objects: Sequence[memoryview]) -> None:
+    def __init__(self, url: str, objects: Sequence[bytes]) -> None:
         self._store = from_url(url)
         self._objects = objects
 
@@ -57,7 +57,7 @@ class BareBucket:
 class BareMooncake:
     """Mooncake's library alone, with registered memory."""
 
-    def __init__(self, url: str, objects: Sequence[memoryview]) -> None:
+    def __init__(self, url: str, objects: Sequence[bytes]) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self._store: Any = MooncakeDistributedStore()
@@ -82,7 +82,7 @@ async def compare(
     url: str, bare_of: Callable[..., BareBucket | BareMooncake], count: int, nbytes: int, rounds: int
 ) -> None:
     """Prints a line for puts and one for gets."""
-    objects = [memoryview(os.urandom(nbytes)) for _ in range(count)]
+    objects = [os.urandom(nbytes) for _ in range(count)]
     into = [memoryview(bytearray(nbytes)) for _ in range(count)]
     store, bare = open_store(url), bare_of(url, objects)
     ways: dict[str, tuple[Objects, Objects]] = {

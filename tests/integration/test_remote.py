@@ -96,6 +96,18 @@ async def test_what_one_host_evicts_another_reads(start, store):
         assert_bytes(keys, await other.get(keys))
 
 
+async def test_only_the_rest_is_written(start, store):
+    keys = chain("half", 6)
+    async with opened(start()) as (_, cache):
+        await put(cache, keys[:3])
+        await store.has(keys[:3])
+    async with opened(start()) as (client, other):
+        await put(other, keys)
+        await store.has(keys)
+        await eventually(lambda: fetched(client), lambda counts: counts.get("written") == 3)
+        assert (await fetched(client))["there already"] == 3
+
+
 async def test_only_the_rest_comes(start, store):
     keys = chain("rest", 6)
     async with opened(start()) as (_, cache):

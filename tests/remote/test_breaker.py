@@ -37,7 +37,7 @@ class Moody:
         await self._do()
         return [100 for _ in names]
 
-    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
         await self._do()
         if self.put_mood:
             raise self.put_mood
@@ -66,7 +66,7 @@ class Setup:
         await self.guarded.get(["a"], [memoryview(bytearray(100))])
 
     async def put(self) -> None:
-        await self.guarded.put(["a"], [memoryview(b"12345")])
+        await self.guarded.put(["a"], [b"12345"])
 
     async def fail(self, error: RemoteError = DOWN, times: int = FAILURES) -> None:
         self.store.mood = error

@@ -22,8 +22,8 @@ def names(count: int) -> list[str]:
     return [f"{uuid.uuid4().hex}/{i:02}" for i in range(count)]
 
 
-def some_bytes(nbytes: int) -> memoryview:
-    return memoryview(random.randbytes(nbytes))
+def some_bytes(nbytes: int) -> bytes:
+    return random.randbytes(nbytes)
 
 
 def buffers(sizes: Sequence[int], fill: int = 0) -> list[memoryview]:
@@ -103,7 +103,7 @@ async def test_a_cancelled_get_leaves_its_buffers_alone(store: RemoteStore, turn
 @pytest.mark.parametrize("turns", [0, 1, 3, 10, 50])
 async def test_a_cancelled_put_stores_all_of_an_object_or_nothing(store: RemoteStore, turns: int) -> None:
     written, data = names(16), random.randbytes(MIB)
-    await _cancelled(asyncio.create_task(store.put(written, [memoryview(data)] * 16)), turns)
+    await _cancelled(asyncio.create_task(store.put(written, [data] * 16)), turns)
     other = names(4)
     await store.put(other, [some_bytes(MIB) for _ in other])
     read = buffers([MIB] * 16)
@@ -162,7 +162,7 @@ async def test_a_block_proves_itself(store: RemoteStore, fault: str) -> None:
         "another's": encode(place, other, None, Traits(35), [payload]),
         "empty": b"\0",
     }
-    await store.put([place.name(key)], [memoryview(stored[fault])])
+    await store.put([place.name(key)], [bytes(stored[fault])])
     (read,) = buffers([object_bytes(payload.nbytes)])
     (nbytes,) = await store.get([place.name(key)], [read])
     if fault != "whole":

@@ -37,7 +37,7 @@ async def each_call(store: RemoteStore) -> dict[str, RemoteError | None]:
     calls = {
         "exists": lambda: store.exists(["a/b"]),
         "get": lambda: store.get(["a/b"], [memoryview(bytearray(10))]),
-        "put": lambda: store.put(["a/b"], [memoryview(b"1234")]),
+        "put": lambda: store.put(["a/b"], [b"1234"]),
         "delete": lambda: store.delete(["a/b"]),
         "list": listed,
     }
@@ -97,7 +97,7 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
         store = Guarded(open_store(server.url), timeout_s=3.0)
         blocks = {f"blocks/{i}": random.randbytes(MIB) for i in range(8)}
         names = list(blocks)
-        await store.put(names, [memoryview(data) for data in blocks.values()])
+        await store.put(names, list(blocks.values()))
         rounds, ends = asyncio.Event(), list[RemoteUnavailable]()
 
         async def read() -> None:
@@ -115,7 +115,7 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
         async def write() -> None:
             for i in range(10_000):
                 try:
-                    await store.put([f"more/{i}"], [memoryview(blocks[names[0]])])
+                    await store.put([f"more/{i}"], [blocks[names[0]]])
                 except RemoteUnavailable as failed:
                     ends.append(failed)
                     return
@@ -139,7 +139,7 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
     with mooncake() as server:
         master = server.processes[0]
         connected, late = (Guarded(open_store(server.url), timeout_s=1.0) for _ in range(2))
-        await connected.put(["a"], [memoryview(b"12345")])
+        await connected.put(["a"], [b"12345"])
         master.send_signal(signal.SIGSTOP)
         for store in (connected, late):
             waiting = asyncio.create_task(store.exists(["a"]))
@@ -163,7 +163,7 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
 async def test_a_mooncake_process_that_dies_is_replaced(mooncake_server: Server) -> None:
     store = open_store(mooncake_server.url)
     (name,) = (random.randbytes(8).hex(),)
-    await store.put([name], [memoryview(b"12345")])
+    await store.put([name], [b"12345"])
     for worker in store._idle:  # type: ignore[attr-defined]
         worker.process.kill()
         await worker.process.wait()
@@ -287,4 +287,4 @@ async def test_a_directory_that_cannot_be_used_is_refused(file_for_directory: Pa
     assert isinstance(ends["put"], RemoteRefused)
     assert "Not a directory" in str(ends["put"])
     with pytest.raises(RemoteRefused, match="File name too long"):
-        await store.put(["x" * 300], [memoryview(b"1")])
+        await store.put(["x" * 300], [b"1"])

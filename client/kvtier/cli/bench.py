@@ -15,6 +15,7 @@ from kvtier.abi.spec import DTYPE_BYTES
 from kvtier.bench import engine as engine_bench
 from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
+from kvtier.bench import remote as remote_bench
 from kvtier.bench.host import Result
 from kvtier.cli.common import console, json_option, run, slim_table
 from kvtier.types import size
@@ -120,6 +121,23 @@ def scale(rounds: int, disk_dir: Path | None, as_json: bool) -> None:
 def gpu(device: str, rounds: int, as_json: bool) -> None:
     """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
     tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), as_json)
+
+
+@bench.command()
+@click.option("--url", help="A store as --remote of kvtierd names it.  [default: a temporary directory]")
+@click.option(
+    "--block-bytes",
+    type=click.IntRange(4096, 64 << 20),
+    multiple=True,
+    default=(1 << 20, 4 << 20),
+    show_default=True,
+    help="Repeatable.",
+)
+@_ROUNDS
+@_JSON
+def remote(url: str | None, block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
+    """Write 64 MiB of blocks through to a store, and read them by another daemon."""
+    tell(remote_bench.remote(url, block_bytes, rounds), as_json)
 
 
 @bench.command()

@@ -82,7 +82,7 @@ class PeerStore:
         found = {one.number: one.nbytes for _, one in asked}
         return [found.get(number, ABSENT) for number in range(len(names))]
 
-    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
         self._refuse("written to")
 
     async def delete(self, names: Sequence[str]) -> None:

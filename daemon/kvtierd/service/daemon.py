@@ -483,7 +483,7 @@ class Daemon:
             peers = {peer.address: PeerStore(peer) for peer in self.fleet.peers}
         if store is None and not peers:
             return None
-        return RemoteTier(self._engine, self._catalog, self._config.remote, store, peers)
+        return RemoteTier(self._engine, self._hub, self._catalog, self._config.remote, store, peers)
 
     def _fingerprints(self) -> dict[str, bytes]:
         """Of every cache, by name."""

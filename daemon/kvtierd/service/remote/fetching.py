@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,10 +29,12 @@ from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.tiers.remote.base import RemoteError
 from kvtierd.tiers.remote.objects import BadObject, Place, Remembered, decode, object_bytes
 
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 32
-DEPTH: Final = 2
+DEPTH: Final = 8
 """So many batches of a call are under way at a time."""
+SPARE_BYTES: Final = BATCH_BYTES * DEPTH
+"""Of buffers that are kept for the next fetch."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,24 @@ class _Got:
     key: Key
     remembered: Remembered
     payload: memoryview
+    buffer: memoryview
+
+
+class _Buffers:
+    """Memory for objects, used again: the pages of a new buffer cost as much as its bytes."""
+
+    def __init__(self) -> None:
+        self._spare: list[memoryview] = []
+
+    def take(self, count: int, nbytes: int) -> list[memoryview]:
+        if self._spare and len(self._spare[0]) != nbytes:
+            self._spare = []  # objects of one length are kept
+        return [self._spare.pop() if self._spare else np.empty(nbytes, np.uint8).data for _ in range(count)]
+
+    def give_back(self, buffers: Iterable[memoryview]) -> None:
+        for buffer in buffers:
+            if len(buffer) * len(self._spare) < SPARE_BYTES and len(buffer) == len((self._spare or [buffer])[0]):
+                self._spare.append(buffer)
 
 
 def place_of(cache: Cache, group: GroupId) -> Place:
@@ -57,6 +77,7 @@ class Fetcher:
         self._engine: Final = engine
         self._sources: Final = sources
         self._coming: dict[tuple[CacheId, GroupId, Key], asyncio.Future[None]] = {}
+        self._buffers: Final = _Buffers()
         self.counts: Final[Counter[str]] = Counter()
 
     async def reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
@@ -170,7 +191,7 @@ class Fetcher:
     async def _get(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> list[_Got]:
         """The blocks from the first on that are there and sound; of a group without chains, all such."""
         place, payload_bytes = place_of(cache, group), cache.spec.block_bytes(group)
-        buffers = [np.empty(object_bytes(payload_bytes), np.uint8).data for _ in keys]
+        buffers = self._buffers.take(len(keys), object_bytes(payload_bytes))
         fetched = await self._sources.get([place.name(key) for key in keys], buffers)
         verify = partial(_verified, place, payload_bytes, keys, buffers, [one.nbytes for one in fetched])
         found, damaged = await self._engine.beside(verify)
@@ -221,6 +242,7 @@ class Fetcher:
         finally:
             self._engine.afterwards(cache.id, lease, partial(self._release, cache.id, lease))
         self.counts["fetched"] += len(results)
+        self._buffers.give_back(one.buffer for one in got)  # nobody reads them any more
         return True
 
     def _release(self, cache: CacheId, lease: LeaseId) -> None:
@@ -241,7 +263,7 @@ def _verified(
             damaged[key] = f"it has {size} bytes, more than a block"
             continue
         try:
-            found.append(_Got(key, *decode(place, key, payload_bytes, buffer[:size])))
+            found.append(_Got(key, *decode(place, key, payload_bytes, buffer[:size]), buffer))
         except BadObject as error:
             damaged[key] = str(error)
     return found, damaged

@@ -14,6 +14,7 @@ from kvtierd.core.ids import GroupId, Key
 from kvtierd.mover.engine import Engine
 from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.deleting import Deleter
 from kvtierd.service.remote.fetching import Fetcher
 from kvtierd.service.remote.known import Known
@@ -39,6 +40,7 @@ class RemoteTier:
     def __init__(
         self,
         engine: Engine,
+        hub: EventHub,
         catalog: Catalog,
         config: Remote | None,
         store: RemoteStore | None,
@@ -53,7 +55,7 @@ class RemoteTier:
         self._writer: Final = (
             None
             if self._store is None or config is None
-            else Writer(engine, catalog, self._store, self.known, config.bytes_per_second)
+            else Writer(engine, hub, catalog, self._store, self.known, config.bytes_per_second)
         )
         self.deleter: Final = None if self._store is None else Deleter(self._store, self.known)
         self._writing: asyncio.Task[None] | None = None

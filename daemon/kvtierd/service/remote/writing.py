@@ -25,6 +25,7 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
 from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.fetching import place_of
 from kvtierd.service.remote.known import Known
 from kvtierd.tiers.base import Bytes, TierError
@@ -32,13 +33,12 @@ from kvtierd.tiers.disk.store import DiskRead
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.objects import encode
 
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 16
-BATCHES: Final = 4
+BATCHES: Final = 8
 """Under way at a time: with their bytes, all that waits for the store."""
-LOOK_S: Final = 0.05
-"""How often blocks are looked for while there are some, and :data:`IDLE_S` where there were none."""
-IDLE_S: Final = 0.5
+LOOK_S: Final = 0.5
+"""How often blocks are looked for that no event told of: those used again."""
 RETRY_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
@@ -59,8 +59,11 @@ class Writer:
         bytes_a_second: most that goes to the store; 0 = any.
     """
 
-    def __init__(self, engine: Engine, catalog: Catalog, store: RemoteStore, known: Known, bytes_a_second: int) -> None:
+    def __init__(
+        self, engine: Engine, hub: EventHub, catalog: Catalog, store: RemoteStore, known: Known, bytes_a_second: int
+    ) -> None:
         self._engine: Final = engine
+        self._hub: Final = hub
         self._catalog: Final = catalog
         self._store: Final = store
         self._known: Final = known
@@ -73,12 +76,13 @@ class Writer:
     async def run(self) -> None:
         """Until cancelled."""
         try:
-            while True:
+            while not self._hub.closed:
+                seen = self._hub.last
                 found = self._begin()
-                if len(self._under_way) == BATCHES:
+                if len(self._under_way) >= BATCHES:
                     await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
-                else:
-                    await asyncio.sleep(LOOK_S if found else IDLE_S)
+                elif not found:
+                    await self._hub.news(seen, asyncio.get_running_loop().time() + LOOK_S)
         finally:
             for task in self._under_way:
                 task.cancel()
@@ -87,9 +91,11 @@ class Writer:
     def _begin(self) -> bool:
         """Takes what is offered, as far as there is room. Whether there was anything."""
         found = False
+        if time.monotonic() < self._retry_at:
+            return found
         for cache in self._catalog:
             for number in range(len(cache.spec.groups)):
-                if len(self._under_way) == BATCHES or time.monotonic() < self._retry_at:
+                if len(self._under_way) >= BATCHES:
                     return True
                 found |= self._take(cache, GroupId(number))
         return found
@@ -137,17 +143,26 @@ class Writer:
                     self._engine.manager(cache.id).beyond.put_back(group, left)
 
     async def _absent(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[_Source]:
-        """Those that the store does not have yet: another host may have written them."""
+        """Those that the store does not have yet: another host may have written them. What stands on an absent block
+        counts as absent, unasked: to write it again does no harm."""
         place = place_of(cache, group)
-        unknown = [source for source in sources if not self._known.of(place.name(source.offer.key))]
-        if not unknown:
-            return []
-        names = [place.name(source.offer.key) for source in unknown]
-        found = await self._store.exists(names)
-        there = [name for name, has in zip(names, found, strict=True) if has]
-        self._known.note(there, there=True)
-        self.counts["there already"] += len(sources) - len(unknown) + len(there)
-        return [source for source, has in zip(unknown, found, strict=True) if not has]
+        unknown = [source.offer for source in sources if not self._known.of(place.name(source.offer.key))]
+        keys, absent = {offer.key for offer in unknown}, set[Key]()
+
+        async def ask(offers: Sequence[Offer]) -> None:
+            names = [place.name(offer.key) for offer in offers]
+            found = await self._store.exists(names) if names else ()
+            self._known.note([name for name, has in zip(names, found, strict=True) if has], there=True)
+            absent.update(offer.key for offer, has in zip(offers, found, strict=True) if not has)
+
+        await ask([offer for offer in unknown if offer.parent not in keys])
+        below = [offer for offer in unknown if offer.parent in keys]  # parents first
+        for offer in below:
+            if offer.parent in absent:
+                absent.add(offer.key)
+        await ask([offer for offer in below if offer.key not in absent])
+        self.counts["there already"] += len(sources) - len(absent)
+        return [source for source in sources if source.offer.key in absent]
 
     def _stood(self, cache: Cache, group: GroupId, source: _Source) -> bool:
         """What was read of memory was the block's: its slot has not changed since."""
@@ -155,12 +170,12 @@ class Writer:
             return True
         return cache.runtime.arena.generation(HOST, group, SlotId(source.offer.slot)) == source.generation
 
-    async def _put(self, cache: Cache, group: GroupId, ready: Sequence[tuple[_Source, bytearray]]) -> None:
+    async def _put(self, cache: Cache, group: GroupId, ready: Sequence[tuple[_Source, bytes]]) -> None:
         if not ready:
             return
         place, started = place_of(cache, group), time.monotonic_ns()
         names = [place.name(source.offer.key) for source, _ in ready]
-        await self._store.put(names, [memoryview(data) for _, data in ready])
+        await self._store.put(names, [data for _, data in ready])
         took = time.monotonic_ns() - started
         self._known.note(names, there=True)
         self.counts["written"] += len(ready)
@@ -182,7 +197,7 @@ def _by_tier(offers: Iterable[Offer]) -> dict[Tier, list[Key]]:
     return found
 
 
-def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[bytearray | None]:
+def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[bytes | None]:
     """The object of each block; None where the disk does not give the bytes. In a thread."""
     place = place_of(cache, group)
     return [

@@ -46,13 +46,9 @@ class RemoteStore(Protocol):
         """
         ...
 
-    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
-        """Writes objects side by side. One that is there already stays or is replaced. Readers see all of it or
-        nothing.
-
-        Args:
-            objects: nobody may change them after the call: a cancelled one may still be read.
-        """
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
+        """Writes objects side by side, perhaps on after a cancelled call. One that is there already stays or is
+        replaced. Readers see all of it or nothing."""
         ...
 
     async def delete(self, names: Sequence[str]) -> None:

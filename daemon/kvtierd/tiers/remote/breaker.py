@@ -82,7 +82,7 @@ class Guarded:
             counts.nbytes += sum(n for n, view in zip(found, into, strict=True) if 0 < n <= len(view))
             return found
 
-    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
         async with self._call("put") as counts:
             await self._store.put(names, objects)
             counts.nbytes += sum(map(len, objects))

@@ -75,7 +75,7 @@ class Bucket:
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         return await self._each([self._get(*pair) for pair in zip(names, into, strict=True)])
 
-    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
         await self._each([self._put(*pair) for pair in zip(names, objects, strict=True)])
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class Bucket:
         into[: len(body)] = body
         return len(body)
 
-    async def _put(self, name: str, data: memoryview) -> None:
+    async def _put(self, name: str, data: bytes) -> None:
         async with self._request("put"):
             await obstore.put_async(self._store, name, data, use_multipart=False)
 

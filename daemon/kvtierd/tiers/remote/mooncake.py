@@ -78,7 +78,7 @@ class Mooncake:
             found += self._counts(codes, "get")
         return found
 
-    async def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
         for part in self._parts(objects, "put"):
             async with self._worker() as worker:
                 start = 0
@@ -103,7 +103,7 @@ class Mooncake:
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [f"{self._prefix}{name}" for name in names]
 
-    def _parts(self, buffers: Sequence[memoryview], verb: str) -> Iterator[slice]:
+    def _parts(self, buffers: Sequence[bytes | memoryview], verb: str) -> Iterator[slice]:
         """Runs of buffers that fit into a process's room together."""
         first = nbytes = 0
         for i, buffer in enumerate(buffers):

@@ -93,19 +93,13 @@ def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: i
     return head[CHECKSUM_BYTES:] + record
 
 
-def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytearray:
-    """The object of a block. ``parts``: its bytes, a part a pool."""
-    nbytes = sum(len(part) for part in parts)
-    before = header(place, key, parent, traits, nbytes)
-    start = CHECKSUM_BYTES + len(before)
-    written = bytearray(start + nbytes)
-    written[CHECKSUM_BYTES:start] = before
-    rest = np.frombuffer(written, np.uint8)
+def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytes:
+    """The object of a block. ``parts``: its bytes, a part a pool; if they change meanwhile, the object is bad."""
+    before = header(place, key, parent, traits, sum(len(part) for part in parts))
+    checksum = xxhash.xxh3_128(before)
     for part in parts:
-        rest[start : start + len(part)] = part
-        start += len(part)
-    written[:CHECKSUM_BYTES] = xxhash.xxh3_128_digest(memoryview(written)[CHECKSUM_BYTES:])
-    return written
+        checksum.update(part.data)
+    return b"".join([checksum.digest(), before, *(part.data for part in parts)])
 
 
 def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tuple[Remembered, memoryview]:
