@@ -30,6 +30,7 @@ _SLOTS: Final = 10
 _STEPS: Final = 50
 """Of a round: one takes microseconds."""
 _PATIENCE_S: Final = 60.0
+_TRIES: Final = 10
 
 
 class Engine:
@@ -67,9 +68,10 @@ class Engine:
         return seconds
 
     def copy(self, chain: KeyChain) -> tuple[float, int, int]:
-        """The seconds of a request's copies, and how many blocks it has loaded and saved.
+        """The seconds of a request's copies, and how many blocks it has loaded and saved: none where one failed, as on
+        a machine that lets the daemon wait.
 
-        Returns once they are committed. Raises :class:`DaemonError` where a copy fails.
+        Returns once they are committed. Raises :class:`DaemonError` where a copy does not end.
         """
         request, work = self.plan(chain)
         told: list[Outcome] = []
@@ -79,10 +81,12 @@ class Engine:
         while len(told) < len(work.loads) + len(work.saves):
             ready, _, _ = select.select([self._mover], [], [], _PATIENCE_S)
             told += self._mover.poll()
-            if not ready or any(outcome.failed for outcome in told):
-                raise DaemonError(f"copies failed: {self._planner.stats()}", reason="BENCH")
+            if not ready:
+                raise DaemonError(f"copies do not end: {self._planner.stats()}", reason="BENCH")
         seconds = time.perf_counter() - started
         self._end(request, told)
+        if any(outcome.failed for outcome in told):
+            return seconds, 0, 0
         return seconds, sum(each.blocks for each in work.loads), sum(each.blocks for each in work.saves)
 
     def _end(self, request: str, told: Sequence[Outcome]) -> None:
@@ -152,10 +156,11 @@ async def copies(
             return seconds
 
         async def load(blocks: int) -> float:
-            seconds, loaded, _ = engine.copy(_chain(stored[:blocks]))
-            if loaded != blocks:
-                raise DaemonError(f"{loaded} of {blocks} stored blocks are loaded", reason="BENCH")
-            return seconds
+            for _ in range(_TRIES):
+                seconds, loaded, _ = engine.copy(_chain(stored[:blocks]))
+                if loaded == blocks:
+                    return seconds
+            raise DaemonError(f"{blocks} stored blocks are not loaded: {_TRIES} tries failed", reason="BENCH")
 
         async def bare() -> float:
             started = time.perf_counter()
