@@ -218,6 +218,7 @@ def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
         ({"host_bytes": "1G"}, "host_bytes"),
         ({"write_policy": "never"}, "write_policy"),
         ({"pin": 1}, "pin"),
+        ({"remote_wait": -1}, "remote_wait"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_named(settings, named):
