@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeVar, cast
 from weakref import WeakSet
 
@@ -49,6 +50,10 @@ _FAIR_S: Final = 0.1
 """A daemon that leaves a call unanswered for so long counts as away; a caller who waits less has learned nothing."""
 _DOUBT_SHARE: Final = 0.2
 """A sign of life is asked for after this share of the patience without an answer, and waited for as long as is left."""
+_BUSY_S: Final = 1.0
+"""A daemon on this host whose process runs has so long in any case: it may just be short of the processor."""
+_RUNNING: Final = frozenset("RSDI")
+"""States of a process in ``/proc/<pid>/stat`` that is neither stopped nor dead."""
 _LATE_S: Final = 0.01
 """A timer that fires so much too late was starved with its process, which may not have read yet what it waits for."""
 _STOPPING: Final = "SHUTTING_DOWN"
@@ -350,11 +355,23 @@ class Session:
         await asyncio.sleep(self._patience * _DOUBT_SHARE)
         if self.live_link is not None and (not self._waiting or self._heard >= began):
             return
-        if await self._health(self._patience * (1 - _DOUBT_SHARE)) is not None:
+        patience = self._patience * (1 - _DOUBT_SHARE)
+        if await self._health(patience) is not None or (self._is_running() and await self._health(_BUSY_S) is not None):
             self._heard = loop.time()
         elif self._heard < began:
             self._lose()
             self._end_waiting()
+
+    def _is_running(self) -> bool:
+        """Whether the daemon is a process of this host that is neither stopped nor dead. One in another pid namespace
+        is not seen."""
+        if self._link is None or not self._transport.can_map or self._patience >= _BUSY_S:
+            return False
+        try:
+            stat = Path(f"/proc/{self._link.welcome.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in _RUNNING
 
     async def _health(self, seconds: float) -> bytes | None:
         """What the daemon says of itself; None: nothing, in so many seconds."""
