@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -9,13 +10,37 @@ import time
 import pytest
 
 from kvtier import CallerError, InvalidArgument, PermissionDenied, TierOffline, connect
-from tests.integration.blocks import SPEC, assert_bytes, chain
+from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.test_operator_cli import answer, kvtier
-from tests.integration.test_remote import ROOMY, Directory, opened, put
 from tests.integration.waiting import eventually
+from tests.remote.shared import put
 
 DAY_S = 86_400
+ROOMY = sizes(host=32, disk=64)
+
+
+class Directory:
+    """A store: a directory that the daemons share."""
+
+    def __init__(self, path):
+        path.mkdir()
+        self.path = path
+        self.url = f"file://{path}"
+
+    def objects(self):
+        return {path.name: path for path in self.path.rglob("*") if path.is_file() and "#" not in path.name}
+
+    async def has(self, keys):
+        """Waits until it has them all."""
+        wanted = {key.hex() for key in keys}
+        await eventually(self.objects, lambda found: wanted <= found.keys())
+
+
+@contextlib.asynccontextmanager
+async def opened(daemon):
+    async with await connect(daemon.address) as client:
+        yield client, await client.open_cache("c", SPEC, budgets=ROOMY)
 
 
 @pytest.fixture

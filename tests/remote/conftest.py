@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
 from kvtierd.tiers.remote.base import RemoteStore
 from kvtierd.tiers.remote.opening import open_store
+from tests.integration.conftest import name, pool, start_daemon, start_fresh
 from tests.remote.servers import Server, mooncake, seaweed
+
+__all__ = ["name", "pool", "start_daemon", "start_fresh"]
 
 
 @pytest.fixture(scope="session")
@@ -24,21 +26,30 @@ def mooncake_server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["directory", "memory", "s3", "mooncake"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new engine is a line here."""
-    match request.param:
-        case "directory":
-            return f"file://{tmp_path}"
-        case "memory":
-            return "memory:///"
-        case "s3":
-            server: Server = request.getfixturevalue("seaweed_server")
-        case _:
-            server = request.getfixturevalue("mooncake_server")
-    for name, value in server.env.items():
-        monkeypatch.setenv(name, value)
-    return server.url
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return Server(f"file://{tmp_path_factory.mktemp('store')}", [], {})
+
+
+@pytest.fixture(scope="session")
+def memory() -> Server:
+    return Server("memory:///", [], {})
+
+
+ENGINES = ["directory", "seaweed_server", "mooncake_server"]
+"""Whose objects several processes see. A new engine is a line here."""
+
+
+def _url(request: pytest.FixtureRequest) -> Iterator[str]:
+    server: Server = request.getfixturevalue(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in server.env.items():
+            patch.setenv(variable, value)
+        yield server.url
+
+
+url = pytest.fixture(scope="module", params=[*ENGINES, "memory"])(_url)
+shared_url = pytest.fixture(scope="module", params=ENGINES)(_url)
 
 
 @pytest.fixture

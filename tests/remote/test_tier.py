@@ -1,87 +1,75 @@
-"""Blocks beyond the host: daemons with state of their own, and one store that all of them have."""
+"""Blocks beyond the host: daemons with state of their own, and one store that all of them have. What every engine does.
+
+Daemons and stores are those of earlier tests; each test has a cache of its own name.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvtier import CacheOptions, Cause, Client, EventType, Retention, Tier, TokenRange, connect
 from kvtier.errors import InvalidArgument
-from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, chain, sizes
 from tests.integration.waiting import eventually
+from tests.remote.shared import SharedStore, fetched, put, read_bytes
 
 KEPT = Retention((TokenRange(0, None, 60),))
 ROOMY = sizes(host=32, disk=64)
 
 
-class Directory:
-    """A store: a directory that the daemons share."""
-
-    def __init__(self, path):
-        path.mkdir()
-        self.path = path
-        self.url = f"file://{path}"
-
-    def objects(self):
-        return {path.name: path for path in self.path.rglob("*") if path.is_file() and "#" not in path.name}
-
-    async def has(self, keys):
-        """Waits until it has them all."""
-        wanted = {key.hex() for key in keys}
-        await eventually(self.objects, lambda found: wanted <= found.keys())
-        return self.objects()
+@pytest.fixture
+async def store(shared_url, name):
+    store = SharedStore(shared_url, name)
+    yield store
+    await store.close()
 
 
 @pytest.fixture
-def store(tmp_path):
-    return Directory(tmp_path / "store")
+def start(start_daemon, start_fresh, store):
+    """``fresh``: it has counted and measured nothing yet."""
 
-
-@pytest.fixture
-def start(start_fresh, store):
-    def start(**table):
+    def start(fresh=False, **table):
         flag = json.dumps({"url": store.url, "write": "through", **table})
-        return start_fresh("--remote", flag, host=64, disk=128)
+        return (start_fresh if fresh else start_daemon)("--remote", flag, host=64, disk=128)
 
     return start
 
 
-@contextlib.asynccontextmanager
-async def opened(daemon, budgets=ROOMY, spec=SPEC, **options):
-    async with await connect(daemon.address) as client:
-        yield client, await client.open_cache("c", spec, budgets=budgets, options=CacheOptions(**options))
+@pytest.fixture
+def opened(name):
+    @contextlib.asynccontextmanager
+    async def opened(daemon, budgets=ROOMY, spec=SPEC, **options):
+        async with await connect(daemon.address) as client:
+            yield client, await client.open_cache(name, spec, budgets=budgets, options=CacheOptions(**options))
+
+    return opened
 
 
-async def put(cache, keys, **more):
-    await cache.put(keys, blocks(keys), tier=Tier.HOST, **more)
-
-
-async def fetched(client):
-    return (await client.stats()).remote.blocks
-
-
-async def test_what_one_host_stores_another_reads(start, store):
+async def test_what_one_host_stores_another_reads(start, opened, store):
     keys = chain("shared", 4)
     async with opened(start()) as (client, cache):
         assert cache.info.remote
         await put(cache, keys)
         await store.has(keys)
     async with opened(start()) as (client, other):
+        before = await fetched(client)
         assert (await other.match(keys)).blocks == 0
         found = await other.match(keys, remote=True)
         assert (found.blocks, found.remote_blocks) == (0, 4)
         assert_bytes(keys, await other.get(keys))
         assert (await other.match(keys)).blocks == 4
-        assert (await fetched(client))["fetched"] == 4
+        assert await fetched(client) - before == 4
         assert_bytes(keys, await other.get(keys))
-        assert (await fetched(client))["fetched"] == 4, "they are here now"
+        assert await fetched(client) - before == 4, "they are here now"
 
 
-async def test_what_one_host_evicts_another_reads(start, store):
+async def test_what_one_host_evicts_another_reads(start, opened, store):
     keys = chain("evicted", 4)
     async with opened(start(write="evict", ahead=1.0), sizes(host=8)) as (_, cache):
         await put(cache, keys)
@@ -96,33 +84,38 @@ async def test_what_one_host_evicts_another_reads(start, store):
         assert_bytes(keys, await other.get(keys))
 
 
-async def test_only_the_rest_is_written(start, store):
+async def test_only_the_rest_is_written(start, opened, store):
     keys = chain("half", 6)
     async with opened(start()) as (_, cache):
         await put(cache, keys[:3])
         await store.has(keys[:3])
-    async with opened(start()) as (client, other):
+    async with opened(start(fresh=True)) as (client, other):
         await put(other, keys)
         await store.has(keys)
-        await eventually(lambda: fetched(client), lambda counts: counts.get("written") == 3)
-        assert (await fetched(client))["there already"] == 3
+
+        async def counts():
+            return (await client.stats()).remote.blocks
+
+        await eventually(counts, lambda found: found.get("written") == 3)
+        assert (await counts())["there already"] == 3
 
 
-async def test_only_the_rest_comes(start, store):
+async def test_only_the_rest_comes(start, opened, store):
     keys = chain("rest", 6)
     async with opened(start()) as (_, cache):
         await put(cache, keys)
         await store.has(keys)
     async with opened(start()) as (client, other):
+        before = await fetched(client)
         await put(other, keys[:2])
         async with other.acquire(keys, Tier.HOST) as lease:
             assert len(lease.slots) == 6
-        assert (await fetched(client))["fetched"] == 4
+        assert await fetched(client) - before == 4
         async with other.acquire(chain("rest", 9), Tier.HOST) as lease:
             assert len(lease.slots) == 6
 
 
-async def test_blocks_of_a_prefetch_come_too(start, store):
+async def test_blocks_of_a_prefetch_come_too(start, opened, store):
     keys = chain("prefetch", 3)
     async with opened(start()) as (_, cache):
         await put(cache, keys)
@@ -132,20 +125,20 @@ async def test_blocks_of_a_prefetch_come_too(start, store):
         assert (await other.match(keys)).blocks == 3
 
 
-async def test_callers_at_once_share_a_fetch(start, store):
+async def test_callers_at_once_share_a_fetch(start, opened, store):
     keys = chain("at once", 8)
     async with opened(start()) as (_, cache):
         await put(cache, keys)
         await store.has(keys)
     async with opened(start()) as (client, other):
+        before, bytes_before = await fetched(client), await read_bytes(client)
         for rows in await asyncio.gather(*(other.get(keys) for _ in range(6))):
             assert_bytes(keys, rows)
-        assert (await fetched(client))["fetched"] == 8
-        (gets,) = (each for each in (await client.stats()).remote.operations if each.operation == "get")
-        assert gets.bytes < 2 * 8 * BLOCK_BYTES + 8 * 1024
+        assert await fetched(client) - before == 8
+        assert await read_bytes(client) - bytes_before < 2 * 8 * BLOCK_BYTES + 8 * 1024
 
 
-async def test_both_journeys_are_events(start, store):
+async def test_both_journeys_are_events(start, opened, store):
     keys = chain("told", 2)
     async with opened(start()) as (client, cache):
         async with client.watch() as watch:
@@ -171,42 +164,40 @@ async def _journey(watch, kind):
     raise AssertionError("the stream ended")
 
 
-async def test_objects_that_have_gone_are_misses(start, store):
+async def test_objects_that_have_gone_are_misses(start, opened, store):
     keys = chain("gone", 4)
     async with opened(start()) as (_, cache):
         await put(cache, keys)
-        for path in (await store.has(keys)).values():
-            path.unlink()
+        await store.has(keys)
+        await store.delete(keys)
         await cache.reset()
         assert (await cache.match(keys)).blocks == 0
         assert await cache.get(keys) == []
 
 
-def _flip(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+def _flipped(data, other):
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def _truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
+def _truncated(data, other):
+    return data[:-1]
 
 
-def _lengthen(path):
-    path.write_bytes(path.read_bytes() + bytes(1 << 20))
+def _lengthened(data, other):
+    return data + bytes(1 << 20)
 
 
-def _swap(path):
-    other = next(each for each in path.parent.parent.rglob("*") if each.is_file() and each != path)
-    path.write_bytes(other.read_bytes())
+def _swapped(data, other):
+    return other
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, _lengthen, _swap])
-async def test_a_damaged_object_is_a_miss_and_an_event(start, store, damage):
+@pytest.mark.parametrize("damage", [_flipped, _truncated, _lengthened, _swapped])
+async def test_a_damaged_object_is_a_miss_and_an_event(start, opened, store, damage):
     keys = chain("damaged", 4)
     async with opened(start()) as (_, cache):
         await put(cache, keys)
-        damage((await store.has(keys))[keys[2].hex()])
+        await store.has(keys)
+    await store.write({keys[2]: damage(await store.read(keys[2]), await store.read(keys[1]))})
     async with opened(start()) as (client, other):
         async with client.watch() as watch:
             assert_bytes(keys[:2], await other.get(keys))
@@ -215,23 +206,23 @@ async def test_a_damaged_object_is_a_miss_and_an_event(start, store, damage):
                     break
         assert (event.type, list(event.keys)) == (EventType.REMOVED, [keys[2]])
         assert (event.moved_from, event.moved_to) == (Tier.REMOTE, Tier.HOST)
-        assert keys[2].hex() not in store.objects(), "nobody finds it again"
+        assert await store.held(keys) == [*keys[:2], keys[3]], "nobody finds it again"
 
 
 @pytest.mark.parametrize("across", [False, True])
-async def test_what_is_dearer_than_to_compute_is_not_fetched(start, store, across):
+async def test_what_is_dearer_than_to_compute_is_not_fetched(start, opened, store, across):
     first, second = chain("first", 2), chain("second", 2)
     async with opened(start()) as (_, cache):
         await put(cache, first)
         await put(cache, second)
         await store.has([*first, *second])
-    async with opened(start()) as (client, other):
+    async with opened(start(fresh=True)) as (client, other):
         verbs = other.across if across else other
         async with verbs.acquire(first, recompute_seconds_per_block=1e-9) as lease:
             assert lease.matched == 2, "nothing has been measured yet"
         async with verbs.acquire(second, recompute_seconds_per_block=1e-9) as lease:
             assert lease.matched == 0
-        assert (await fetched(client))["dearer than computing"] == 2
+        assert (await client.stats()).remote.blocks["dearer than computing"] == 2
         async with verbs.acquire(second, recompute_seconds_per_block=60) as lease:
             assert lease.matched == 2
         for wrong in (-1, float("nan"), 3601):
@@ -239,7 +230,7 @@ async def test_what_is_dearer_than_to_compute_is_not_fetched(start, store, acros
                 await verbs.acquire(second, recompute_seconds_per_block=wrong)
 
 
-async def test_the_synchronous_client_asks_the_store(start, store):
+async def test_the_synchronous_client_asks_the_store(start, opened, store, name):
     keys = chain("sync", 4)
     async with opened(start()) as (_, cache):
         await put(cache, keys)
@@ -247,7 +238,7 @@ async def test_the_synchronous_client_asks_the_store(start, store):
     daemon = start()
     async with opened(daemon):
         with Client(daemon.address) as client:
-            cache = client.open_cache("c")
+            cache = client.open_cache(name)
             for verbs in (cache, cache.across):
                 found = verbs.match(keys, remote=True)
                 assert (found.blocks, found.remote_blocks) == (0, 4)
@@ -255,37 +246,37 @@ async def test_the_synchronous_client_asks_the_store(start, store):
                 assert len(lease.slots) == 4
 
 
-async def test_what_is_used_twice_goes(start, store):
+async def test_what_is_used_twice_goes(start, opened, store):
     once, twice = chain("once", 2), chain("twice", 2)
     async with opened(start(write="second_use")) as (_, cache):
         await put(cache, once)
         await put(cache, twice)
         async with cache.acquire(twice):
             pass
-        assert (await store.has(twice)).keys() == {key.hex() for key in twice}
+        await store.has(twice)
+        assert await store.held(once) == []
 
 
-async def test_what_is_not_worth_it_stays(start, store):
+async def test_what_is_not_worth_it_stays(start, opened, store):
     cheap, dear, deep = chain("cheap", 1), chain("dear", 1), chain("deep", 3)
     async with opened(start(min_priority=50, first_tokens=2 * SPEC.tokens_per_block)) as (_, cache):
         await put(cache, cheap)
         await put(cache, dear, retention=KEPT)
         await put(cache, deep, retention=KEPT)
-        expected = {key.hex() for key in (*dear, *deep[:2])}
-        assert (await store.has([*dear, *deep[:2]])).keys() == expected
+        await store.has([*dear, *deep[:2]])
+        assert await store.held([*cheap, *deep[2:]]) == []
 
 
-async def test_a_name_of_another_model_is_another_s(start, store):
+async def test_a_name_of_another_model_is_another_s(start, opened, store):
     keys = chain("model", 2)
-    other_spec = SPEC.__class__(**{**SPEC.to_dict(), "model": "another", "groups": SPEC.groups})
     async with opened(start()) as (_, cache):
         await put(cache, keys)
         await store.has(keys)
-    async with opened(start(), spec=other_spec) as (_, other):
+    async with opened(start(), spec=replace(SPEC, model="another")) as (_, other):
         assert await other.get(keys) == []
 
 
-async def test_a_start_on_a_store_that_refuses_says_so_and_serves_the_rest(start_fresh, tmp_path):
+async def test_a_start_on_a_store_that_refuses_says_so_and_serves_the_rest(start_fresh, opened, tmp_path):
     keys = chain("local", 2)
     readonly = tmp_path / "file"
     readonly.mkdir()
@@ -301,7 +292,7 @@ async def test_a_start_on_a_store_that_refuses_says_so_and_serves_the_rest(start
         assert [problem for problem in stats.problems if "remote tier" in problem]
 
 
-async def test_bytes_that_a_client_gets_stay_right_under_pressure(start, store):
+async def test_bytes_that_a_client_gets_stay_right_under_pressure(start, opened, store):
     """More chains than the host has room for, read through two hosts at once."""
     chains = [chain(f"pressure {number}", 4) for number in range(24)]
     async with opened(start(), sizes(host=16)) as (_, one), opened(start(), sizes(host=16)) as (_, two):

@@ -1,0 +1,69 @@
+"""A store that daemons share, as a test looks into it and changes it behind their backs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from kvtier import AsyncClient, Cache, Retention, Tier
+from kvtierd.core.ids import GroupId, Key
+from kvtierd.tiers.remote.base import RemoteStore
+from kvtierd.tiers.remote.objects import Place, object_bytes
+from kvtierd.tiers.remote.opening import open_store
+from tests.integration.blocks import BLOCK_BYTES, SPEC, blocks
+from tests.integration.waiting import eventually
+
+_BATCH: Final = 64
+
+
+class SharedStore:
+    """Objects of the first window group of one cache. ``url``: what daemons open."""
+
+    def __init__(self, url: str, cache: str) -> None:
+        self.url = url
+        self._store: RemoteStore = open_store(url)
+        self._place = Place(cache, SPEC.fingerprint(), GroupId(0))
+
+    async def held(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys whose objects are there."""
+        found = await self._store.exists(self._names(keys))
+        return [key for key, there in zip(keys, found, strict=True) if there]
+
+    async def has(self, keys: Sequence[bytes]) -> None:
+        """Waits until it has them all."""
+        await eventually(lambda: self.held(keys), lambda found: found == list(keys))
+
+    async def read(self, key: bytes) -> bytes:
+        into = memoryview(bytearray(object_bytes(BLOCK_BYTES)))
+        (nbytes,) = await self._store.get(self._names([key]), [into])
+        return bytes(into[:nbytes])
+
+    async def write(self, objects: Mapping[bytes, bytes]) -> None:
+        """In place of what is there; Mooncake replaces nothing by itself."""
+        names = self._names(objects)
+        await self._store.delete(names)
+        await self._store.put(names, list(objects.values()))
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        for start in range(0, len(keys), _BATCH):
+            await self._store.delete(self._names(keys[start : start + _BATCH]))
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def _names(self, keys: Iterable[bytes]) -> list[str]:
+        return [self._place.name(Key(key)) for key in keys]
+
+
+async def put(cache: Cache, keys: Sequence[bytes], retention: Retention | None = None) -> None:
+    await cache.put(keys, blocks(keys), tier=Tier.HOST, retention=retention)
+
+
+async def fetched(client: AsyncClient) -> int:
+    """Blocks that came from the store since the daemon's start."""
+    return (await client.stats()).remote.blocks.get("fetched", 0)
+
+
+async def read_bytes(client: AsyncClient) -> int:
+    """Bytes of objects that came, likewise."""
+    return sum(each.bytes for each in (await client.stats()).remote.operations if each.operation == "get")
