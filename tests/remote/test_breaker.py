@@ -140,7 +140,9 @@ async def test_one_call_at_a_time_tries_an_open_circuit() -> None:
     assert not await it.reaches()
     trying.cancel()
     await asyncio.wait([trying])
-    trying = asyncio.create_task(it.get())  # the one before gave up without an answer
+    assert not await it.reaches()  # it was given up without an answer
+    it.now += 2 * FIRST_BACKOFF_S * 1.01
+    trying = asyncio.create_task(it.get())
     await asyncio.sleep(0)
     answered.set()
     await trying
@@ -160,7 +162,7 @@ async def test_a_put_without_room_or_rights_stops_puts_alone(error: RemoteError)
     it.store.put_mood = error
     with pytest.raises(type(error)):
         await it.put()
-    assert it.guarded.problem == str(error)
+    assert (it.guarded.problem, it.guarded.put_problem) == (None, str(error))
     assert await it.reaches()
     before = it.store.calls
     with pytest.raises(RemoteUnavailable, match=str(error)):
@@ -169,6 +171,46 @@ async def test_a_put_without_room_or_rights_stops_puts_alone(error: RemoteError)
     it.store.put_mood = None
     it.now += FIRST_BACKOFF_S * 1.01
     await it.put()
+    assert it.guarded.put_problem is None
+
+
+async def test_a_store_that_knows_objects_and_does_not_give_them_stops_gets_alone() -> None:
+    it = Setup()
+    for _ in range(FAILURES):
+        await it.fail(times=1)
+        it.store.mood = None
+        await it.guarded.exists(["a"])
+    assert (it.guarded.problem, it.guarded.put_problem) == ("down", None)
+    assert not await it.reaches()
+    await it.put()
+
+
+async def test_calls_that_were_given_up_are_failures_by_their_time() -> None:
+    it = Setup()
+    it.store.mood = asyncio.Event()
+    for given_up in range(FAILURES * 3):
+        assert it.guarded.problem is None, given_up
+        calling = asyncio.create_task(it.get())
+        await asyncio.sleep(0)
+        it.now += 10.0
+        calling.cancel()
+        await asyncio.wait([calling])
+    assert it.guarded.problem == "get: no answer within 30 s"
+    assert not await it.reaches()
+
+
+async def test_a_probe_finds_out_that_it_is_back() -> None:
+    it = Setup()
+    await it.guarded.probe()
+    assert it.store.calls == 0  # nothing is wrong
+    await it.fail()
+    for _ in range(2):
+        it.now += LAST_BACKOFF_S
+        with pytest.raises(RemoteUnavailable):
+            await it.guarded.probe()
+    it.store.mood = None
+    it.now += LAST_BACKOFF_S
+    await it.guarded.probe()
     assert it.guarded.problem is None
 
 

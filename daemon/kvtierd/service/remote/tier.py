@@ -20,13 +20,15 @@ from kvtierd.service.remote.fetching import Fetcher
 from kvtierd.service.remote.known import Known
 from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.service.remote.writing import Writer
-from kvtierd.tiers.remote.base import RemoteStore
+from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.breaker import Counts, Guarded, Operation
 
 END_S: Final = 2.0
 """How long a stop waits for the store."""
 PEER_S: Final = 5.0
 """How long one call of a peer may take."""
+PROBE_S: Final = 0.5
+"""How often a store that fails is looked at."""
 
 
 class RemoteTier:
@@ -58,13 +60,16 @@ class RemoteTier:
             else Writer(engine, hub, catalog, self._store, self.known, config.bytes_per_second)
         )
         self.deleter: Final = None if self._store is None else Deleter(self._store, self.known)
-        self._writing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def problem(self) -> str | None:
         """For health: why the store is left alone. Peers may come and go."""
-        why = None if self._store is None else self._store.problem
-        return None if why is None else f"the remote tier is out of service, what it holds is missed: {why}"
+        if self._store is None:
+            return None
+        if why := self._store.problem:
+            return f"the remote tier is out of service, what it holds is missed: {why}"
+        return f"the remote tier takes no blocks: {why}" if (why := self._store.put_problem) else None
 
     @property
     def operations(self) -> Mapping[Operation, Counts]:
@@ -78,8 +83,9 @@ class RemoteTier:
         return sum((way.counts for way in ways if way is not None), Counter())
 
     def start(self) -> None:
-        if self._writer is not None:
-            self._writing = asyncio.create_task(self._writer.run(), name="remote-writer")
+        if self._writer is not None and self._store is not None:
+            self._tasks.append(asyncio.create_task(self._writer.run(), name="remote-writer"))
+            self._tasks.append(asyncio.create_task(_keep_probing(self._store), name="remote-probe"))
 
     async def bring(
         self, cache: Cache, group: GroupId | None, chains: Sequence[Sequence[Key]], wait_s: float, recompute_s: float
@@ -91,10 +97,10 @@ class RemoteTier:
         """Writes and deletes no more: blocks that have not reached the store have not."""
         if self.deleter is not None:
             self.deleter.stop()
-        if self._writing is not None:
-            self._writing.cancel()
+        for task in self._tasks:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._writing
+                await task
 
     async def close(self) -> None:
         """Ends the store's connections. Nobody fetches any more."""
@@ -102,3 +108,11 @@ class RemoteTier:
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await self._store.close()
+
+
+async def _keep_probing(store: Guarded) -> None:
+    """A daemon that nobody asks for anything finds out, too, that its store is back."""
+    while True:
+        await asyncio.sleep(PROBE_S)
+        with suppress(RemoteError):
+            await store.probe()

@@ -1,6 +1,7 @@
 """Keeps a store that fails from slowing its callers: a deadline for each call, and circuits that open.
 
 An open circuit turns calls away at once. After a back-off it lets one call through; a call that succeeds closes it.
+Gets and puts have circuits of their own, as a store may know its objects and not give or take any.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Counts:
 
 
 class Guarded:
-    """A store behind a circuit for all calls and one more for puts, which a store without room or rights opens.
+    """A store behind a circuit for all calls, and one more each for gets and puts.
 
     Whatever an open circuit turns away raises :class:`RemoteUnavailable`.
     """
@@ -58,15 +59,21 @@ class Guarded:
         self._timeout_s = timeout_s
         self._clock = clock
         self._all = _Circuit(clock, chance)
-        self._puts = _Circuit(clock, chance)
+        self._own: Mapping[Operation, _Circuit] = {"get": _Circuit(clock, chance), "put": _Circuit(clock, chance)}
+        self._failed_get: tuple[str, int] | None = None
         self._counts: dict[Operation, Counts] = {
             operation: Counts() for operation in ("exists", "get", "put", "delete", "list")
         }
 
     @property
     def problem(self) -> str | None:
-        """Why a circuit is open."""
-        return self._all.problem or self._puts.problem
+        """Why nothing is read."""
+        return self._all.problem or self._own["get"].problem
+
+    @property
+    def put_problem(self) -> str | None:
+        """Why nothing is written."""
+        return self._all.problem or self._own["put"].problem
 
     @property
     def counts(self) -> Mapping[Operation, Counts]:
@@ -78,7 +85,9 @@ class Guarded:
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         async with self._call("get") as counts:
+            self._failed_get = names[0], len(into[0])  # until it is known better
             found = await self._store.get(names, into)
+            self._failed_get = None
             counts.nbytes += sum(n for n, view in zip(found, into, strict=True) if 0 < n <= len(view))
             return found
 
@@ -101,13 +110,22 @@ class Guarded:
                 return
             yield listed
 
+    async def probe(self) -> None:
+        """Finds out, where nothing is read, whether it would be by now. Raises RemoteError if not."""
+        if self._all.problem:
+            await self.exists(["probe"])
+        if self._own["get"].problem and self._failed_get:
+            name, nbytes = self._failed_get
+            await self.get([name], [memoryview(bytearray(nbytes))])
+
     async def close(self) -> None:
         await self._store.close()
 
     @asynccontextmanager
     async def _call(self, operation: Operation) -> AsyncIterator[Counts]:
         counts = self._counts[operation]
-        circuits = [self._all, self._puts] if operation == "put" else [self._all]
+        own = self._own.get(operation)
+        circuits = [self._all] if own is None else [self._all, own]
         for circuit in circuits:
             if circuit.shut:
                 counts.refused += 1
@@ -118,19 +136,21 @@ class Guarded:
         counts.calls += 1
         counts.failures += 1  # until it is known better
         started = self._clock()
+        late = f"{operation}: no answer within {self._timeout_s:g} s"
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield counts
         except TimeoutError:
-            late = RemoteUnavailable(f"{operation}: no answer within {self._timeout_s:g} s")
-            self._all.fail(str(late), FAILURES)
-            raise late from None
+            for circuit in circuits:
+                circuit.fail(late, FAILURES)
+            raise RemoteUnavailable(late) from None
         except RemoteUnavailable as failed:
-            self._all.fail(str(failed), FAILURES)
+            for circuit in circuits:
+                circuit.fail(str(failed), FAILURES)
             raise
         except RemoteFull as failed:
             self._all.succeed()
-            self._puts.fail(str(failed), 1)
+            self._own["put"].fail(str(failed), 1)
             raise
         except RemoteRefused as failed:
             if operation != "list":  # some stores list for nobody
@@ -138,6 +158,8 @@ class Guarded:
             raise
         except asyncio.CancelledError:
             counts.failures -= 1
+            for circuit in circuits:
+                circuit.wait_in_vain(self._clock() - started, self._timeout_s, late)
             raise
         else:
             counts.failures -= 1
@@ -152,7 +174,7 @@ class Guarded:
 class _Circuit:
     """``problem``: why it is open, None while it is closed. ``trying``: a call is on its way to find out."""
 
-    __slots__ = ("_backoff_s", "_chance", "_clock", "_failures", "_retry_at", "problem", "trying")
+    __slots__ = ("_backoff_s", "_chance", "_clock", "_failures", "_retry_at", "_waited_s", "problem", "trying")
 
     def __init__(self, clock: Callable[[], float], chance: Callable[[], float]) -> None:
         self._clock = clock
@@ -169,6 +191,7 @@ class _Circuit:
     def succeed(self) -> None:
         self.problem: str | None = None
         self._failures = 0
+        self._waited_s = 0.0
         self._backoff_s = FIRST_BACKOFF_S
 
     def fail(self, problem: str, limit: int) -> None:
@@ -178,3 +201,11 @@ class _Circuit:
             self.problem = problem
             self._retry_at = self._clock() + self._backoff_s * (1 + self._chance()) / 2
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+
+    def wait_in_vain(self, seconds: float, limit_s: float, problem: str) -> None:
+        """Its caller gave a call up after ``seconds``. All that were since the last answer are a failure each
+        ``limit_s``, or a silent store would cost callers with short deadlines all of their time for ever."""
+        self._waited_s += seconds
+        if self.trying or self._waited_s >= limit_s:
+            self._waited_s = 0.0
+            self.fail(problem, FAILURES)
