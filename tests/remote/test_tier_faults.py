@@ -1,0 +1,274 @@
+"""Daemons over a store that refuses, is full, lies, is slow or silent: misses in time, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvtier import KvtierError, connect
+from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
+from tests.integration.scraping import LISTEN, text_of
+from tests.integration.seeing import cache_stats
+from tests.integration.test_cli import kvtier
+from tests.integration.waiting import eventually
+from tests.remote.between import between
+from tests.remote.servers import BUCKET, KEYS
+from tests.remote.shared import SharedStore, put
+from tests.remote.test_faults import answer
+
+SECRETS = ("a-wrong-key", "a-wrong-secret", *KEYS.values())
+AT_ONCE_S = 0.2
+"""Of a miss that asks nobody, on a busy machine."""
+ROOMY = sizes(host=32)
+
+
+@pytest.fixture
+async def proxy(seaweed_server):
+    async with between(urlsplit(seaweed_server.env["AWS_ENDPOINT_URL"]).port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def store(seaweed_server, monkeypatch):
+    """Reached without the proxy, under a prefix that no other test has."""
+    for variable, value in seaweed_server.env.items():
+        monkeypatch.setenv(variable, value)
+    store = SharedStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", "c")
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def start(start_fresh, store, monkeypatch):
+    """Starts a daemon that reaches the store through ``proxy``, or directly."""
+
+    def start(proxy=None, env=None, **table):
+        with monkeypatch.context() as patch:
+            for variable, value in ({"AWS_ENDPOINT_URL": proxy.endpoint} if proxy else env or {}).items():
+                patch.setenv(variable, value)
+            flag = json.dumps({"url": store.url, "write": "through", "timeout_seconds": 0.5, **table})
+            return start_fresh("--remote", flag, *LISTEN, host=64)
+
+    return start
+
+
+@asynccontextmanager
+async def opened(daemon):
+    async with await connect(daemon.address, timeout=10) as client:
+        yield client, await client.open_cache("c", SPEC, budgets=ROOMY)
+
+
+async def problem_of(client):
+    return (await client.stats()).remote.problem
+
+
+async def store_elsewhere(start, store, *chains):
+    """Blocks of another host."""
+    async with opened(start()) as (_, cache):
+        for keys in chains:
+            await put(cache, keys)
+            await store.has(keys)
+
+
+async def seconds_of(call):
+    started = time.monotonic()
+    await call
+    return time.monotonic() - started
+
+
+async def misses_at_once(cache, name):
+    """What a get of what nobody has takes."""
+    taken = [await seconds_of(assert_missed(cache, chain(f"{name} {number}", 3))) for number in range(9)]
+    assert median(taken) < AT_ONCE_S, taken
+
+
+async def assert_missed(cache, keys):
+    assert await cache.get(keys) == []
+
+
+async def assert_serves(cache, name):
+    """The tiers of the host do what they always do, as quickly as ever."""
+    keys = chain(name, 4)
+    await put(cache, keys)
+    async with cache.acquire(keys) as lease:
+        assert len(lease.slots) == 4
+    assert await seconds_of(cache.get(keys)) < AT_ONCE_S
+    assert_bytes(keys, await cache.get(keys))
+
+
+def told(daemon):
+    """All that a daemon tells anybody, and what it keeps."""
+    tasks = Path(f"/proc/{daemon.pid}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    for pid in (daemon.pid, *children):
+        yield Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    yield daemon.log
+    yield text_of(daemon)
+    for command in (["status"], ["status", "--json"], ["leases"]):
+        yield kvtier(*command, "--address", daemon.address).stdout
+    for path in daemon.state_dir.rglob("*"):
+        if path.is_file():
+            yield path.read_bytes().decode(errors="replace")
+
+
+async def test_refused_credentials_are_misses_and_in_no_text(start, store):
+    keys = chain("elsewhere", 3)
+    await store_elsewhere(start, store, keys)
+    daemon = start(env=dict(zip(KEYS, SECRETS, strict=False)))
+    async with opened(daemon) as (client, cache):
+        async with client.watch() as watch:
+            await assert_missed(cache, keys)
+            assert "403" in await problem_of(client)
+            await misses_at_once(cache, "missed")
+            await assert_serves(cache, "here")
+            stats, event = await client.stats(), await anext(aiter(watch))
+        assert [problem for problem in stats.problems if "remote tier" in problem]
+        texts = [*await asyncio.to_thread(lambda: list(told(daemon))), repr(stats), repr(event)]
+        assert not [secret for secret in SECRETS if any(secret in text for text in texts)]
+
+
+FULL = answer("507 Insufficient Storage")
+
+
+async def test_a_full_store_still_gives_what_it_has(start, store, proxy):
+    keys, more = chain("elsewhere", 3), chain("here", 3)
+    await store_elsewhere(start, store, keys)
+    proxy.lies = {b"PUT ": FULL}
+    async with opened(start(proxy)) as (client, cache):
+        await put(cache, more)
+        await eventually(lambda: problem_of(client), lambda problem: "507" in problem)
+        (said,) = (problem for problem in (await client.stats()).problems if "remote tier" in problem)
+        assert "takes no blocks" in said and "missed" not in said
+        assert_bytes(keys, await cache.get(keys))
+        await assert_serves(cache, "more")
+        assert await store.held(more) == []
+        proxy.heal()
+        await store.has(more)
+        await eventually(lambda: problem_of(client), lambda problem: not problem)
+
+
+GARBAGE = {
+    "status 500": answer("500 Internal Server Error", b"oops"),
+    "half an object": answer("200 OK", b"half", length=SPEC.block_bytes(0)),
+    "another object": answer("200 OK", bytes(SPEC.block_bytes(0))),
+}
+
+
+@pytest.mark.parametrize("lie", GARBAGE.values(), ids=GARBAGE)
+async def test_garbage_is_no_block(start, store, proxy, lie):
+    keys = chain("elsewhere", 3)
+    await store_elsewhere(start, store, keys)
+    async with opened(start(proxy)) as (client, cache):
+        proxy.lies = dict.fromkeys((b"GET ", b"HEAD ", b"PUT ", b"POST "), lie)  # POST deletes
+        for _ in range(4):
+            await assert_missed(cache, keys)
+        await assert_serves(cache, "here")
+        await misses_at_once(cache, "missed")
+        proxy.heal()
+        await healed(cache, keys)
+        await eventually(lambda: problem_of(client), lambda problem: not problem)
+
+
+async def healed(cache, keys):
+    """Until blocks come from the store again, all right."""
+
+    async def got():
+        found = await cache.get(keys)
+        assert_bytes(keys[: len(found)], found)
+        return found
+
+    await eventually(got, lambda found: len(found) == len(keys))
+
+
+@pytest.mark.parametrize(("slowness", "timeout"), [("silent", 10.0), ("slow", 0.25)], ids=["patient", "hurried"])
+async def test_a_slow_store_costs_a_few_calls_their_time(start, store, proxy, slowness, timeout):
+    """Hurried: a caller gives up before the tier itself would."""
+    keys = chain("elsewhere", 3)
+    await store_elsewhere(start, store, keys)
+    async with opened(start(proxy)) as (client, cache):
+        await assert_missed(cache, chain("nowhere", 3))  # connections are open
+        if slowness == "silent":
+            proxy.passes.clear()
+        else:
+            proxy.delay_s = 30.0
+
+        async def given_up():
+            assert await cache.get(keys, timeout=timeout) == []
+            return await problem_of(client)
+
+        await eventually(given_up, bool)
+        await misses_at_once(cache, "missed")
+        await assert_serves(cache, "here")
+        proxy.heal()
+        await healed(cache, keys)
+        await eventually(lambda: problem_of(client), lambda problem: not problem)
+
+
+async def test_an_idle_daemon_finds_out_that_its_store_is_back(start, store, proxy):
+    async with opened(start(proxy)) as (client, cache):
+        proxy.lies = {b"HEAD ": GARBAGE["status 500"]}
+
+        async def asked():
+            await assert_missed(cache, chain("nowhere", 3))
+            return await problem_of(client)
+
+        await eventually(asked, bool)
+        proxy.heal()
+        await eventually(lambda: problem_of(client), lambda problem: not problem)
+
+
+async def test_a_cache_goes_while_its_blocks_come_and_go(start, store, proxy):
+    keys = chain("elsewhere", 3)
+    await store_elsewhere(start, store, keys)
+    daemon = start(proxy, timeout_seconds=30)
+    async with opened(daemon) as (client, cache):
+        proxy.passes.clear()
+        getting = asyncio.create_task(cache.get(keys))
+        await put(cache, chain("here", 4))
+        await proxy.stuck()
+        await client.remove_cache("c", force=True)
+        proxy.heal()
+        with contextlib.suppress(KvtierError):
+            await getting
+        again = await client.open_cache("c", SPEC, budgets=ROOMY)
+        await healed(again, keys)
+    daemon.assert_healthy_log()
+
+
+@pytest.mark.parametrize("end", ["clean", "killed"])
+async def test_a_daemon_ends_in_the_middle_of_a_fetch(start, store, proxy, end):
+    keys = chain("elsewhere", 24)
+    await store_elsewhere(start, store, keys)
+    daemon = start(proxy, timeout_seconds=30)
+    async with opened(daemon) as (client, cache):
+        own = chain("here", 4)
+        await put(cache, own)
+        proxy.passes.clear()
+        getting = asyncio.create_task(cache.get(keys))
+        await proxy.stuck()
+        started = time.monotonic()
+        if end == "clean":
+            daemon.restart()
+        else:
+            daemon.kill()
+            daemon.start()
+        assert time.monotonic() - started < 15
+        proxy.heal()
+        with contextlib.suppress(KvtierError):
+            assert_bytes(keys, await getting)
+    async with opened(daemon) as (client, cache):
+        assert await client.leases() == []
+        (tier,) = (await cache_stats(client, "c")).tiers
+        assert (tier.held, tier.blank, tier.filling, tier.orphaned) == (0, 0, 0, 0)
+        await healed(cache, keys)
+        await assert_serves(cache, "here again")
+    daemon.assert_healthy_log()
