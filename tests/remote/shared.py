@@ -11,7 +11,7 @@ from kvtierd.tiers.remote.base import RemoteStore
 from kvtierd.tiers.remote.objects import Place, object_bytes
 from kvtierd.tiers.remote.opening import open_store
 from tests.integration.blocks import BLOCK_BYTES, SPEC, blocks
-from tests.integration.waiting import eventually
+from tests.integration.waiting import PATIENCE_S, eventually
 
 _BATCH: Final = 64
 
@@ -29,9 +29,9 @@ class SharedStore:
         found = await self._store.exists(self._names(keys))
         return [key for key, there in zip(keys, found, strict=True) if there]
 
-    async def has(self, keys: Sequence[bytes]) -> None:
+    async def has(self, keys: Sequence[bytes], within: float = PATIENCE_S) -> None:
         """Waits until it has them all."""
-        await eventually(lambda: self.held(keys), lambda found: found == list(keys))
+        await eventually(lambda: self.held(keys), lambda found: found == list(keys), within=within)
 
     async def read(self, key: bytes) -> bytes:
         into = memoryview(bytearray(object_bytes(BLOCK_BYTES)))

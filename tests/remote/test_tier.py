@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -173,6 +174,34 @@ async def test_objects_that_have_gone_are_misses(start, opened, store):
         await cache.reset()
         assert (await cache.match(keys)).blocks == 0
         assert await cache.get(keys) == []
+
+
+@pytest.mark.long
+async def test_ten_thousand_objects_that_have_gone_are_misses(start_daemon, opened, store):
+    """The daemon believes each of them to be there."""
+    chains = [chain(f"many {number}", 20) for number in range(500)]
+    every = [key for keys in chains for key in keys]
+    slots = sizes(host=12_000)
+    flag = json.dumps({"url": store.url, "write": "through"})
+    async with opened(start_daemon("--remote", flag, host=12_000), slots) as (_, cache):
+        for keys in chains:
+            await put(cache, keys)
+        await store.has(every[-1:], within=200)
+        await store.has(every)
+    async with opened(start_daemon("--remote", flag, host=64), sizes(host=64)) as (client, other):
+        for keys in chains:
+            assert (await other.match(keys, remote=True)).remote_blocks == len(keys)
+        assert_bytes(chains[0], await other.get(chains[0]))
+        await store.delete(every)
+        before, started = await read_bytes(client), time.monotonic()
+        for keys in chains[1:]:
+            assert await other.get(keys) == []
+        taken = time.monotonic() - started
+        print(f"{taken / len(chains) * 1e3:.1f} ms a chain")
+        assert taken < 60
+        assert await read_bytes(client) == before
+        assert (await client.stats()).remote.problem == ""
+        assert_bytes(chains[0], await other.get(chains[0]))
 
 
 def _flipped(data, other):
