@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import select
+import signal
 import time
 import uuid
 from contextlib import asynccontextmanager
@@ -21,7 +24,7 @@ from tests.integration.seeing import cache_stats
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
 from tests.remote.between import between
-from tests.remote.servers import BUCKET, KEYS
+from tests.remote.servers import BUCKET, KEYS, mooncake
 from tests.remote.shared import SharedStore, put
 from tests.remote.test_faults import answer
 
@@ -105,11 +108,16 @@ async def assert_serves(cache, name):
     assert_bytes(keys, await cache.get(keys))
 
 
+def children(daemon):
+    """Processes that it started."""
+    return [
+        pid for task in Path(f"/proc/{daemon.pid}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+
+
 def told(daemon):
     """All that a daemon tells anybody, and what it keeps."""
-    tasks = Path(f"/proc/{daemon.pid}/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    for pid in (daemon.pid, *children):
+    for pid in (daemon.pid, *children(daemon)):
         yield Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     yield daemon.log
     yield text_of(daemon)
@@ -272,3 +280,25 @@ async def test_a_daemon_ends_in_the_middle_of_a_fetch(start, store, proxy, end):
         await healed(cache, keys)
         await assert_serves(cache, "here again")
     daemon.assert_healthy_log()
+
+
+async def test_no_process_outlives_a_daemon_killed_while_mooncake_is_silent(start_fresh):
+    with mooncake() as server:
+        daemon = start_fresh("--remote", server.url, host=64)
+        async with opened(daemon) as (client, cache):
+            await assert_missed(cache, chain("nowhere", 3))  # its processes run
+            helpers = [os.pidfd_open(int(pid)) for pid in children(daemon)]
+            assert helpers
+            server.processes[0].send_signal(signal.SIGSTOP)
+
+            async def asked():
+                return sum(each.calls for each in (await client.stats()).remote.operations)
+
+            before = await asked()
+            getting = asyncio.create_task(cache.get(chain("elsewhere", 3)))
+            await eventually(asked, lambda calls: calls > before)
+            daemon.kill()
+            getting.cancel()
+        for helper in helpers:
+            with os.fdopen(helper):
+                assert select.select([helper], [], [], AT_ONCE_S * 10)[0]

@@ -11,6 +11,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,13 @@ from mooncake.store import MooncakeDistributedStore
 from kvtierd.tiers.remote.mooncake import MASTER_GONE, TOO_LONG
 
 _CONNECT_S: Final = 2.0
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def main(master: str, protocol: str, devices: str, metadata: str, fd: str) -> None:
     """Answers requests until its standard input ends."""
+    # A call of the library may return much later than the daemon is dead.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w")
     for chatter in (1, 2):  # the library logs each miss
         os.dup2(os.open(os.devnull, os.O_WRONLY), chatter)
