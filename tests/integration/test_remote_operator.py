@@ -221,7 +221,7 @@ async def test_a_store_that_fails_is_named_everywhere(start, store):
         await eventually(asked, bool)
         with pytest.raises((CallerError, TierOffline)):
             await client.remote_gc(keep_bytes=0)
-    assert f"remote {store.url}: out of service; written 1" in kvtier("status", *at).stdout.replace("\n", "")
+    assert f"remote {store.url}: failing; written 1" in kvtier("status", *at).stdout.replace("\n", "")
     seen = await scrape(daemon)
     assert (seen.value("kvtier_remote_up"), seen.value("kvtier_problems")) == (0, 1)
     assert seen.value("kvtier_remote_operations_total", outcome="failed") >= 1

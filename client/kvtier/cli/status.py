@@ -123,7 +123,7 @@ def remote_line(remote: RemoteStats) -> Text:
         for each in remote.operations
         if each.operation in ("get", "put")
     )
-    line = f"remote {remote.url}: {'out of service' if remote.problem else 'healthy'}; {blocks}; {calls}"
+    line = f"remote {remote.url}: {'failing' if remote.problem else 'healthy'}; {blocks}; {calls}"
     return Text(clean(line), style="red" if remote.problem else "")
 
 
