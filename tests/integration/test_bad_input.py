@@ -251,7 +251,8 @@ CASES = [
     join.refused("", secret=bytes(16), **FOREIGN_LEASE),
     # move
     move.refused("to", "TIER_UNSPECIFIED", "device or host or disk", to=0),
-    move.refused("to", "4", "device or host or disk", to=4),
+    move.refused("to", "5", "device or host or disk", to=5),
+    move.refused("to", "remote", "device or host or disk", to=4),
     move.refused("to", "disk", "host", cache_id=lambda scene: scene.host_only),
     # open
     *(open_.refused("name", name[:8], "1 to 128 of", name=name) for name in NAMES),

@@ -33,6 +33,7 @@ Test = TypeVar("Test", bound=Callable[..., object])
 
 NOT_DRIVEN: Final = {
     Cause.QUOTA: "slots are given out when a cache is opened, so a full cache makes room in itself: capacity",
+    Cause.REMOTE: "nothing is beyond the host here: tests/remote/test_tier.py drives it",
 }
 """Causes that nothing says, and why."""
 

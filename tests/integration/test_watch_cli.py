@@ -22,7 +22,7 @@ from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.seeing import last_event
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, patient
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ async def test_a_life_in_their_words(start_daemon):
 
 async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache, prompt = await opened(client)
         await cache.put(prompt.keys, blocks([prompt.keys[:32]] * 3), prompt=prompt)
         await cache.move(prompt.keys, Tier.DISK)

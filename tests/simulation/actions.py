@@ -278,7 +278,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     end_remnant: 6,
     rot: 6,
     lose: 4,
-    undercut: 12,
+    undercut: 24,
     restore: 10,
     drain: 8,
     settle: 1,
