@@ -296,6 +296,18 @@ async def test_what_is_not_worth_it_stays(start, opened, store):
         assert await store.held([*cheap, *deep[2:]]) == []
 
 
+async def test_no_more_is_written_than_the_limit_lets(start, opened, store):
+    """A batch of at most 16 blocks goes at once; each other one waits until those before it have had their time."""
+    rate = 64 << 10
+    async with opened(start(bytes_per_second=rate)) as (_, cache):
+        began = time.monotonic()
+        for part in range(4):
+            await put(cache, chain(f"part {part}", 8))
+        await store.has([key for part in range(4) for key in chain(f"part {part}", 8)])
+        took = time.monotonic() - began
+        assert took >= 16 * BLOCK_BYTES / rate
+
+
 async def test_a_name_of_another_model_is_another_s(start, opened, store):
     keys = chain("model", 2)
     async with opened(start()) as (_, cache):
