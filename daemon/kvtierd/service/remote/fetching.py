@@ -181,8 +181,9 @@ class Fetcher:
                 asked, started = under_way[0], time.monotonic()
                 got = await asked
                 under_way.popleft()
-                if not got or not await self._store_blocks(cache, group, got, time.monotonic() - started):
+                if not got:
                     return
+                await self._store_blocks(cache, group, got, time.monotonic() - started)
         finally:
             for task in under_way:
                 task.cancel()
@@ -217,8 +218,8 @@ class Fetcher:
             with suppress(RemoteError):
                 await source.store.delete([place_of(cache, group).name(key)])
 
-    async def _store_blocks(self, cache: Cache, group: GroupId, got: Sequence[_Got], seconds: float) -> bool:
-        """Makes them blocks of the host tier. False: no more should follow."""
+    async def _store_blocks(self, cache: Cache, group: GroupId, got: Sequence[_Got], seconds: float) -> None:
+        """Makes them blocks of the host tier."""
         grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None)
         lease = LeaseId(grant.lease or 0)
         try:
@@ -243,7 +244,6 @@ class Fetcher:
             self._engine.afterwards(cache.id, lease, partial(self._release, cache.id, lease))
         self.counts["fetched"] += len(results)
         self._buffers.give_back(one.buffer for one in got)  # nobody reads them any more
-        return True
 
     def _release(self, cache: CacheId, lease: LeaseId) -> None:
         with suppress(UnknownLease, UnknownCache):
