@@ -16,11 +16,13 @@ import time
 
 import pytest
 
-from kvtier import BlockResult, CallerError, Cause, Event, EventType, Tier
+from kvtier import BlockResult, CacheOptions, CallerError, Cause, Event, EventType, Tier
+from kvtier.events import BlockTokens
+from kvtier.wire import split_keys
 from kvtierd.tiers.disk.records import decode_records
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, last_event, tier_stats
-from tests.integration.stored import stored_in
+from tests.integration.stored import flip_in_record, stored_in
 from tests.integration.stuck import stuck_disk
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
@@ -55,7 +57,7 @@ def slab(daemon):
 def disk_slot(daemon, key):
     """Where the index says that a block lies."""
     stored = stored_in(daemon.disk_dir / "caches" / "c")
-    return int(decode_records([stored[key]])["slot"][0])
+    return int(decode_records([key], [stored[key]])["slot"][0])
 
 
 def limit_files(daemon, nbytes=None):
@@ -103,6 +105,55 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, clien
     await heard(client)
     assert_bytes(keys, await cache.get(keys))
     assert (await tier_stats(client, "c", Tier.DISK)).quarantined == 1
+
+
+RECORD = {
+    "priority": 10,
+    "last use": 16,
+    "checksum": 33,
+    "parent": 50,
+    "duration": 88,
+    "deadline": 96,
+    "hash": 100,
+    "tokens": -2,
+}
+"""Places in a record of the index."""
+
+
+@pytest.mark.parametrize("place", RECORD.values(), ids=RECORD.keys())
+async def test_a_flipped_bit_of_the_index_is_a_miss_and_never_told(daemon, client, place):
+    options = CacheOptions(event_hash="v2_sha256", keep_tokens=True)
+    cache = await client.open_cache("told", SPEC, options=options)
+    prompt = cache.prompt(range(3 * SPEC.tokens_per_block))
+    keys = split_keys(prompt.keys)
+    await cache.put(keys, blocks(keys), prompt=prompt)
+    assert set(await cache.move(keys, Tier.DISK)) == {BlockResult.OK}
+    before = await last_event(client)
+    written = await stored_by_key(client, before, oldest=True)
+    assert sorted(written) == sorted(keys) and all(tokens and digest for tokens, digest, _ in written.values())
+    await asyncio.to_thread(daemon.stop)
+    flip_in_record(daemon.disk_dir / "caches" / "told", keys[2], place)
+    daemon.forget_log()
+    await asyncio.to_thread(daemon.start)
+    await heard(client)
+    async with asyncio.timeout(PATIENCE_S), client.watch(since=before, types=[EventType.REMOVED]) as watch:
+        event = await anext(watch)
+    assert (event.cause, event.keys) == (Cause.CORRUPT, [keys[2]])
+    assert await stored_by_key(client, await last_event(client), since=before) == {k: written[k] for k in keys[:2]}
+    assert "records on disk could not be used cache=told dropped=1 of_these_corrupt=1" in daemon.log
+    assert_bytes(keys[:2], await cache.get(keys))
+
+
+async def stored_by_key(client, end, **start):
+    """Tokens, event hash and priority that were told of each block of the cache "told" as it was stored."""
+    found: dict[bytes, tuple[BlockTokens, bytes, int]] = {}
+    async with asyncio.timeout(PATIENCE_S), client.watch(**start, heartbeats=True, heartbeat_s=0.02) as watch:
+        while watch.cursor is None or watch.cursor < end:
+            event = await anext(watch)
+            if isinstance(event, Event) and event.cache == "told" and event.type is EventType.STORED:
+                hashes = split_keys(event.packed_hashes)
+                found |= dict(zip(event.keys, zip(event.tokens, hashes, event.priorities, strict=True), strict=True))
+    return found
 
 
 async def test_every_block_flipped_is_a_miss_for_every_chain(daemon, client, cache):

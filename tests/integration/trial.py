@@ -117,7 +117,7 @@ async def trial(start_daemon: StartDaemon, seed: int, *flags: str) -> AsyncItera
 def recorded(daemon: DaemonProcess, cache: str) -> dict[bytes, bytes | None]:
     """What a dead daemon's index says is on disk: each block's key and its parent's."""
     stored = stored_in(daemon.disk_dir / "caches" / cache)
-    parents = parents_of(decode_records(list(stored.values())))
+    parents = parents_of(decode_records(list(stored), list(stored.values())))
     return dict(zip(stored, parents, strict=True))
 
 

@@ -85,6 +85,7 @@ class BlockManager:
         self,
         recovered: Mapping[GroupId, Sequence[Recovered]],
         quarantined: Mapping[GroupId, Collection[SlotId]],
+        corrupt: Mapping[GroupId, Sequence[Key]] | None = None,
         *,
         unclean: bool,
         restarted: bool = True,
@@ -92,12 +93,14 @@ class BlockManager:
         """Indexes what the tiers of a cache still hold; :meth:`announce` follows. It touches nothing but this manager,
         so while nobody else knows that, it may be any thread's.
 
-        ``recovered``: parents before children, least recently used first among the rest. A cache of an earlier life
-        (``restarted``) is announced as cleared first, so that events alone stay the truth over a restart.
+        ``recovered``: parents before children, least recently used first among the rest. ``corrupt``: blocks that the
+        disk no longer describes as they were written. A cache of an earlier life (``restarted``) is announced as
+        cleared first, so that events alone stay the truth over a restart.
         """
         clear = (Cause.LOST if unclean else Cause.SHUTDOWN) if restarted else None
         for group, window in self.windows.items():
-            window.open(recovered.get(group, ()), quarantined.get(group, ()), clear)
+            lost = () if corrupt is None else corrupt.get(group, ())
+            window.open(recovered.get(group, ()), quarantined.get(group, ()), lost, clear)
 
     def announce(self, now: int) -> Outcome:
         """The outcome of :meth:`fill`; event ids are given out here."""

@@ -8,10 +8,10 @@ from itertools import chain, compress, takewhile
 from typing import assert_never
 
 from kvtierd.core.block import FILLING, LEAVING, Block
-from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
+from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holding, Uses
-from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, Lease, ReserveTicket, Ticket
 from kvtierd.core.lookup import prefix
 from kvtierd.core.outcome import Grant, MoveResult, Recorder, Refusal, RefusalReason
@@ -460,15 +460,23 @@ class WindowManager:
 
     # -- existence ---------------------------------------------------------------------------------------------------
 
-    def open(self, recovered: Sequence[Recovered], quarantined: Iterable[SlotId], clear: Cause | None) -> None:
+    def open(
+        self,
+        recovered: Sequence[Recovered],
+        quarantined: Iterable[SlotId],
+        corrupt: Iterable[Key],
+        clear: Cause | None,
+    ) -> None:
         """Announces the group and indexes what was found, given parents first and least recently used first.
 
-        ``quarantined``: of the disk's slots.
+        ``quarantined``: of the disk's slots. ``corrupt``: blocks that are told of as removed.
         """
         state = self.state
         self._recorder.mark(EventType.CREATED, Cause.RECOVERED if clear else Cause.EXPLICIT, state.group)
         if clear is not None:
             self._recorder.mark(EventType.CLEARED, clear, state.group)
+        for key in corrupt:
+            self._recorder.change(REMOVED, Cause.CORRUPT, state.group, Block(key, None, None, Traits(0)))
         if DISK in state.slots:
             bad = set(quarantined)
             state.corrupt[DISK] |= bad

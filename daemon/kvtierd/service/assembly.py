@@ -26,7 +26,7 @@ from kvtierd.config import Config
 from kvtierd.config.keys import STAND_IN, FreeShare
 from kvtierd.config.keys import Device as DeviceTable
 from kvtierd.core.events import EventSequencer
-from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, SlotId, Tier
 from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager
@@ -189,11 +189,13 @@ class Assembler:
         device = self._device(plan, arena)
         recovered: dict[GroupId, list[Recovered]] = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
+        corrupt: Mapping[GroupId, Sequence[Key]] = {}
         if disk is not None and plan.stored:
             found = disk.recover()
             if found.dropped:
-                _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
-            recovered, quarantined = _recovered(found), found.quarantined
+                says = "records on disk could not be used cache=%s dropped=%d of_these_corrupt=%d"
+                _log.warning(says, plan.name, found.dropped, sum(map(len, found.corrupt.values())))
+            recovered, quarantined, corrupt = _recovered(found), found.quarantined, found.corrupt
         left: Sequence[LeftLease] = ()
         if old is not None:
             adopted = adopt(arena, plan.shapes, recovered, old)
@@ -202,7 +204,7 @@ class Assembler:
         if plan.restarted:
             arena.rebuild_index(recovered)
         manager = BlockManager(cache, plan.shapes, self._sequencer, plan.options.policy(self._stores.policy))
-        manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=plan.restarted)
+        manager.fill(recovered, quarantined, corrupt, unclean=plan.unclean, restarted=plan.restarted)
         blocks, cuda = sum(map(len, recovered.values())), _copies(plan, arena, host, device)
         return Parts(arena, host, device, disk, manager, blocks, left, cuda)
 

@@ -33,7 +33,7 @@ class Row:
     @property
     def value(self) -> bytes:
         above = None if self.parent is None else key(self.parent)
-        return encode_record(SlotId(self.slot), self.last_use, self.size, CHECKSUM, above, Traits(35))
+        return encode_record(key(self.name), SlotId(self.slot), self.last_use, self.size, CHECKSUM, above, Traits(35))
 
 
 def stored(rows: Sequence[Row], recency: Sequence[int] = (), touches: Sequence[bytes] = ()) -> Stored:
@@ -140,7 +140,8 @@ def test_keys_parents_and_checksums_that_end_in_zeros_are_whole() -> None:
     """numpy's fixed-width strings would cut them."""
     parent, child, digest = Key(b"\x01" + bytes(31)), Key(bytes(32)), b"\x02" + bytes(15)
     values = [
-        encode_record(SlotId(slot), 1, 4096, digest, above, Traits(35)) for slot, above in ((3, None), (4, parent))
+        encode_record(own, SlotId(slot), 1, 4096, digest, above, Traits(35))
+        for own, slot, above in ((parent, 3, None), (child, 4, parent))
     ]
     found = recover_group(Stored([parent, child], values, [], [], frozenset()), SHAPE)
     assert [(record.key, record.parent) for record in found.records] == [(parent, None), (child, parent)]

@@ -146,7 +146,7 @@ class Batch:
             table, changes, checksum = self._tables[group], self.changes[group], checksums[number]
             counter = table.counter
             table.counter += 1
-            record = encode_record(slot, counter, sum(map(len, parts)), checksum, parent, traits)
+            record = encode_record(key, slot, counter, sum(map(len, parts)), checksum, parent, traits)
             changes.puts.append((key, record))
             changes.lift.append(slot)
             self._puts[group, key] = (slot, checksum, counter)

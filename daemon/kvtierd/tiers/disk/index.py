@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import lmdb
 
-from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
 from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
@@ -208,9 +208,9 @@ class Index:
         """Everything of ``group``. Raises :class:`TierIOError`."""
         dbs = self._groups[group]
         with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
-            items = list(txn.cursor(dbs.records))
-            recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in txn.cursor(dbs.recency)]
-            touches = list(txn.cursor(dbs.touches))
+            items = list(_entries(txn, dbs.records, KEY_BYTES))
+            recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in _entries(txn, dbs.recency, 4)]
+            touches = list(_entries(txn, dbs.touches, 8))
             quarantined = frozenset(_slots(txn, dbs.quarantine))
         dbs.next_touch = int.from_bytes(touches[-1][0], "big") + 1 if touches else 0
         dbs.touch_bytes = sum(len(value) + _TOUCH_OVERHEAD for _, value in touches)
@@ -310,7 +310,12 @@ def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
 
 
 def _slots(txn: lmdb.Transaction[bytes], quarantine: _Database) -> Iterator[SlotId]:
-    return (SlotId(int.from_bytes(key, "big")) for key, _ in txn.cursor(quarantine))
+    return (SlotId(int.from_bytes(key, "big")) for key, _ in _entries(txn, quarantine, 4))
+
+
+def _entries(txn: lmdb.Transaction[bytes], database: _Database, key_bytes: int) -> Iterator[tuple[bytes, bytes]]:
+    """Without those whose key is damaged: it has another length."""
+    return (entry for entry in txn.cursor(database) if len(entry[0]) == key_bytes)
 
 
 def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> dict[Key, bytes | None]:
@@ -320,7 +325,7 @@ def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> d
     for key, traits in change.restate:
         stored = ops[key] if key in ops else txn.get(key, db=dbs.records)
         if stored is not None:
-            ops[key] = restated(stored, traits)
+            ops[key] = restated(key, stored, traits)
     return ops
 
 

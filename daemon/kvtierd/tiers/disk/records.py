@@ -3,30 +3,34 @@
 ==================  ===================  ==========================================================================
 database            key                  value
 ==================  ===================  ==========================================================================
-records-<group>     the block key, 32    ``record``: u8 version = 1, u8 flags (bit 0: has a parent, bit 1: has a
-                                         checksum of its commit), u8 priority,
-                                         u8 length of the event hash, u32 slot, u64 last use when written, u64
-                                         bytes of the record in the slab, 16 bytes checksum, 32 bytes parent (zeros
-                                         if none), u32 length of the tokens, u32 length of the scope, u64 xxh3-64 of
-                                         both, u32 duration in ms, u64 deadline in ns; then the event hash, the
-                                         checksum of its commit, 16 bytes, the tokens and the scope
-touches-<group>     u64 big-endian,      ``touches``: u8 version = 1, 7 bytes 0, u64 first, then u32 slots: the n-th
-                    rising               slot was used at ``first`` + n
-recency-<group>     u32 big-endian,      ``recency``: u64 last use of up to ``RECENCY_SLOTS`` slots from this one on;
-                    first slot           older than anything in the touches
+records-<group>     the block key, 32    ``record``: the seal; u8 version = 1, u8 flags (bit 0: has a parent, bit 1:
+                                         has a checksum of its commit), u8 priority, u8 length of the event hash,
+                                         u32 slot, u64 last use when written, u64 bytes of the record in the slab,
+                                         16 bytes checksum, 32 bytes parent (zeros if none), u32 length of the
+                                         tokens, u32 length of the scope, u32 duration in ms, u64 deadline in ns;
+                                         then the event hash, the checksum of its commit, 16 bytes, the tokens and
+                                         the scope
+touches-<group>     u64 big-endian,      ``touches``: the seal; u64 first, then u32 slots: the n-th slot was used at
+                    rising               ``first`` + n
+recency-<group>     u32 big-endian,      ``recency``: the seal; u64 last use of up to ``RECENCY_SLOTS`` slots from
+                    first slot           this one on; older than anything in the touches
 quarantine-<group>  u32 big-endian slot  empty
 ==================  ===================  ==========================================================================
 
 A slot's last use is the greatest counter that any of its record, the recency and the touches gives it: counters only
 grow, so whatever was said of a slot's earlier tenant is outranked by its record. Values stay under half a page: LMDB
 puts larger ones on runs of pages, which a nearly full map may not have.
+
+A value begins with a seal: xxh3-64, 8 bytes big-endian, of the rest of it and, in a record, of its key. LMDB has no
+checksums of its pages, and tokens, hashes and priorities are told to clients as they are read. A value whose seal is
+broken says nothing: its block is a miss, its uses are forgotten. A flipped bit in the quarantine takes a sound slot out
+of use, or gives back a bad one, whose bytes fail their checksum again.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -55,13 +59,14 @@ Slots = NDArray[np.uint32]
 
 _HAS_PARENT: Final = 1
 _HAS_CHECKSUM: Final = 2
-_HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQIQ")
-HEAD_BYTES: Final = _HEAD.size
-_TOUCHES_VERSION: Final = 1
-_TOUCHES: Final = struct.Struct("<B7xQ")
+_SEAL_BYTES: Final = 8
+_HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIIQ")
+HEAD_BYTES: Final = _SEAL_BYTES + _HEAD.size
+_TOUCHES: Final = struct.Struct("<Q")
 
 RECORD_DTYPE: Final = np.dtype(
     [
+        ("seal", f"V{_SEAL_BYTES}"),
         ("version", "u1"),
         ("flags", "u1"),
         ("priority", "u1"),
@@ -73,7 +78,6 @@ RECORD_DTYPE: Final = np.dtype(
         ("parent", f"V{KEY_BYTES}"),
         ("token_bytes", "<u4"),
         ("scope_bytes", "<u4"),
-        ("label_checksum", "<u8"),
         ("duration_ms", "<u4"),
         ("deadline_ns", "<u8"),
     ]
@@ -81,7 +85,9 @@ RECORD_DTYPE: Final = np.dtype(
 """The head of ``record`` as a numpy row, to decode a whole index at once."""
 
 
-def encode_record(slot: SlotId, last_use: int, size: int, checksum: bytes, parent: Key | None, traits: Traits) -> bytes:
+def encode_record(
+    key: Key, slot: SlotId, last_use: int, size: int, checksum: bytes, parent: Key | None, traits: Traits
+) -> bytes:
     """The record of a block: ``size`` bytes in ``slot``, last used at counter ``last_use`` when written."""
     priority, duration_ms, deadline_ns, label = traits
     label = label or NO_LABEL
@@ -98,28 +104,37 @@ def encode_record(slot: SlotId, last_use: int, size: int, checksum: bytes, paren
         parent or b"",
         len(label.tokens),
         len(label.scope),
-        _label_checksum(label),
         duration_ms,
         deadline_ns,
     )
-    return head + label.event_hash + label.checksum + label.tokens + label.scope
+    return _sealed(head + label.event_hash + label.checksum + label.tokens + label.scope, key)
 
 
-def _label_checksum(label: Label) -> int:
-    """Tokens decide what is reused of a block, and nothing else verifies them."""
-    return xxhash.xxh3_64_intdigest(label.tokens + label.scope)
+def _sealed(body: bytes, key: bytes = b"") -> bytes:
+    return xxhash.xxh3_64_digest(body + key) + body
 
 
-def restated(value: bytes, traits: Traits) -> bytes:
-    """``record`` with another priority, duration and deadline; its label stays, whatever ``traits`` say."""
-    ending = struct.pack("<IQ", traits.duration_ms, traits.deadline_ns)
-    return value[:2] + bytes([traits.priority]) + value[3 : HEAD_BYTES - len(ending)] + ending + value[HEAD_BYTES:]
+def _is_whole(value: bytes, key: bytes = b"") -> bool:
+    return value[:_SEAL_BYTES] == xxhash.xxh3_64_digest(value[_SEAL_BYTES:] + key)
 
 
-def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
-    """One ``RECORD_DTYPE`` row a value.
+def restated(key: Key, value: bytes, traits: Traits) -> bytes:
+    """``record`` with another priority, duration and deadline; its label stays, whatever ``traits`` say.
 
-    A value of another version, or of another length than it says, becomes a row of zeros, whose version is none.
+    One whose seal is broken stays as it is: a new seal would make it true.
+    """
+    if not _is_whole(value, key):
+        return value
+    body, ending = value[_SEAL_BYTES:], struct.pack("<IQ", traits.duration_ms, traits.deadline_ns)
+    head = body[:2] + bytes([traits.priority]) + body[3 : _HEAD.size - len(ending)] + ending
+    return _sealed(head + body[_HEAD.size :], key)
+
+
+def decode_records(keys: Sequence[Key], values: Sequence[bytes]) -> NDArray[Any]:
+    """One ``RECORD_DTYPE`` row a value, whose key is in the same place of ``keys``.
+
+    A value whose seal is broken, of another version, or of another length than it says, becomes a row of zeros, whose
+    version is none.
     """
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
@@ -128,25 +143,22 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
     token_bytes = rows["token_bytes"].astype(np.int64) + rows["scope_bytes"]
     checksum_bytes = _checksum_bytes(rows)
     sizes_fit = np.isin(hash_bytes, EVENT_HASH_BYTES) & (token_bytes <= MAX_TOKEN_BYTES)
-    whole = (
-        (rows["version"] == VERSION) & sizes_fit & (lengths == HEAD_BYTES + hash_bytes + checksum_bytes + token_bytes)
-    )
+    sealed = np.fromiter(map(_is_whole, values, keys), bool, len(values))
+    as_long = lengths == HEAD_BYTES + hash_bytes + checksum_bytes + token_bytes
+    whole = sealed & (rows["version"] == VERSION) & sizes_fit & as_long
     rows[~whole] = np.zeros((), RECORD_DTYPE)
     return rows
 
 
 def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.intp]) -> list[Traits]:
-    """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out. Tokens that
-    are not what was written are left out, too."""
+    """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out."""
     labels: list[Label | None] = [None] * len(rows)
     hash_ends = HEAD_BYTES + rows["hash_bytes"].astype(np.int64)
     ends = hash_ends + _checksum_bytes(rows)
     token_ends = ends + rows["token_bytes"]
     for place in np.flatnonzero(token_ends - HEAD_BYTES).tolist():
         value, hash_end, end, token_end = values[int(places[place])], hash_ends[place], ends[place], token_ends[place]
-        label = Label(value[HEAD_BYTES:hash_end], value[end:token_end], value[hash_end:end], value[token_end:])
-        intact = _label_checksum(label) == rows["label_checksum"][place]
-        labels[place] = label if intact else replace(label, tokens=b"", scope=b"")
+        labels[place] = Label(value[HEAD_BYTES:hash_end], value[end:token_end], value[hash_end:end], value[token_end:])
     columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
     return list(rows_of(Traits, *columns, labels))
 
@@ -165,26 +177,29 @@ def encode_touches(slots: Sequence[SlotId], first: int) -> Iterator[bytes]:
     """``slots`` in the order of their use, the first at counter ``first``, in as many values as they need."""
     for start in range(0, len(slots), TOUCHES_PER_VALUE):
         run = np.asarray(slots[start : start + TOUCHES_PER_VALUE], dtype="<u4")
-        yield _TOUCHES.pack(_TOUCHES_VERSION, first + start) + run.tobytes()
+        yield _sealed(_TOUCHES.pack(first + start) + run.tobytes())
 
 
 def decode_touches(value: bytes) -> tuple[Slots, Counters]:
-    """Slots and the counter each was used at; empty if the value is of another version or torn."""
-    if len(value) < _TOUCHES.size or value[0] != _TOUCHES_VERSION or (len(value) - _TOUCHES.size) % 4:
+    """Slots and the counter each was used at; empty if the seal is broken."""
+    if not _is_whole(value):
         return np.empty(0, np.uint32), np.empty(0, np.uint64)
-    _, first = _TOUCHES.unpack_from(value)
-    slots = np.frombuffer(value, dtype="<u4", offset=_TOUCHES.size)
+    (first,) = _TOUCHES.unpack_from(value, _SEAL_BYTES)
+    slots = np.frombuffer(value, dtype="<u4", offset=_SEAL_BYTES + _TOUCHES.size)
     return slots, np.arange(first, first + len(slots), dtype=np.uint64)
 
 
 def encode_recency(last_use: Counters) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values that hold the whole table."""
     for start in range(0, len(last_use), RECENCY_SLOTS):
-        yield slot_key(start), last_use[start : start + RECENCY_SLOTS].astype("<u8").tobytes()
+        key = slot_key(start)
+        yield key, _sealed(last_use[start : start + RECENCY_SLOTS].astype("<u8").tobytes(), key)
 
 
-def decode_recency(value: bytes) -> Counters:
-    return np.frombuffer(value[: len(value) // 8 * 8], dtype="<u8")
+def decode_recency(first: SlotId, value: bytes) -> Counters:
+    """Last uses of the slots from ``first`` on; empty if the seal is broken."""
+    whole = _is_whole(value, slot_key(first))
+    return np.frombuffer(value, dtype="<u8", offset=_SEAL_BYTES) if whole else np.empty(0, np.uint64)
 
 
 def slot_key(slot: int) -> bytes:

@@ -38,25 +38,28 @@ class Recovery:
     """What a store held when it was opened.
 
     ``records``: per group, parents before children and, among those free to choose, the least recently used first.
-    ``quarantined``: slots whose bytes were found corrupt; they hold no block. ``dropped``: records deleted because
-    they could not be trusted or reached.
+    ``quarantined``: slots whose bytes were found corrupt; they hold no block. ``corrupt``: keys of records that are not
+    what was written. ``dropped``: records deleted because they could not be trusted or reached, the corrupt ones too.
     """
 
     records: Mapping[GroupId, Sequence[DiskRecord]]
     quarantined: Mapping[GroupId, frozenset[SlotId]]
+    corrupt: Mapping[GroupId, Sequence[Key]]
     dropped: int
 
 
 @dataclass(slots=True, frozen=True)
 class Recovered:
     records: Sequence[DiskRecord]
+    corrupt: Sequence[Key]
     dropped: Sequence[Key]
     table: GroupTable
 
 
 def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     """Sorts the records into those that can be served and those to delete, and rebuilds the table."""
-    rows = decode_records(stored.records)
+    rows = decode_records(stored.keys, stored.records)
+    corrupt = [stored.keys[place] for place in np.flatnonzero(rows["version"] == 0).tolist()]
     sound = _sound(rows, stored, shape)
     slots = rows["slot"][sound]
     last_use = _last_uses(stored, shape)
@@ -78,7 +81,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     records = list(rows_of(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
     table = GroupTable(shape)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
-    return Recovered(records, _others(stored.keys, keys), table)
+    return Recovered(records, corrupt, _others(stored.keys, keys), table)
 
 
 def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
@@ -92,7 +95,7 @@ def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
     """The last use of every slot by recency and touches, 0 where they have none."""
     last_use: Counters = np.zeros(shape.slots, np.uint64)
     for first, value in stored.recency:
-        counters = decode_recency(value)[: max(0, shape.slots - first)]
+        counters = decode_recency(first, value)[: max(0, shape.slots - first)]
         last_use[first : first + len(counters)] = counters
     for value in stored.touches:
         slots, counters = decode_touches(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -67,6 +67,11 @@ class ReadReport:
 
 def slab_name(group: GroupId) -> str:
     return f"group-{group}.slab"
+
+
+def _inside(slots: Iterable[SlotId], shape: SlabShape) -> frozenset[SlotId]:
+    """Without those that a damaged index says beyond the slab."""
+    return frozenset(slot for slot in slots if slot < shape.slots)
 
 
 def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes: int) -> None:
@@ -132,7 +137,8 @@ class DiskStore:
         dropped = sum(len(found.dropped) for found in groups.values())
         return Recovery(
             records={group: found.records for group, found in groups.items()},
-            quarantined={group: stored[group].quarantined for group in groups},
+            quarantined={g: _inside(stored[g].quarantined, shape) for g, shape in self._shapes.items()},
+            corrupt={group: found.corrupt for group, found in groups.items()},
             dropped=dropped,
         )
 

@@ -88,7 +88,7 @@ def object_bytes(payload_bytes: int) -> int:
 
 def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: int) -> bytes:
     """What a block's object has between its checksum and its ``nbytes`` of payload."""
-    record = encode_record(SlotId(0), 0, 0, b"", parent, traits)
+    record = encode_record(key, SlotId(0), 0, 0, b"", parent, traits)
     head = _HEAD.pack(b"", MAGIC, _HEAD.size + len(record), len(record), nbytes, place.fingerprint, place.group, key)
     return head[CHECKSUM_BYTES:] + record
 
@@ -120,7 +120,7 @@ def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tup
     if xxhash.xxh3_128_digest(found[CHECKSUM_BYTES:]) != checksum:
         raise BadObject("its bytes do not have its checksum")
     values = [bytes(found[_HEAD.size : start])]
-    rows = decode_records(values)
+    rows = decode_records([key], values)
     if not rows["version"][0]:
         raise BadObject("its record cannot be read")
     (traits,) = traits_of(rows, values, np.zeros(1, np.intp))
