@@ -12,6 +12,7 @@ from typing import Final, Self
 from kvtierd.core.events import EventSequencer
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
 from kvtierd.tiers.disk.superblock import (
+    SET_ASIDE,
     SUPERBLOCK,
     DirectoryLock,
     io_errors,
@@ -190,7 +191,7 @@ def _read(path: Path) -> State | None:
     content = read_superblock(path, _KIND)
     if content is None:
         # Starting afresh beside files of an earlier life would give its ids out again.
-        if others:
+        if others and SET_ASIDE not in others:
             raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
         return None
     expected = {name: bool if name == "clean" else int for name in State.__dataclass_fields__}

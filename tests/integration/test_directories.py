@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -130,6 +131,79 @@ async def test_a_damaged_superblock_is_refused_untouched(daemon, filled, damage)
     daemon.start()
     await assert_whole(filled, "good", "hurt")
     assert (await filled.stats()).epoch == 1, "a refused start is no unclean stop"
+
+
+@pytest.mark.parametrize("which", ["state", "disk"])
+async def test_a_refusal_of_a_superblock_says_how_to_start_without_it_and_no_block_is_lost(daemon, filled, which):
+    last = (await filled.stats()).last_event_id
+    daemon.stop()
+    superblock = daemon.home / which / "SUPERBLOCK"
+    flip(superblock, superblock.stat().st_size // 2)
+    said = refused(daemon)
+    assert "rename it to SUPERBLOCK.damaged (" in said and "is lost" in said
+    superblock.rename(superblock.with_name("SUPERBLOCK.damaged"))
+    daemon.start()
+    await assert_whole(filled, "good", "hurt")
+    assert (await filled.stats()).last_event_id > last, "no id is given out again"
+    daemon.restart()
+    await assert_whole(filled, "good", "hurt")
+
+
+@pytest.mark.parametrize("damage", SUPERBLOCKS.values(), ids=SUPERBLOCKS.keys())
+async def test_damaged_budgets_are_set_aside_and_the_daemon_serves(daemon, filled, damage):
+    daemon.stop()
+    budgets = daemon.state_dir / "caches" / "SUPERBLOCK"
+    damage(budgets)
+    damaged = budgets.read_bytes()
+    daemon.forget_log()
+    daemon.start()
+    assert daemon.log.count("level=warning") == daemon.log.count("the budgets of caches are set aside") == 1
+    assert budgets.with_name("SUPERBLOCK.damaged").read_bytes() == damaged
+    await assert_whole(filled, "good", "hurt")
+    daemon.forget_log()
+    daemon.restart()
+    assert "the budgets of caches are set aside" not in daemon.log
+    await assert_whole(filled, "good", "hurt")
+
+
+NEEDED = {
+    *("disk/LOCK", "state/LOCK", "run/kvtierd.lock"),
+    *("disk/SUPERBLOCK", "state/SUPERBLOCK", "state/SUPERBLOCK.new"),
+}
+
+
+async def test_a_fifo_in_the_place_of_any_file_hangs_no_start(daemon, filled):
+    """The daemon serves without that file, or names it and ends."""
+    daemon.kill()
+    files = [path for path in sorted(daemon.home.rglob("*")) if path.is_file() and "good" not in path.parts]
+    assert len(files) > 10
+    needed = set()
+    for file in files:
+        if file.exists():
+            said = await asyncio.to_thread(started_with_a_fifo, daemon, file)
+            named = str(file.parent) in said and f"{file.name} is not a regular file" in said
+            assert named or not said, said
+            needed |= {str(file.relative_to(daemon.home))} if said else set()
+    assert needed == NEEDED
+    daemon.start()
+    await assert_whole(filled, "good", "hurt")
+
+
+def started_with_a_fifo(daemon, file):
+    """Why the daemon does not start with a FIFO in the place of ``file``; empty where it serves."""
+    aside = file.with_name("aside")
+    file.rename(aside)
+    os.mkfifo(file)
+    process = subprocess.Popen(daemon.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout and select.select([process.stdout], [], [], PATIENCE_S)[0], f"{file}: it hangs"
+            serves = process.stdout.readline().startswith("kvtierd ready")
+        finally:
+            process.kill()
+        said = [line for line in process.communicate()[1].splitlines() if line.startswith("kvtierd: ")]
+    aside.replace(file)
+    return "" if serves else "\n".join(said) or "nothing"
 
 
 INDEXES = {

@@ -21,7 +21,7 @@ from typing import Final
 import xxhash
 
 from kvtierd.event_log.run import HEAD_BYTES, Head, Run, decode_head, encode, joined
-from kvtierd.tiers.disk.superblock import PRIVATE_FILE, make_private_directory, sync_directory
+from kvtierd.tiers.disk.superblock import NotAFile, make_private_directory, open_file, sync_directory
 
 _HEADER: Final = struct.Struct("<8sQQQQQQ")
 _CHECK: Final = struct.Struct("<Q")
@@ -158,7 +158,7 @@ class Segments:
         path = self._path / f"{run.first:020}{_SUFFIX}"
         before, before_ns = self.last, self._latest_ns
         began = Segment(path, run.first, run.epoch, epoch_first, before, before_ns, time.time_ns(), _HEADER_BYTES)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             _write(fd, began.header(), 0)
             sync_directory(self._path)
@@ -189,10 +189,14 @@ class Segments:
 
 
 def _opened(path: Path) -> Segment | None:
-    """None for a file that is damaged at its beginning, which is deleted."""
-    with path.open("rb") as file:
-        data = file.read(_HEADER_BYTES)
-        size = os.fstat(file.fileno()).st_size
+    """None for a file that is damaged at its beginning, which is deleted, and for what is no file."""
+    try:
+        with open(open_file(path, os.O_RDONLY), "rb") as file:
+            data = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except NotAFile:
+        _log.warning("what is no file is not of the event log path=%s", path)
+        return None
     if len(data) == _HEADER_BYTES:
         _, first, epoch, epoch_first, before, before_ns, began_ns = _HEADER.unpack_from(data)
         segment = Segment(path, first, epoch, epoch_first, before, before_ns, began_ns, size)
@@ -205,7 +209,7 @@ def _opened(path: Path) -> Segment | None:
 
 def _heads(segment: Segment, offset: int = _HEADER_BYTES) -> Iterator[tuple[Head, Callable[[], bytes]]]:
     """Sound heads in order, each with what reads its payload. None of a file that was deleted meanwhile."""
-    with suppress(FileNotFoundError), segment.path.open("rb") as file:
+    with suppress(FileNotFoundError), open(open_file(segment.path, os.O_RDONLY), "rb") as file:
         while offset + HEAD_BYTES <= segment.size:
             file.seek(offset)
             head = decode_head(file.read(HEAD_BYTES))

@@ -12,6 +12,7 @@ and the groups of a large budget are full after the same number of sequences.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from bisect import bisect_right
@@ -32,10 +33,19 @@ from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.root import StoredCache
-from kvtierd.tiers.disk.superblock import io_errors, make_private_directory, read_superblock, write_superblock
+from kvtierd.tiers.disk.superblock import (
+    SET_ASIDE,
+    SUPERBLOCK,
+    io_errors,
+    make_private_directory,
+    read_superblock,
+    write_superblock,
+)
 from kvtierd.tiers.memfd import total_bytes
 
 REFERENCE_TOKENS: Final = 32_768
+
+_log = logging.getLogger(__name__)
 
 
 def least_bytes(spec: CacheSpec) -> int:
@@ -251,8 +261,19 @@ class _Content:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises DamagedDirectory."""
-        content = read_superblock(path, _KIND)
+        """A damaged file is set aside: no block depends on it. Raises DamagedDirectory for one of another version,
+        TierIOError."""
+        try:
+            content = read_superblock(path, _KIND)
+        except DamagedDirectory as error:
+            with io_errors(f"cannot rename {path / SUPERBLOCK}"):
+                (path / SUPERBLOCK).replace(path / SET_ASIDE)
+            _log.warning(
+                "the budgets of caches are set aside: caches on disk share the memory tiers evenly; to undo it, stop "
+                "the daemon and put a sound SUPERBLOCK back why=%r kept_as=%s",
+                *(str(error), path / SET_ASIDE),
+            )
+            return cls()
         if content is None:
             return cls()
         if (version := content.get("version")) != _VERSION:

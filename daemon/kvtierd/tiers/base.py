@@ -111,9 +111,10 @@ class ForeignDirectory(TierError):
 class DamagedDirectory(TierError):
     """The directory is kvtier's but cannot be trusted. Nothing in it was touched."""
 
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(f"{path}: {message}")
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
         self.path = path
+        self.why = why
 
 
 class LockedDirectory(TierError):

@@ -22,7 +22,7 @@ from kvtierd.service.budgets import (
 )
 from kvtierd.service.errors import CallRefused
 from kvtierd.tiers.base import DamagedDirectory
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, write_superblock
+from kvtierd.tiers.disk.superblock import write_superblock
 
 SPEC = CacheSpec("m", "uint8", 16, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 100), PoolSpec(1, 2, 200))),))
 EACH = SPEC.record_bytes(0)
@@ -161,13 +161,6 @@ def test_only_the_latest_options_of_gone_caches_are_kept(tmp_path: Path, monkeyp
     assert remembered.past_options("a", "a") is not None, "a cache that there is keeps its options"
     remembered.forget_gone(set())
     assert [name for name in "abcd" if remembered.past_options(name, name) is not None] == ["c", "d"]
-
-
-def test_damaged_memory_is_refused(tmp_path: Path) -> None:
-    RememberedSlots(tmp_path).put("one", {Tier.HOST: (3,)})
-    (tmp_path / SUPERBLOCK).write_bytes((tmp_path / SUPERBLOCK).read_bytes().replace(b"3", b"4"))
-    with pytest.raises(DamagedDirectory):
-        RememberedSlots(tmp_path)
 
 
 TPB = 16

@@ -21,7 +21,7 @@ import lmdb
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
-from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
+from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, open_file, sync_directory
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -83,11 +83,11 @@ def opening(path: Path) -> Iterator[bool]:
         opened.enter_context(_opening)
         with io_errors(f"cannot open {path}"):
             unclean = marker.exists()
-            crashes = marker.read_bytes().count(_TRACE) if unclean else 0
+            crashes = _content(marker).count(_TRACE) if unclean else 0
             if crashes >= _MOST_CRASHES:
                 raise DamagedDirectory(path, f"LMDB has ended {crashes} processes that opened it: see {marker}")
             try:
-                fd = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+                fd = open_file(marker, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             except OSError as error:  # a full disk has no room for a new file
                 _log.warning("crashes are not counted path=%s why=%r", path, str(error))
                 fd = os.open(os.devnull, os.O_WRONLY)
@@ -100,6 +100,11 @@ def opening(path: Path) -> Iterator[bool]:
         finally:
             with suppress(OSError):
                 os.truncate(marker, 0)
+
+
+def _content(marker: Path) -> bytes:
+    with open(open_file(marker, os.O_RDONLY), "rb") as file:
+        return file.read()
 
 
 def closed(path: Path) -> None:

@@ -32,6 +32,7 @@ from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.slab import SlabShape
 from kvtierd.tiers.disk.store import DiskStore, create_files
 from kvtierd.tiers.disk.superblock import (
+    SET_ASIDE,
     SUPERBLOCK,
     DirectoryLock,
     io_errors,
@@ -240,9 +241,9 @@ def _is_new(path: Path) -> bool:
     foreign = sorted(set(os.listdir(path)) - _OURS_WHILE_NEW)
     if read_superblock(path, "disk") is not None:
         return False
-    if foreign:
+    if foreign and SET_ASIDE not in foreign:
         raise ForeignDirectory(path, f"is not empty (it has {foreign[0]!r}) and has no kvtier {SUPERBLOCK}")
-    return True
+    return not foreign
 
 
 def _read_or_fault(directory: Path) -> _CacheBlock | TierError:

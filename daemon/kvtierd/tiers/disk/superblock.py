@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,14 @@ SUPERBLOCK: Final = "SUPERBLOCK"
 FORMAT_VERSION: Final = 1
 MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
+SET_ASIDE: Final = f"{SUPERBLOCK}.damaged"
+"""A superblock that is not used any more. Where there is one, a directory without a superblock is still ours."""
+
+_WITHOUT: Final = {
+    "state": "event ids go on above those of the event log, or from 1 where there is none; no block is lost",
+    "disk": "nothing is lost",
+}
+"""What it costs to start a directory of this kind without its superblock."""
 
 
 def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
@@ -38,13 +47,28 @@ def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> Non
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
-    """The content, None where there is no such file. Raises :class:`DamagedDirectory` for one not to be trusted."""
+    """The content, None where there is no such file.
+
+    Raises :class:`DamagedDirectory` for one not to be trusted; it says what to do, if the directory can do without.
+    """
+    try:
+        return _read(directory, kind)
+    except DamagedDirectory as error:
+        if kind not in _WITHOUT:
+            raise
+        todo = f"if it is damaged and not of another version, rename it to {SET_ASIDE} ({_WITHOUT[kind]})"
+        raise DamagedDirectory(directory, f"{error.why}; {todo}") from error
+
+
+def _read(directory: Path, kind: str) -> dict[str, Any] | None:
     with io_errors(f"cannot read {directory / SUPERBLOCK}"):
         try:
-            with open(directory / SUPERBLOCK, "rb") as file:
+            with open(open_file(directory / SUPERBLOCK, os.O_RDONLY), "rb") as file:
                 line, _, body = file.read(_MAX_BYTES).partition(b"\n")
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except NotAFile as error:
+            raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not a regular file") from error
     words = line.decode("ascii", "replace").split(" ")
     if len(words) != 4 or words[0] != MAGIC:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not kvtier's")
@@ -83,6 +107,32 @@ def io_errors(what: str) -> Iterator[None]:
         raise TierIOError(error.errno or 0, f"{what}: {error.strerror or error}") from error
 
 
+class NotAFile(OSError):
+    """A directory, FIFO, socket or device is where a file should be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, f"{path} is not a regular file")
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Opens a regular file, or makes one that only its owner may use. Never waits, as an open of a FIFO would.
+
+    Raises:
+        NotAFile: nothing was changed.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK, PRIVATE_FILE)
+    except OSError as error:
+        if error.errno not in (errno.ENXIO, errno.EISDIR):  # a FIFO or socket, a directory, opened to be written
+            raise
+        raise NotAFile(path) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotAFile(path)
+    return fd
+
+
 def sync_directory(path: Path) -> None:
     """Makes entries of ``path`` that were created, renamed or removed durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -113,11 +163,11 @@ def _replace(path: Path, content: bytes) -> None:
     The former content stays beside it as ``.new``, and is written over the next time: a full disk has room for that.
     """
     temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
+    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
     if os.fstat(fd).st_nlink > 1:  # a system that went down in between may have left it the same file as ``path``
         os.close(fd)
         temporary.unlink()
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with open(fd, "wb") as file:
         file.write(content)
         file.truncate()
@@ -140,8 +190,8 @@ class DirectoryLock:
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """``path`` is the lock file. Raises :class:`LockedDirectory`; the file is then as it was."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        """``path`` is the lock file. Raises :class:`LockedDirectory`, the file is then as it was; OSError."""
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
