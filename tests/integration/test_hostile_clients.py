@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -21,7 +22,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, Tier, connect
+from kvtier import BlockResult, Client, Tier, TierFull, connect
 from kvtier.abi import attach
 from kvtier.abi.layout import BUCKET_BYTES, INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
@@ -48,6 +49,38 @@ async def bystander(client, name):
     assert set(await cache.put(more, blocks(more))) == {BlockResult.OK}
     assert_bytes(keys, await cache.get(keys))
     assert_bytes(more, await cache.get(more))
+
+
+NASTY = "\x1b]0;owned\x07\x1b[2J\x1b[31m\r\n\u202eexe." + "x" * 10_000
+HOLDS = """import sys, kvtier
+client = kvtier.Client(address=sys.argv[2])
+cache = client.open_cache(sys.argv[3])
+lease = cache.reserve(4, kvtier.Tier.HOST)
+print("holds", flush=True)
+sys.stdin.read()"""
+
+
+async def test_no_terminal_obeys_a_clients_command_line(daemon, client, name):
+    """It is clean wherever the daemon tells it: in statistics, in leases, in the refusal of whoever wants its slots."""
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=4, disk=16))
+    holder = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", HOLDS, NASTY, daemon.address, name),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None and await holder.stdout.readline() == b"holds\n"
+        with pytest.raises(TierFull) as full:
+            async with cache.reserve(1, Tier.HOST, timeout=0.1):
+                pass
+        told = [*(await client.stats()).sessions, *(await client.leases()), *full.value.holders]
+    finally:
+        await holder.communicate(b"")
+    commands = [one.command for one in told if one.pid == holder.pid]
+    assert len(commands) == 3
+    for text in commands:
+        assert text.isprintable() and len(text) <= 256
+    assert "?]0;owned??[2J?[31m???exe.xxx" in commands[0]
 
 
 @pytest.fixture

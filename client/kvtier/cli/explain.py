@@ -15,7 +15,7 @@ from kvtier.cli.common import DaemonAt, address_option, console, json_option
 from kvtier.cli.watch_lines import text_lines
 from kvtier.client import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
 from kvtier.events import WatchItem
-from kvtier.types import LeaseInfo, clean, duration
+from kvtier.types import LeaseInfo, duration
 
 GONE: Final = 3
 UNKNOWN: Final = 4
@@ -111,7 +111,7 @@ def _copy(copy: CopyExplained) -> Text:
 
 
 def _lease(lease: LeaseInfo) -> Text:
-    who = f", pid {lease.pid} {clean(lease.command)}" if lease.pid else ""
+    who = f", pid {lease.pid} {lease.command}" if lease.pid else ""
     lost = ", whose connection broke" if lease.orphaned else ""
     age = timedelta(seconds=lease.age_ns // 10**9)
     text = (

@@ -80,7 +80,7 @@ def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: b
         return holder, await client.kick(session_id, dry_run=pid is None)
 
     holder, report = daemon.ask(kicked)
-    who = f"session {session_id}, pid {holder.pid} {clean(holder.command)}"
+    who = f"session {session_id}, pid {holder.pid} {holder.command}"
     if not dry_run:
         confirmed(f"End {who}, which holds {report.slots} slots?", yes)
         _, report = daemon.ask(lambda client: kicked(client, holder.pid))
@@ -195,7 +195,7 @@ def _sessions(sessions: tuple[SessionStats, ...]) -> Table:
             "yes" if session.attached else "no: its connection broke",
             str(session.leases),
             str(session.held_slots),
-            Text(clean(session.command)),
+            Text(session.command),
             style=None if session.attached else "yellow",
         )
     return rows
@@ -219,7 +219,7 @@ def _leases(found: list[LeaseInfo]) -> Table | str:
             f"{lease.session_id}{' (detached)' if lease.orphaned else ''}",
             str(lease.pid),
             str(lease.uid),
-            Text(clean(lease.command)),
+            Text(lease.command),
             style="yellow" if lease.orphaned else None,
         )
     return rows

@@ -274,7 +274,7 @@ def _leases(look: Look) -> RenderableType:
             count(lease.held_blocks),
             lease.cache,
             "orphaned" if lease.orphaned else "live",
-            Text(clean(lease.command)),
+            Text(lease.command),
             style="yellow" if lease.orphaned else None,
         )
     return _with_rest(rows, len(look.leases), "leases")

@@ -150,9 +150,14 @@ def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
 
 
 def command_of(pid: int) -> str:
-    """Command line of a process for logs; empty if the process has ended."""
+    """Command line of a process for people, cut; empty if the process has ended."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
-    return raw[:_MAX_COMMAND].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return printable(raw[:_MAX_COMMAND].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace"))
+
+
+def printable(text: str) -> str:
+    """What a client says of itself, fit for a terminal: nothing in it moves a cursor or sets a colour."""
+    return "".join(character if character.isprintable() else "?" for character in text)

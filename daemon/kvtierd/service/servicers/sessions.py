@@ -22,6 +22,7 @@ from kvtierd.rights import Identity
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
+from kvtierd.service.peer import printable
 from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
@@ -55,7 +56,7 @@ class RemotePeer:
 
     @property
     def command(self) -> str:
-        return f"{self.identity} at {self.address}"
+        return printable(f"{self.identity} at {self.address}")
 
     def is_same(self, other: SessionPeer) -> bool:
         return isinstance(other, RemotePeer) and other.identity == self.identity
