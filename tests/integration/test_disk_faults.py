@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,13 @@ import time
 
 import pytest
 
-from kvtier import BlockResult, CacheOptions, CallerError, Cause, Event, EventType, Tier
+from kvtier import BlockResult, CacheOptions, CallerError, Cause, Event, EventType, Tier, connect
 from kvtier.events import BlockTokens
 from kvtier.wire import split_keys
 from kvtierd.tiers.disk.records import decode_records
+from tests.fake_cuda import FAKES
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats, last_event, tier_stats
 from tests.integration.stored import flip_in_record, stored_in
 from tests.integration.stuck import stuck_disk
@@ -154,6 +157,30 @@ async def stored_by_key(client, end, **start):
                 hashes = split_keys(event.packed_hashes)
                 found |= dict(zip(event.keys, zip(event.tokens, hashes, event.priorities, strict=True), strict=True))
     return found
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make the library with")
+@pytest.mark.parametrize("sync", ["batch", "commit"])
+async def test_a_power_cut_may_undo_the_last_transaction_unless_each_is_synced(short_dir, sync):
+    """What has been written to the index and not to the medium when a move is acknowledged."""
+    library, notes = short_dir / "syncs.so", short_dir / "syncs"
+    source = FAKES / "syncs.c"
+    await asyncio.to_thread(subprocess.run, ["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    daemon = DaemonProcess(short_dir, sizes(host=16, disk=32), ["--sync", sync])
+    daemon.variables = {"LD_PRELOAD": str(library), "KVTIER_TEST_SYNCS": str(notes)}
+    await asyncio.to_thread(daemon.start)
+    try:
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache("c", SPEC)
+            for name in ("one", "two"):
+                keys = chain(name, 4)
+                await cache.put(keys, blocks(keys))
+                assert set(await cache.move(keys, Tier.DISK)) == {BlockResult.OK}
+                written = notes.read_text()
+                assert "s" in written
+                assert ("w" in written.rpartition("s")[2]) is (sync == "batch")
+    finally:
+        await asyncio.to_thread(daemon.stop)
 
 
 async def test_every_block_flipped_is_a_miss_for_every_chain(daemon, client, cache):

@@ -199,8 +199,9 @@ class _Directories:
             opened.callback(state.close, None)
             run = RuntimeDir.open(config.runtime_dir)
             opened.callback(run.close)
-            disk = DiskRoot.open(config.disk_path) if Tier.DISK in config.tiers else None
-            if disk is not None:
+            disk = None
+            if Tier.DISK in config.tiers:
+                disk = DiskRoot.open(config.disk_path, durable=config.sync == "commit")
                 opened.callback(disk.close)
             remembered = RememberedSlots(config.state_dir / "caches")
             log = None

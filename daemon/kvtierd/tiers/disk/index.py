@@ -161,8 +161,11 @@ class _Group:
 
 
 class Index:
-    def __init__(self, path: Path, groups: Sequence[GroupId], map_bytes: int, *, read_all: bool = False) -> None:
+    def __init__(
+        self, path: Path, groups: Sequence[GroupId], map_bytes: int, *, read_all: bool = False, durable: bool = False
+    ) -> None:
         self._path = path
+        self._durable = durable
         self._map_bytes = map_bytes
         self._ids = tuple(groups)
         self._env, self._groups = self._open(read_all=read_all)
@@ -188,7 +191,7 @@ class Index:
             sync_directory(path)
 
     @classmethod
-    def open(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> Self:
+    def open(cls, path: Path, groups: Sequence[GroupId], map_bytes: int, *, durable: bool = False) -> Self:
         """Raises :class:`DamagedDirectory` for a file that is missing, short, damaged or not LMDB's,
         :class:`TierIOError`.
 
@@ -199,7 +202,7 @@ class Index:
             raise DamagedDirectory(path, f"data.mdb is missing or shorter than {map_bytes} bytes")
         try:
             with opening(path) as unclean:
-                index = cls(path, groups, map_bytes, read_all=unclean)
+                index = cls(path, groups, map_bytes, read_all=unclean, durable=durable)
         except DAMAGE as error:
             raise DamagedDirectory(path, str(error)) from error
         except lmdb.Error as error:
@@ -266,10 +269,11 @@ class Index:
             max_readers=8,
             mode=PRIVATE_FILE,
             writemap=False,  # with it a full disk is a SIGBUS
-            # A transaction's pages are synced, its head with the next transaction's or by sync(): half the wait. A kill
-            # loses nothing. When the system goes down, the last transaction may be undone, whole; LMDB promises that
-            # no more is. A record that comes back so may lie where other bytes are now: its checksum says so.
-            metasync=False,
+            # Unless durable, a transaction's pages are synced, its head with the next transaction's or by sync(): half
+            # the wait. A kill loses nothing. When the system goes down, the last transaction may be undone, whole; LMDB
+            # promises that no more is. A record that comes back so may lie where other bytes are now: its checksum says
+            # so.
+            metasync=self._durable,
             sync=True,
             lib_version=ENGINE,
         )

@@ -83,18 +83,20 @@ class _CacheBlock:
 class DiskRoot:
     """Held by one process at a time, and used by any of its threads: caches come and go one after the other."""
 
-    def __init__(self, path: Path, lock: DirectoryLock, floor_bytes: int) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock, floor_bytes: int, durable: bool) -> None:
         self._path = path
         self._lock = lock
         self._floor_bytes = floor_bytes
+        self._durable = durable
         self._stores: dict[str, DiskStore] = {}
         self._changing = threading.Lock()
 
     @classmethod
-    def open(cls, path: Path, floor_bytes: int | None = None) -> Self:
+    def open(cls, path: Path, floor_bytes: int | None = None, *, durable: bool = False) -> Self:
         """Takes the directory, making it ours if it is missing or empty.
 
-        ``floor_bytes``: free space that stays free on its file system; default 1 GiB or 5 %, whichever is less. Raises
+        ``floor_bytes``: free space that stays free on its file system; default 1 GiB or 5 %, whichever is less.
+        ``durable``: of its stores, see :meth:`DiskStore.open`. Raises
         :class:`LockedDirectory`, :class:`ForeignDirectory`, :class:`DamagedDirectory` (nothing was touched),
         :class:`TierConfigError` (less than the floor is free for a new directory), :class:`TierIOError`.
         """
@@ -106,7 +108,7 @@ class DiskRoot:
                 make_private_directory(path)
             lock = DirectoryLock.take(path / LOCK)
             try:
-                root = cls(path, lock, floor)
+                root = cls(path, lock, floor, durable)
                 root._prepare()
             except BaseException:
                 lock.release()
@@ -208,8 +210,9 @@ class DiskRoot:
             raise TierConfigError("name", name, "the name of a stored cache")
         block = _read_cache(directory)
         fingerprint = block.cache.spec.fingerprint()
-        self._stores[name] = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes)
-        return self._stores[name]
+        store = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes, durable=self._durable)
+        self._stores[name] = store
+        return store
 
     def close(self) -> None:
         """Closes the stores that are still open and lets another daemon in."""

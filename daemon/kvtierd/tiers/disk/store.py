@@ -108,14 +108,25 @@ class DiskStore:
         self._closed = False
 
     @classmethod
-    def open(cls, directory: Path, shapes: Mapping[GroupId, SlabShape], fingerprint: bytes, map_bytes: int) -> Self:
-        """Opens the files of :func:`create_files`. Raises :class:`DamagedDirectory`, :class:`TierIOError`."""
+    def open(
+        cls,
+        directory: Path,
+        shapes: Mapping[GroupId, SlabShape],
+        fingerprint: bytes,
+        map_bytes: int,
+        *,
+        durable: bool = False,
+    ) -> Self:
+        """Opens the files of :func:`create_files`. Raises :class:`DamagedDirectory`, :class:`TierIOError`.
+
+        ``durable``: no crash of the system undoes a call that has returned. Else it may undo the last transaction.
+        """
         with ExitStack() as opened:
             slabs: dict[GroupId, Slab] = {}
             for group, shape in shapes.items():
                 slabs[group] = Slab.open(directory / slab_name(group), shape)
                 opened.callback(slabs[group].close)
-            index = Index.open(directory / INDEX, tuple(shapes), map_bytes)
+            index = Index.open(directory / INDEX, tuple(shapes), map_bytes, durable=durable)
             opened.pop_all()
         return cls(dict(shapes), fingerprint, slabs, index)
 
@@ -187,7 +198,7 @@ class DiskStore:
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
         """Stores what has begun, with one sync and one transaction, which no end of this process undoes.
-        A crash of the machine may undo the last transaction, whole, unless :meth:`sync` came after.
+        A crash of the machine may undo the last transaction, whole, unless the store is durable.
 
         Args:
             batches: in the order in which they began. A write of a block that has another slot moves it.
