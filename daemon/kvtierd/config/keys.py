@@ -233,8 +233,8 @@ class Config(BaseSettings):
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
     sync: Literal["batch", "commit"] = Field(
         "batch",
-        description="What a power cut may undo of the disk tier: the last transaction, of up to 32 blocks, or with "
-        "`commit` nothing that was acknowledged, for one more write to the medium a transaction.",
+        description="What a power cut may undo of the disk tier: the last transaction of each cache, or with `commit` "
+        "nothing that was acknowledged, for one more write to the medium a transaction.",
     )
     remote: Annotated[Remote | None, BeforeValidator(_table)] = Field(
         None, description="A store beyond this host, under its tiers. Blocks come from it into the host tier."

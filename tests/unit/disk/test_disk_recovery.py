@@ -16,7 +16,7 @@ from kvtierd.tiers.disk.index import Stored
 from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import Recovered, recover_group
 from kvtierd.tiers.disk.slab import SlabShape
-from tests.unit.disk.disk_blocks import block, key, names, new_store, open_store, reopened, verdicts
+from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
 
 SHAPE = SlabShape(record_bytes=4096, slots=16)
 CHECKSUM = bytes(16)
@@ -123,12 +123,18 @@ def test_what_is_dropped_is_deleted_and_its_slots_can_be_used(tmp_path: Path) ->
         assert txn.put(key("far"), Row("far", 99, size=12288).value, db=records)
         assert txn.put(key("small"), Row("small", 5, size=4096).value, db=records)
         assert txn.put(key("torn"), b"\x01", db=records)
+        for odd in (b"x", key("a") + b"x"):  # keys whose length is damaged
+            for name in (b"records-0", b"recency-0", b"touches-0", b"quarantine-0"):
+                assert txn.put(odd, Row("a", 0).value, db=env.open_db(name, txn=txn))
+        assert txn.put((99).to_bytes(4, "big"), b"", db=env.open_db(b"quarantine-0", txn=txn))
     env.close()
 
     again = open_store(tmp_path)
     recovery = again.recover()
     assert names(recovery, "abc") == ["a"]
     assert recovery.dropped == 4
+    assert recovery.corrupt == {GROUP: [key("torn")]}
+    assert recovery.quarantined == {GROUP: frozenset()}, "a slab of 16 has no slot 99"
     assert again.write([block("d", 1, "a"), block("e", 2, "d")]) == frozenset()
     with reopened(again, tmp_path) as (last, second):
         assert second.dropped == 0

@@ -94,6 +94,24 @@ def test_what_is_damaged_is_a_hole(tmp_path: Path, spoil: Callable[[bytes], byte
     assert held(Segments(tmp_path / "log", MB)) == left
 
 
+def test_no_flipped_bit_is_told(tmp_path: Path) -> None:
+    log = Segments(tmp_path / "log", MB)
+    written = {number: run(number, number, size=20) for number in (1, 2, 3)}
+    for one in written.values():
+        log.append([one], 1)
+    (file,) = files(tmp_path / "log")
+    sound = file.read_bytes()
+    for bit in range(8 * len(sound)):
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        found, cursor = Segments(tmp_path / "log", MB), 0
+        while (told := found.read(cursor, 1, 1)) is not None:
+            assert told == written[told.last]
+            cursor = told.last
+        assert cursor < 3, "what is damaged, and what stands behind it, is missing"
+
+
 def test_a_write_that_fails_leaves_nothing_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
