@@ -27,6 +27,7 @@ from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
 from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
+from kvtierd.tiers.disk.superblock import write_superblock
 from tests.unit.service.rig import (
     DEVICE,
     DISK,
@@ -109,11 +110,11 @@ async def last_event(directory: Path) -> int:
         return int(stats.last_event_id)
 
 
-async def test_damaged_memory_of_caches_stops_the_start_and_costs_no_epoch(short_dir: Path) -> None:
+async def test_budgets_of_another_version_stop_the_start_and_cost_no_epoch(short_dir: Path) -> None:
     await with_caches(short_dir, cache={DEVICE: 3, DISK: 20})
     superblock = short_dir / "state" / "caches" / "SUPERBLOCK"
     whole = superblock.read_bytes()
-    superblock.write_bytes(whole[:-3])
+    write_superblock(superblock.parent, "budgets", {"version": 9, "caches": {}})
     with pytest.raises(DamagedDirectory):
         await Daemon.start(config(short_dir, device=8, disk=64))
     superblock.write_bytes(whole)
