@@ -37,8 +37,8 @@ FULL = PROMPT // BLOCK * BLOCK
 SHARED = 160
 BUDGETS = {"host_bytes": 16 << 20, "disk_bytes": 64 << 20}
 """Of one cache; the tests' daemon has room for all of them."""
-HICCUP_S = 2.5
-"""How much longer a generation may take because the daemon went away: one load's timeout, and a busy machine."""
+HICCUP_S = 1.0
+"""How much longer a generation may take because the daemon went away: 50 ms, and a busy machine."""
 
 
 def prompts(seed: int, count: int = 4, length: int = PROMPT) -> list[list[int]]:
@@ -58,7 +58,7 @@ def template(engines, tmp_path_factory):
 @pytest.fixture(scope="module")
 def daemon():
     home = Path(tempfile.mkdtemp(prefix="kv-"))
-    daemon = DaemonProcess(home, {Tier.HOST: 320 << 20, Tier.DISK: 1 << 30})
+    daemon = DaemonProcess(home, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30})
     daemon.start()
     yield daemon
     daemon.stop()

@@ -134,8 +134,24 @@ def move(world: World, choose: Chooser) -> None:
 
 
 def drop(world: World, choose: Chooser) -> None:
-    plan = world.plan_drop if choose.chance(30) else world.drop
-    plan(_session(world, choose), _site(world, choose), choose.some(world.forest.keys, 3))
+    session, site = _session(world, choose), _site(world, choose)
+    parents = [key for key in site.mirror.blocks if key in world.forest.parent.values()]
+    keys = choose.some(parents if parents and choose.chance(50) else world.forest.keys, 3)
+    if choose.chance(30):
+        world.plan_drop(session, site, keys)
+    else:
+        world.drop(session, site, keys, lambda: _meanwhile_of(world, choose, site, keys))
+
+
+def _meanwhile_of(world: World, choose: Chooser, site: Site, keys: Sequence[Key]) -> None:
+    """Often somebody gets hold of a part of what is going."""
+    chains = [world.forest.chain(key) for key in site.mirror.blocks]
+    through = [chain for chain in chains if not set(keys).isdisjoint(chain[:-1])]
+    if through and world.memory_tiers and choose.chance(50):
+        tier = choose.pick(world.memory_tiers)
+        world.acquire(_session(world, choose), site, tier, [ChainRequest(choose.pick(through))])
+    else:
+        _meanwhile(world, choose)
 
 
 def pin(world: World, choose: Chooser) -> None:
@@ -211,8 +227,12 @@ def undercut(world: World, choose: Chooser) -> None:
         world.lose_disk(lambda: _meanwhile(world, choose))
 
 
+def go_on(world: World, choose: Chooser) -> None:
+    world.go_on()
+
+
 def _meanwhile(world: World, choose: Chooser) -> None:
-    """Between two slices of the disk's loss others have their turn."""
+    """Between two slices of a drop, or of the disk's loss, others have their turn."""
     world.progress(choose)
     if choose.chance(60):
         choose.pick(MEANWHILE)(world, choose)
@@ -249,7 +269,7 @@ def stop_and_start(world: World, choose: Chooser) -> None:
 
 MEANWHILE: Final[Sequence[Action]] = (
     *(report, report, report, reserve, join, commit, commit, acquire, acquire_across, release),
-    *(move, drop, retain, pin, carry, reset, expire, cancel, orphan, reattach, end, end_remnant),
+    *(go_on, move, drop, retain, pin, carry, reset, expire, cancel, orphan, reattach, end, end_remnant),
 )
 """Calls that may come at any time."""
 
@@ -269,6 +289,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     pin: 14,
     carry: 20,
     reset: 1,
+    go_on: 120,
     tick: 20,
     expire: 15,
     cancel: 10,

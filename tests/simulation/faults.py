@@ -14,10 +14,11 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from kvtier.abi.attention import Attention
-from kvtierd.core import outcome, reclaim, recovery
+from kvtierd.core import outcome, removal
+from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
-from kvtierd.core.eviction import LEAF, Priorities, TwoQueues
+from kvtierd.core.eviction import LEAF, TwoQueues
 from kvtierd.core.group import GroupState
 from kvtierd.core.groups import AcrossGroups, AcrossTicket
 from kvtierd.core.holds import Holding
@@ -180,11 +181,22 @@ def _lets_the_clock_run(right: Method, state: GroupState, block: Block, tier: Ti
     return copy
 
 
-def _expires_untold(right: Method, priorities: Priorities, block: Block, priority: int, cause: Cause) -> None:
+def _expires_untold(right: Method, ancestry: Ancestry, block: Block, priority: int, cause: Cause) -> None:
     if cause is Cause.EXPIRED:
         block.retain(priority, block.traits.duration_ms, block.traits.deadline_ns)
     else:
-        right(priorities, block, priority, cause)
+        right(ancestry, block, priority, cause)
+
+
+def _passes_on_uses_alone(right: Method, ancestry: Ancestry, block: Block, use: bool, cause: Cause | None) -> None:
+    if use:
+        right(ancestry, block, use, None)
+
+
+def _forgets_the_rest(right: Method, ancestry: Ancestry) -> bool:
+    used: bool = right(ancestry)
+    ancestry.due.clear()
+    return used
 
 
 def _is_no_pin(right: Method, state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
@@ -247,11 +259,21 @@ def _is_owned_by_one(right: Method, holding: Holding, lease: Lease, slots: Colle
 # -- loss of a tier, and adoption --------------------------------------------------------------------------------------
 
 
-def _back_between_slices(right: Method, state: GroupState, before: int) -> int:
-    following: int = right(state, before)
-    if following:
-        recovery.restore_disk(state)
-    return following
+def _back_between_slices(right: Method, state: GroupState) -> Iterator[None]:
+    for step in right(state):
+        removal.restore_disk(state)
+        yield step
+
+
+def _spares_nobody(
+    right: Method, state: GroupState, root: Block, cause: Cause, below: Cause, spares: object = None
+) -> Any:
+    return right(state, root, cause, below)
+
+
+def _stays_after_a_slice(right: Method, state: GroupState) -> None:
+    right(state)
+    state.losing.clear()
 
 
 def _forgets_readers(right: Method, *about: object) -> list[LeftLease]:
@@ -291,7 +313,7 @@ FAULTS: Final = {
         Fault("failed_copy_is_ready", ((Flights, "complete", _overlooks_failures),)),
         Fault("failed_copy_frees_source", ((Flights, "_source_stays", _detaches_the_source),)),
         Fault("corrupt_copy_is_ready", ((Flights, "complete", _overlooks_corruption),)),
-        Fault("bad_slot_reused", ((recovery, "lose_bytes", _forgets_the_bad_slot),)),
+        Fault("bad_slot_reused", ((removal, "lose_bytes", _forgets_the_bad_slot),)),
         Fault("hit_during_demotion_ignored", ((GroupState, "stay", _does_nothing),)),
         Fault("leased_slot_reused", ((GroupState, "hold", _holds_nothing),)),
         Fault("orphaned_slot_reused", ((Holding, "orphan", _gives_back_orphans),)),
@@ -313,16 +335,18 @@ FAULTS: Final = {
         ),
         Fault("disk_child_before_ancestor", ((Room, "_missing_ancestors", _answers(([], None))),)),
         Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _answers(False)),)),
-        Fault("priority_not_propagated", ((Priorities, "carry_up", _does_nothing),)),
+        Fault("priority_not_propagated", ((Ancestry, "_owe", _passes_on_uses_alone),)),
+        Fault("rest_of_a_climb_forgotten", ((Ancestry, "climb", _forgets_the_rest),), outside=False),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
         Fault("never_written_down", ((Background, "_wanted", _answers(False)),)),
         Fault("parents_stay_cold", ((TwoQueues, "use", _leaves_parents_cold),), outside=False),
         Fault("all_are_protected", ((TwoQueues, "settle", _answers(())),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
-        Fault("expiry_untold", ((Priorities, "give", _expires_untold),)),
+        Fault("expiry_untold", ((Ancestry, "give", _expires_untold),)),
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
-        Fault("needed_blocks_dropped", ((reclaim, "needed", _answers(False)),)),
+        Fault("needed_blocks_dropped", ((removal, "needed", _answers(False)),)),
+        Fault("new_holders_overlooked", ((removal, "remove_all", _spares_nobody),)),
         Fault("label_left_behind", ((outcome._Planned, "move", _takes_no_labels_along),)),
         Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "attention", _too_short),)),
@@ -338,7 +362,8 @@ FAULTS: Final = {
         Fault("part_released_whole", ((Holding, "give_back", _lets_go_of_all),)),
         Fault("joined_slot_reused", ((Holding, "_let_go", _gives_back_for_all),)),
         Fault("joined_slot_is_of_one", ((Holding, "_restate", _is_owned_by_one),)),
-        Fault("disk_back_between_slices", ((recovery, "lose_disk", _back_between_slices),)),
+        Fault("disk_back_between_slices", ((removal, "lose_disk", _back_between_slices),)),
+        Fault("rest_of_a_loss_forgotten", ((removal, "lose_on", _stays_after_a_slice),), outside=False),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((kept, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((kept, "_left", _forgets_writers),)),

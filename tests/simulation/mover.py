@@ -36,7 +36,7 @@ class Stage(IntEnum):
 @dataclass(slots=True, eq=False)
 class Journey:
     """A move between its plan and its report. ``before``: what each source held when it began. ``doomed``: the
-    disk was lost on the way."""
+    disk was lost on the way. ``spoils``: what is corrupt is so in memory."""
 
     move: Move
     stage: Stage = Stage.QUEUED
@@ -44,6 +44,7 @@ class Journey:
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
     doomed: bool = False
+    spoils: bool = False
 
     @property
     def writes_disk(self) -> bool:
@@ -60,6 +61,8 @@ class Mover:
         self._written: Counter[tuple[Tier, SlotId]] = Counter()
         self._read: Counter[tuple[Tier, SlotId]] = Counter()
         self._parents_written: Counter[Key] = Counter()
+        self.spoiled: set[Key] = set()
+        """Blocks of which a copy to disk has found that their bytes in memory are not what was committed."""
         self.deletions_failed = False
         """Since it began: those slots are not written again in the daemon's life."""
 
@@ -107,6 +110,8 @@ class Mover:
             self._end(journey, choose if faults else None)
         self._release(journey.move)
         del self._journeys[journey.move.id]
+        if journey.spoils:
+            self.spoiled |= {journey.move.items[position].key for position in journey.corrupt}
         return MoveResult(journey.move.id, journey.failed, journey.corrupt, choose.below(1000), choose.below(1000))
 
     def _may_begin(self, journey: Journey) -> bool:
@@ -136,6 +141,7 @@ class Mover:
         elif journey.move.dst is Tier.DISK:
             if choose is not None and choose.chance(CHANGED_IN_MEMORY):
                 journey.corrupt = frozenset(choose.each(range(len(journey.move.items)), 30)) - journey.failed
+                journey.spoils = True
             self._write(journey)
         else:
             self._copy(journey, self._memories[journey.move.dst])

@@ -152,14 +152,16 @@ class Site:
     def verify(self, core: BlockManager, now: int, *, lossy: bool) -> None:
         """``lossy``: copies may have been lost in this step."""
         rows = core.listing(self.group, 0, EVERYTHING).rows
-        self._verify_mirror(rows)
+        self.mover.spoiled &= {row.key for row in rows} if core.behind else set()
+        self._verify_mirror(rows, behind=core.behind)
         self._verify_bytes(core, rows)
         self._verify_pins(rows, now, lossy=lossy)
         for memory in self.memories.values():
             memory.verify()
 
-    def _verify_mirror(self, rows: Sequence[ListingRow]) -> None:
-        """The events alone say what the core says, and an effective priority is the highest of the subtree's."""
+    def _verify_mirror(self, rows: Sequence[ListingRow], *, behind: bool) -> None:
+        """The events alone say what the core says, and an effective priority is the highest of the subtree's, but while
+        some of it is still to be passed on."""
         require(len(rows) == len(self.mirror.blocks), "the events tell of more or fewer blocks than there are")
         effective: dict[Key, int] = {}
         for row in reversed(rows):
@@ -168,7 +170,8 @@ class Site:
             if said != (row.parent, row.residency, row.priority):
                 raise Violation(f"the events say {told}, the core {row}")
             require(row.label == self.mirror.label_of(row.key), "a block is listed under another's label")
-            self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
+            if not behind:
+                self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
             if row.parent is not None and self.plan.chained:
                 require(row.parent in self.mirror.blocks, "a block is listed without its parent")
                 effective[row.parent] = max(row.priority, effective.get(row.parent, 0))
@@ -200,6 +203,8 @@ class Site:
                     self._verify_record(row, slot)
                 elif slot is not None:
                     memory = self.memories[tier]
+                    if row.key in self.mover.spoiled and not memory.ready(slot):
+                        continue  # it is about to go
                     if memory.contents[slot] != row.key:
                         raise Violation(f"{tier} slot {slot} is READY and holds other bytes")
                     if not memory.ready(slot):

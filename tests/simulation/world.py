@@ -7,7 +7,8 @@ own checker of its inside runs besides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +20,7 @@ from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WritePolicy
+from kvtierd.core.removal import Drop, DropReport
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
@@ -66,6 +68,7 @@ class World:
         self.lifetime = Lifetime()
         self._about: frozenset[SlotRef] = frozenset()
         self._notes = 0
+        self._watchers: list[set[tuple[GroupId, Key]]] = []
         self._sequencer = EventSequencer()
         shapes = [site.boot(slots) for site, slots in zip(self.sites.values(), setup.memory, strict=True)]
         self._boot(shapes, Clients(setup.groups, self._memories), unclean=False, restarted=False)
@@ -170,7 +173,8 @@ class World:
             self._wait_for(tickets, chains, requests, outcome)
             return
         found = [self._stored_prefix(site, chain.keys) for chain in chains]
-        readable = [self._readable(found_in, tier) for found_in in found]
+        sound = [next((n for n, key in enumerate(c.keys) if key in site.mover.spoiled), len(c.keys)) for c in chains]
+        readable = [min(self._readable(found_in, tier), most) for found_in, most in zip(found, sound, strict=True)]
         tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
         for ticket, chain, found_in, length in zip(tickets, chains, found, readable, strict=True):
             request = PrefixRequest(
@@ -212,6 +216,7 @@ class World:
         failing = self._failing(tier)
         sure = {
             group: {key for key, residency in known.items() if residency & tier.bit or not residency & failing}
+            - self.sites[group].mover.spoiled
             for group, known in found.items()
         }
         stored = self._longest(keys, found)
@@ -295,29 +300,78 @@ class World:
         self.clients.requests[ticket] = MoveRequest(ticket, session, to, site.group, tuple(keys))
         self._carry_out(outcome)
 
-    def drop(self, session: SessionId, site: Site, keys: Sequence[Key]) -> None:
-        blocks = site.mirror.blocks
-        before = dict(blocks)
-        report, outcome = self.core.drop(session, site.group, keys, self.now)
-        self._carry_out(outcome)
+    def drop(
+        self, session: SessionId, site: Site, keys: Sequence[Key], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """``meanwhile``: what others do between two slices."""
+        before = dict(site.mirror.blocks)
+        anybody = bool(self.clients.leases or self.clients.requests or +site.pins)
+        with self._watching() as (removed, calls):
+            report, slices = self._dropped(session, site, keys, dry_run=False, meanwhile=meanwhile)
+            alone = calls() == slices
+        gone = {key for group, key in removed if group == site.group}
         for key, result in zip(keys, report.results, strict=True):
             self.seen[f"drop {result.name}"] += 1
             require((result is BlockResult.NOT_FOUND) == (key not in before), "drop misses a block, or invents one")
-            require((result is BlockResult.HELD) == (key in blocks), "drop left a block, or took a held one")
+            require((result is BlockResult.OK) <= (key in gone), "drop left a block")
+            require((result is BlockResult.HELD) <= (key in site.mirror.blocks), "drop took a held block")
         if BlockResult.HELD in report.results:
-            anybody = self.clients.leases or self.clients.requests or +site.pins
-            require(bool(anybody), "drop finds a block held by nobody")
-        require(report.dropped <= len(before) - len(blocks), "drop counts too many")
+            require(anybody or not alone, "drop finds a block held by nobody")
+            partly = not alone and any(not set(keys).isdisjoint(self.forest.chain(key)[:-1]) for key in gone)
+            self.seen["drop HELD when a part had gone"] += partly
+        require(report.dropped <= len(removed), "drop counts too many")
+
+    def _dropped(
+        self,
+        session: SessionId,
+        site: Site,
+        keys: Sequence[Key],
+        *,
+        dry_run: bool,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[DropReport, int]:
+        """What a drop says at its end, and how many slices that took."""
+        drop: Drop | None = None
+        slices = 0
+        while True:
+            held = {key for holding in self.clients.leases.values() for key in self._held(holding, site.group)}
+            drop, outcome = self.core.drop(session, site.group, keys, self.now, dry_run=dry_run, following=drop)
+            told = [event for event in outcome.events if event.cause in (Cause.EXPLICIT, Cause.ANCESTOR)]
+            gone = {key for event in told if event.type is EventType.REMOVED for key in event.blocks.keys}
+            require(held.isdisjoint(gone), "a drop takes what is leased")
+            self._carry_out(outcome)
+            slices += 1
+            if drop.report is not None:
+                return drop.report, slices
+            before = self.steps
+            meanwhile()
+            self.seen["called while blocks were being dropped"] += self.steps - before
+
+    @contextmanager
+    def _watching(self) -> Iterator[tuple[set[tuple[GroupId, Key]], Callable[[], int]]]:
+        """The blocks that are removed from now on, and how many calls there are."""
+        removed: set[tuple[GroupId, Key]] = set()
+        begun = self.steps
+        self._watchers.append(removed)
+        try:
+            yield removed, lambda: self.steps - begun
+        finally:
+            self._watchers = [one for one in self._watchers if one is not removed]
 
     def plan_drop(self, session: SessionId, site: Site, keys: Sequence[Key]) -> None:
         """A dry run tells what the drop that follows does, and changes nothing itself."""
-        before = dict(site.mirror.blocks)
-        plan, outcome = self.core.drop(session, site.group, keys, self.now, dry_run=True)
-        self._carry_out(outcome)
-        require(site.mirror.blocks == before, "a dry run changed something")
-        report, outcome = self.core.drop(session, site.group, keys, self.now)
-        self._carry_out(outcome)
-        require(report == plan, f"a drop does {report}, its dry run said {plan}")
+        before, behind = dict(site.mirror.blocks), self.core.behind
+        plan, _ = self._dropped(session, site, keys, dry_run=True)
+        require(site.mirror.blocks == before or behind, "a dry run changed something")
+        waited = bool(self.clients.requests)  # between two slices they may get what is to go
+        report, _ = self._dropped(session, site, keys, dry_run=False)
+        require(report == plan or waited, f"a drop does {report}, its dry run said {plan}")
+
+    def go_on(self) -> None:
+        """A slice of what calls have left to be done."""
+        if self.core.behind:
+            self.seen["gone on"] += 1
+            self._carry_out(self.core.go_on(self.now))
 
     def pin(self, session: SessionId, site: Site, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> None:
         places = self.core.locate(site.group, keys)
@@ -341,7 +395,7 @@ class World:
     def carry(self, site: Site, count: int, taken: float) -> None:
         """The store beyond the host takes a part of what is offered."""
         offers = self.core.beyond.offers(site.group, count)
-        before = dict(site.mirror.blocks)
+        before = {key: change.residency for key, change in site.mirror.blocks.items()}
         above: set[Key] = set()
         for offer, place in zip(offers, self.core.locate(site.group, [each.key for each in offers]), strict=True):
             require(offer.key in before, "a block is offered that is not there")
@@ -357,7 +411,8 @@ class World:
         for tier in {offer.tier for offer in gone}:
             keys = [offer.key for offer in gone if offer.tier is tier]
             self._carry_out(self.core.beyond.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
-        require(before == site.mirror.blocks, "a store beyond the host changes what is here")
+        after = {key: change.residency for key, change in site.mirror.blocks.items()}
+        require(before == after, "a store beyond the host changes what is here")
         self.seen["offered"] += bool(offers)
         self.seen["offered and not taken"] += bool(back)
 
@@ -581,9 +636,12 @@ class World:
         for _ in range(DRAIN_BOUND):
             if self.in_flight:
                 self.report(choose, faults=False)
+            elif self.core.behind:
+                self.go_on()
             else:
                 break
         require(self.in_flight == 0, "moves beget moves for ever")
+        require(not self.core.behind, "what calls leave is never done")
         require(not self.clients.requests, "somebody waits though nothing is in flight")
 
     def settle(self, choose: Chooser) -> None:
@@ -706,6 +764,8 @@ class World:
             for request in self.clients.requests.values():
                 if isinstance(request, WindowRequest):
                     request.removed.update(gone)
+            for removed in self._watchers:
+                removed.update(gone)
 
     def _granted(
         self,
@@ -761,15 +821,20 @@ class World:
             keys = list(holding.blocks.values())
             retentions = self.sites[holding.plan.group].retentions
             retentions.wanted(keys, self.now)
-            places = self.core.locate(holding.plan.group, keys)
-            leased = zip(holding.blocks.items(), places, strict=True)
-            retentions.held((key for (slot, key), at in leased if at.slots[holding.tier] == slot), self.now)
+            retentions.held(self._held(holding, holding.plan.group), self.now)
         for request in self.clients.requests.values():
             if isinstance(request, PrefixRequest):
                 self.sites[request.group].retentions.wanted(request.keys, self.now)
             elif isinstance(request, WindowRequest):
                 for group in request.found_in:
                     self.sites[group].retentions.wanted(request.keys, self.now)
+
+    def _held(self, holding: Holding, group: GroupId) -> list[Key]:
+        """Blocks of the group that are where the lease holds them."""
+        blocks = holding.blocks if holding.plan.group == group else {}
+        places = self.core.locate(group, list(blocks.values()))
+        leased = zip(blocks.items(), places, strict=True)
+        return [key for (slot, key), at in leased if at.slots[holding.tier] == slot]
 
     # -- what the world can tell beforehand ----------------------------------------------------------------------------
 

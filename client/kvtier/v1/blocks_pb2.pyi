@@ -268,8 +268,8 @@ global___ChecksumsResponse = ChecksumsResponse
 
 @typing.final
 class TouchRequest(google.protobuf.message.Message):
-    """A full-attention group's key stands for its whole prefix, so the last one of a chain suffices. From the last key on, only
-    so many that about 16,384 blocks are touched: older ones are passed over.
+    """A full-attention group's key stands for its whole prefix, so the last one of a chain suffices. Of 1,024 keys,
+    4,096 blocks at most count as used; all others become more recent, those far up a long chain a little later.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -850,6 +850,10 @@ global___MoveResponse = MoveResponse
 
 @typing.final
 class DropRequest(google.protobuf.message.Message):
+    """Other calls have their turn while a large subtree goes. If one gets hold of a part, that part stays with all that it
+    stands on, the key's result is HELD, and ``dropped`` counts what went.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CACHE_ID_FIELD_NUMBER: builtins.int

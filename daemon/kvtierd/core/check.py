@@ -168,6 +168,10 @@ class _Checker:
             if block.residency == 0:
                 raise _broken(5, f"block {block} is indexed and nowhere READY")
             valid = sum(tier.bit for tier in TIERS if (copy := block.copies[tier]) is not None and copy.valid)
+            disk = block.copies[Tier.DISK]
+            stays = disk is not None and disk not in self.state.losing
+            if disk is not None and stays and disk.slot in self.state.corrupt[Tier.DISK]:
+                raise _broken(2, f"block {block} stays in a disk slot that is corrupt")
             if block.residency != valid:
                 raise _broken(2, f"block {block} says {block.residency}, its copies {valid}")
             parent = block.parent
@@ -193,16 +197,20 @@ class _Checker:
             raise _broken(5, "a root with tokens is not listed, or another block is")
 
     def order(self) -> None:
-        """5: effective priority is the highest of own and children's; no parent ranks under its child."""
-        evictor = self.state.evictor
+        """5: effective priority is the highest of own and children's; no parent ranks under its child. Both but for
+        blocks whose turn to hear of their children has not come."""
+        ancestry, evictor = self.state.ancestry, self.state.evictor
+        if not all(block.indexed for block in ancestry.due):
+            raise _broken(5, "a block that has gone is still to hear of its children")
         hot = sum(block.hot for block in self.state.index)
         if not hot == evictor.hot <= evictor.most_hot:
             raise _broken(5, f"{hot} blocks are hot, counted as {evictor.hot}")
         for block in self.state.index:
             children = [child.priority for child in block.children]
-            top = children.count(block.priority) if block.priority > block.own_priority else 0
-            if self.state.priorities.top_children(block) != top:
-                raise _broken(5, f"block {block} miscounts the children that give it its priority")
+            if ancestry.miscounted(block):
+                raise _broken(5, f"block {block} miscounts its children's priorities")
+            if block in ancestry.due:
+                continue
             if block.priority != max([block.own_priority, *children]):
                 raise _broken(5, f"block {block}: priority")
             for child in block.children:
@@ -338,7 +346,7 @@ class _Checker:
 
     def _lists_of(self, block: Block, tier: Tier) -> list[str]:
         copy = block.copies[tier]
-        if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims:
+        if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims or self.state.spoiled(block):
             return []
         if copy.reads:
             return ["demotable"] if copy.reads == DOWNWARDS else []

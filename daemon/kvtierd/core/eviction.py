@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy
-from kvtierd.core.events import UPDATED, Cause
-from kvtierd.core.ids import GroupId, Key, Tier
-from kvtierd.core.outcome import Recorder
+from kvtierd.core.ids import Key, Tier
 
 PROTECTED: Final = 0.5
 """At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
@@ -74,7 +72,7 @@ class TwoQueues(Lru):
     after fewer departures than there are hot blocks is a miss caused.
     """
 
-    __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_rebuild_at", "_saved", "_slots")
+    __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_rebuild_at", "_saved", "_slots", "_warming")
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -82,6 +80,8 @@ class TwoQueues(Lru):
         self._departed = Departed(slots)
         self._order: list[tuple[int, int, Block]] = []
         """A heap of the hot blocks by their last use, with how many had left by then, and with stale entries."""
+        self._warming: set[Block] = set()
+        """Parents of blocks that were hot when used: they are at their own use, which is to come."""
         self._rebuild_at = 64
         self._last_to_leave = 0
         """When the cold block that left last had been used."""
@@ -98,6 +98,10 @@ class TwoQueues(Lru):
         self._follow(block)
 
     def use(self, block: Block) -> None:
+        if block in self._warming:
+            self._warming.discard(block)
+            if not block.hot:
+                self._heat(block)
         if block.hot:
             self._saved += block.last_use < self._last_to_leave
         super().use(block)
@@ -106,8 +110,8 @@ class TwoQueues(Lru):
     def _follow(self, block: Block) -> None:
         if block.hot:
             heapq.heappush(self._order, (self._clock, self._departed.count, block))
-            if block.parent is not None and not block.parent.hot:
-                self._heat(block.parent)
+            if block.parent is not None:
+                self._warming.add(block.parent)
 
     def settle(self) -> Iterator[Block]:
         if self._saved + self._caused > self._slots:
@@ -134,6 +138,7 @@ class TwoQueues(Lru):
 
     def leave(self, block: Block) -> None:
         self._departed.add(block.key)
+        self._warming.discard(block)
         if block.hot:
             self._cool(block)
         else:
@@ -318,83 +323,3 @@ class Candidates:
             self.dirty.offer(rank, block)
         if new & UNSETTLED:
             self.unsettled.offer(rank, block)
-
-
-class Priorities:
-    """Of one window group. ``reconsider`` is told of each block whose effective priority changes."""
-
-    __slots__ = ("_group", "_reconsider", "_recorder", "_tops")
-
-    def __init__(self, group: GroupId, recorder: Recorder, reconsider: Callable[[Block], None]) -> None:
-        self._group = group
-        self._recorder = recorder
-        self._reconsider = reconsider
-        self._tops: dict[Block, int] = {}
-        """Few: mostly a block has its own priority."""
-
-    def top_children(self, block: Block) -> int:
-        """How many children have just the block's effective priority, where its own is lower."""
-        return self._tops.get(block, 0)
-
-    def forget(self, block: Block) -> None:
-        """It is no longer indexed."""
-        if self._tops:
-            self._tops.pop(block, None)
-
-    def give(self, block: Block, priority: int, cause: Cause) -> None:
-        """A new priority of its own."""
-        old = block.priority
-        tops = (
-            [child.priority for child in block.children]
-            if old == block.own_priority
-            else [old] * self.top_children(block)
-        )
-        highest = max(tops, default=0)
-        new = max(priority, highest)
-        block.retain(priority, block.traits.duration_ms, block.traits.deadline_ns)
-        self._count(block, tops.count(highest) if highest > priority else 0)
-        if new != old:
-            self._change(block, new, cause)
-            self.carry_up(block.parent, old, new, cause)
-
-    def carry_up(self, parent: Block | None, old: int | None, new: int | None, cause: Cause) -> None:
-        """A child's effective priority went from ``old`` to ``new`` (None: not a child)."""
-        while parent is not None:
-            own = parent.own_priority
-            if parent.priority == own and (new is None or new <= own):
-                return  # as mostly: what it has is its own
-            effective = self._effective(parent, old, new)
-            if effective == parent.priority:
-                return
-            old, new = parent.priority, effective
-            self._change(parent, effective, cause)
-            parent = parent.parent
-
-    def _change(self, block: Block, effective: int, cause: Cause) -> None:
-        block.reprioritise(effective)
-        self._recorder.change(UPDATED, cause, self._group, block)
-        self._reconsider(block)
-
-    def _effective(self, parent: Block, old: int | None, new: int | None) -> int:
-        """The parent's effective priority after a child's change."""
-        own, tops = parent.own_priority, self.top_children(parent)
-        if old is not None and old == parent.priority > own:
-            tops -= 1
-        if new is not None and new > parent.priority:
-            self._count(parent, 1)
-            return new
-        if new is not None and new == parent.priority > own:
-            tops += 1
-        if not tops and parent.priority != own:
-            priorities = [child.priority for child in parent.children]
-            highest = max(priorities, default=0)
-            self._count(parent, priorities.count(highest) if highest > own else 0)
-            return max(highest, own)
-        self._count(parent, tops)
-        return parent.priority
-
-    def _count(self, block: Block, tops: int) -> None:
-        if tops:
-            self._tops[block] = tops
-        else:
-            self._tops.pop(block, None)

@@ -6,14 +6,13 @@ event, generations and owners into the recorder in the same step, so no caller c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from operator import attrgetter
-from typing import Final
+from collections.abc import Iterable, Iterator
 
+from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation, TierOffline
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
-from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates, Priorities
+from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.index import BlockIndex, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
@@ -29,8 +28,6 @@ from kvtierd.core.slots import (
     SlotState,
     SlotTable,
 )
-
-_DEPTH: Final = attrgetter("depth")
 
 
 class GroupState:
@@ -56,10 +53,14 @@ class GroupState:
         self.residencies = Residencies()
         self.disk_lost = False
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
+        self.steps_left = policy.blocks_a_call
+        """Of those that a call may take through subtrees."""
+        self.losing: dict[Copy, Iterator[None]] = {}
+        """Copies whose bytes are bad, until all that needs them has gone: see ``core/removal.py``."""
         self.index = BlockIndex()
         self.clocks = Clocks()
         self.pins = Pins(self.tiers)
-        self.priorities = Priorities(shape.group, recorder, self.reconsider)
+        self.ancestry = Ancestry(shape.group, recorder, policy.blocks_a_call, self.reconsider, self._use)
         self.stored = 0
         self.removed = 0
         self.floor = {
@@ -82,6 +83,15 @@ class GroupState:
         if tier is DISK and self.disk_lost:
             raise TierOffline(tier)
 
+    def spoiled(self, block: Block) -> bool:
+        """Its bytes in memory are bad, and it is about to go."""
+        return bool(self.losing) and any(copy in self.losing for copy in block.copies[:DISK])
+
+    @property
+    def behind(self) -> bool:
+        """Calls have left something to be done."""
+        return bool(self.losing or self.ancestry.due)
+
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def reconsider(self, block: Block) -> None:
@@ -94,6 +104,11 @@ class GroupState:
         self._place_changed()
         return self._candidates[tier]
 
+    def victims(self, tier: Tier) -> Candidates:
+        """The same, for a call that takes one: what it has changed has been passed on first."""
+        self._climb()
+        return self.candidates(tier)
+
     def _place_changed(self) -> None:
         changed = self._changed
         while changed:
@@ -101,7 +116,7 @@ class GroupState:
 
     def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
-        movable, copies = block.indexed and block.claims == 0, block.copies
+        movable, copies = block.indexed and block.claims == 0 and not self.spoiled(block), block.copies
         for tier in self.tiers:
             copy = copies[tier]
             if copy is None:
@@ -383,41 +398,35 @@ class GroupState:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Moves recency of these blocks and all that they stand on, children before parents, else in this order."""
-        self._touch_all(self.prefixes(blocks))
+        self.ancestry.use(blocks)
+        self._climb()
 
-    def prefixes(self, blocks: Iterable[Block], known: Collection[Block] = ()) -> dict[Block, None]:
-        """The blocks and all that they stand on, without those known already, whose prefixes are known too."""
-        found: dict[Block, None] = {}
-        for block in blocks:
-            current: Block | None = block
-            while current is not None and current not in found and current not in known:
-                found[current] = None
-                current = current.parent
-        return found
-
-    def _touch_all(self, touched: Iterable[Block]) -> None:
-        used_on_disk = self._used_on_disk
-        for block in sorted(touched, key=_DEPTH, reverse=True):
-            if block.indexed:
-                self.evictor.use(block)
+    def _climb(self) -> None:
+        if self.ancestry.climb():
+            for block in self.evictor.settle():
                 self._changed[block] = None
-                if block.copies[DISK] is not None:
-                    used_on_disk.pop(block, None)
-                    used_on_disk[block] = None
-        for block in self.evictor.settle():
-            self._changed[block] = None
+
+    def _use(self, block: Block) -> None:
+        self.evictor.use(block)
+        self._changed[block] = None
+        if block.copies[DISK] is not None:
+            self._used_on_disk.pop(block, None)
+            self._used_on_disk[block] = None
 
     # -- retention -------------------------------------------------------------------------------------------------
 
     def retain(self, block: Block, priority: int, duration_ms: int, cause: Cause) -> None:
         """A new priority of its own, and for how long (0: for ever); see ``core/retention.py``."""
-        self.priorities.give(block, priority, cause)
+        self.ancestry.give(block, priority, cause)
         self.clocks.give(block, duration_ms)
 
     def stamp(self, now: int) -> None:
         """The end of a call: clocks that were started in it run from ``now``, records of slots follow what has changed
         of retention, and candidate lists what has changed of blocks."""
+        self._climb()
         self._place_changed()
+        self.ancestry.end_call()
+        self.steps_left = self.policy.blocks_a_call
         self.clocks.stamp(now)
         for block in self.clocks.take_changed():
             for tier in (DEVICE, HOST):
@@ -427,13 +436,16 @@ class GroupState:
 
     def expire(self, now: int) -> None:
         """Ends retentions whose deadline has passed; where they are many, the rest follows at the next tick."""
-        moved: dict[Block, None] = {}
-        while len(moved) < self.policy.blocks_a_call and (block := self.clocks.take_due(now)) is not None:
+        moved: list[Block] = []
+        for _ in range(self.policy.blocks_a_call):
+            block = self.clocks.take_due(now)
+            if block is None:
+                break
             before = block.priority
-            self.priorities.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
+            self.ancestry.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:
-                moved |= self.prefixes([block], moved)
-        self._touch_all(moved)
+                moved.append(block)
+        self.touch(moved)
 
     def reuse(self, blocks: Iterable[Block]) -> list[Block]:
         """They are used a second time, or more often. Returns those for which it is the second."""
@@ -488,20 +500,20 @@ class GroupState:
         self.introduce(block, cause)
         if self.remote is not None and tier is not DEVICE:
             self.remote.arrived(block)
+        if parent is not None:
+            self._changed[parent] = None  # it is no leaf any more
+            self.ancestry.use([parent])
         return block
 
     def introduce(self, block: Block, cause: Cause) -> None:
         """A block that has just been indexed counts and is told of; its parents may rank higher for it."""
         self.stored += 1
         self.recorder.change(STORED, cause, self.group, block)
-        parent = block.parent
-        if parent is not None and block.priority > parent.own_priority:
-            self.priorities.carry_up(parent, None, block.priority, cause)
+        self.ancestry.born(block, cause)
         self._changed[block] = None
 
-    def remove(self, block: Block, cause: Cause, *, with_parent: bool = False) -> None:
-        """Takes a block without indexed children out of the index and gives up its copies. ``with_parent``: its parent
-        goes in the same call, so no priority falls that anybody could see, and it is on no list any more."""
+    def remove(self, block: Block, cause: Cause) -> None:
+        """Takes a block without indexed children out of the index and gives up its copies."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block} is removed before its children")
         for tier in self.tiers:
@@ -509,7 +521,6 @@ class GroupState:
                 self.detach(block, tier)
         self.index.remove(block)
         self.evictor.leave(block)
-        self.priorities.forget(block)
         self.clocks.stop(block)
         if self._selective:
             self.reused.discard(block)
@@ -520,27 +531,8 @@ class GroupState:
         self.recorder.change(REMOVED, cause, self.group, block)
         if block.parent is not None:
             block.parent.remove_child(block)
-            if not with_parent:
-                self.priorities.carry_up(block.parent, block.priority, None, cause)
-                self._changed[block.parent] = None
-
-    def remove_subtree(self, block: Block, cause: Cause, below: Cause, members: Sequence[Block] = ()) -> int:
-        """Removes a block and everything under it, children first. Returns how many. ``members``: as :meth:`subtree`
-        says, where the caller knows."""
-        order = members or self.subtree(block)
-        for member in reversed(order):
-            self.remove(member, cause if member is block else below, with_parent=member is not block)
-        return len(order)
-
-    def subtree(self, block: Block) -> list[Block]:
-        """The block and all under it, parents before children."""
-        order = [block]
-        for member in order:
-            child = member.first_child
-            while child is not None:
-                order.append(child)
-                child = child.next_sibling
-        return order
+            self._changed[block.parent] = None
+        self.ancestry.died(block, cause)
 
     def transfer(self, src: Tier, dst: Tier, queue_ns: int, copy_ns: int) -> Transfer:
         return Transfer(src, dst, self.shape.slot_bytes[dst], queue_ns, copy_ns)

@@ -160,7 +160,7 @@ class AcrossGroups:
     def refresh(self, now: int) -> None:
         """Matches anew what lost a block while it waited."""
         removed = sum(window.state.removed for window in self._windows)
-        losing = any(window.state.disk_lost for window in self._windows)
+        losing = any(window.state.disk_lost or window.state.losing for window in self._windows)
         if removed == self._removed and not losing:
             return
         self._removed = removed

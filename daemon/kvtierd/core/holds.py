@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -172,8 +172,8 @@ class Holding:
             lease.held[block] = state.hold(block, lease.tier, lease.session)
 
 
-TOUCHED_A_CALL: Final = 16_384
-"""Blocks after which a touch takes no further key: as many as an acquire can name."""
+TOUCHED_A_CALL: Final = 4_096
+"""Blocks that a touch counts as used, from the last key back; others become more recent, no more."""
 
 
 class Uses:
@@ -195,14 +195,14 @@ class Uses:
         touched: dict[Block, None] = {}
         for key in reversed(keys):
             block = self._state.index.get(key)
-            if block is not None:
-                touched |= self._state.prefixes([block], touched)
-            if len(touched) >= TOUCHED_A_CALL:
-                break
+            while block is not None and block not in touched and len(touched) < TOUCHED_A_CALL:
+                touched[block] = None
+                block = block.parent
         oldest_first = list(touched)[::-1]
         blocks = sorted(oldest_first, key=lambda block: block.depth)
         self._used(blocks, [block.residency for block in blocks], missed)
-        self._state.touch(blocks)
+        named = filter(None, map(self._state.index.get, keys))
+        self._state.touch(chain((block for block in named if block not in touched), blocks))
 
     def _used(self, blocks: Sequence[Block], found_in: Sequence[int], missed: int) -> None:
         """All that a use means but recency. ``blocks``: parents before children."""

@@ -5,22 +5,28 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
+from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.ids import NO_LABEL, TIERS, Key, Tier
+from kvtierd.core.ids import NO_LABEL, TIERS, Key, Tier, Traits
+
+SWEPT_A_REMOVAL: Final = 4
+"""Places of the order list that a removal looks at, where the departed are to go."""
+_GONE: Final = Block(Key(b""), None, None, Traits(0))
+"""In the place of a block that has been swept."""
 
 
 class BlockIndex:
     """Key to block, and pages in the order of indexing.
 
     Each block has a number, above those of all before it. Parents are indexed before their children, so every page
-    order is a valid order to replay. The order list keeps the departed until they outnumber the living: O(1) amortised,
-    and a page costs O(log n) plus its length plus the departed it skips.
+    order is a valid order to replay. The order list keeps the departed until they outnumber the living; then each
+    removal sweeps a few places of it, the newest first, so that no chain of the departed is forgotten at once. A page
+    costs O(log n) plus its length plus the departed it skips.
     """
 
-    __slots__ = ("_blocks", "_last", "_numbers", "_order", "_roots", "get")
+    __slots__ = ("_blocks", "_kept", "_last", "_numbers", "_order", "_roots", "_swept", "get")
 
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
@@ -30,6 +36,8 @@ class BlockIndex:
         self._numbers = array("Q")
         """Of the blocks in the order list."""
         self._last = 0
+        self._swept = self._kept = 0
+        """Nothing is in between these places of the order list, but before the former, and from the latter on."""
         self._roots: dict[Block, None] = {}
         """Those whose tokens are known."""
 
@@ -51,10 +59,22 @@ class BlockIndex:
         """The block is indexed until its caller says otherwise."""
         del self._blocks[block.key]
         self._roots.pop(block, None)
-        if len(self._order) > 2 * len(self._blocks) + 64:
-            living = [one.indexed for one in self._order]
-            self._numbers = array("Q", compress(self._numbers, living))
-            self._order = list(compress(self._order, living))
+        if not self._swept and len(self._order) > 2 * len(self._blocks) + 64:
+            self._swept = self._kept = len(self._order)
+        if self._swept:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        order, numbers = self._order, self._numbers
+        for place in range(self._swept - 1, max(self._swept - SWEPT_A_REMOVAL, 0) - 1, -1):
+            block, order[place] = order[place], _GONE
+            if block.indexed:
+                self._kept -= 1
+                order[self._kept], numbers[self._kept] = block, numbers[place]
+            self._swept = place
+        if not self._swept:
+            del order[: self._kept], numbers[: self._kept]
+            self._kept = 0
 
     def children(self, parent: Block | None) -> Iterator[Block]:
         """Of a block, or the roots whose tokens are known; the newest first."""
@@ -64,7 +84,10 @@ class BlockIndex:
         """At most ``limit`` blocks with numbers under this one, the newest first, and the number to go on from (0:
         there are no more)."""
         found: list[Block] = []
-        for position in range(bisect_left(self._numbers, number) - 1, -1, -1):
+        for position in chain(
+            range(bisect_left(self._numbers, number, self._kept) - 1, self._kept - 1, -1),
+            range(bisect_left(self._numbers, number, 0, self._swept) - 1, -1, -1),
+        ):
             if self._order[position].indexed:
                 found.append(self._order[position])
                 if len(found) == limit:
@@ -75,7 +98,10 @@ class BlockIndex:
         """At most ``limit`` blocks with numbers above ``after``, and the one to go on from (0: there are no more)."""
         found: list[Block] = []
         last = 0
-        for position in range(bisect_right(self._numbers, after), len(self._order)):
+        for position in chain(
+            range(bisect_right(self._numbers, after, 0, self._swept), self._swept),
+            range(bisect_right(self._numbers, after, self._kept), len(self._order)),
+        ):
             block = self._order[position]
             if not block.indexed:
                 continue

@@ -8,10 +8,9 @@ cache's, its priorities and durations are in range. Here is checked what depends
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from kvtierd.core import explain, lookup, reclaim, recovery
+from kvtierd.core import explain, lookup, reclaim, removal
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
@@ -23,13 +22,13 @@ from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, Refusal
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
 from kvtierd.core.remote import Beyond
+from kvtierd.core.removal import NEWEST, Drop
 from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import (
     AcrossMatch,
     BlockResult,
     ChainRequest,
     CommitItem,
-    DropReport,
     GroupSpan,
     Listing,
     Location,
@@ -39,10 +38,8 @@ from kvtierd.core.transfers import (
 )
 from kvtierd.core.window import WindowManager
 
-_NEWEST: Final = 1 << 62
-
-DiskLoss = Mapping[GroupId, int]
-"""Where a loss goes on: of each group with more to go, the number under which the rest is."""
+DiskLoss = Mapping[GroupId, Iterator[None]]
+"""What is left to do of a loss, by group."""
 
 
 class BlockManager:
@@ -282,7 +279,8 @@ class BlockManager:
         """Blocks were read, the least recently read first, and ``misses`` others asked for in vain: recency, and what
         else follows from a use, as by :meth:`acquire`. Of a full-attention group a key stands for its whole prefix.
 
-        Keys that are not indexed are passed over; so are, from the last one back, those beyond the bound of a call.
+        Keys that are not indexed are passed over. Blocks beyond the bound of a call, counted from the last key back,
+        become more recent, and that is all.
         """
         window = self._window(group)
         window.uses.touch(keys, misses)
@@ -296,7 +294,7 @@ class BlockManager:
         block = window.state.index.get(key)
         copy = block.copies[tier] if block is not None else None
         if block is not None and copy is not None and copy.valid and copy.slot == slot:
-            recovery.lose_bytes(window.state, block, tier, copy)
+            removal.lose_bytes(window.state, block, tier, copy)
             self._pump(now, window)
         return self._take(now)
 
@@ -323,17 +321,27 @@ class BlockManager:
         return ticket.id, self._take(now)
 
     def drop(
-        self, session: SessionId, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False
-    ) -> tuple[DropReport, Outcome]:
-        """Forgets blocks and everything under them; refused for those of which any part is leased, pinned or claimed.
+        self,
+        session: SessionId,
+        group: GroupId,
+        keys: Sequence[Key],
+        now: int,
+        *,
+        dry_run: bool = False,
+        following: Drop | None = None,
+    ) -> tuple[Drop, Outcome]:
+        """Forgets blocks and everything under them, a slice a call: for the next one, until it has its report,
+        ``following`` is what this one returned. Refused for those of which any part is leased, pinned or claimed; if
+        that comes about between two slices, the part stays with all that it stands on, and what had gone is gone.
 
         ``dry_run``: says so, and changes nothing.
         """
         window = self._window(group)
-        report = reclaim.drop(window.state, keys, dry_run=dry_run)
+        drop = following or Drop(window.state, keys, dry_run=dry_run)
+        drop.go_on()
         if not dry_run:
             self._pump(now, window)
-        return report, self._take(now)
+        return drop, self._take(now)
 
     def pin(
         self, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
@@ -357,11 +365,11 @@ class BlockManager:
         if following is None:
             if not force:
                 self._require_unheld()
-            following = (min(self.windows), 1 << 62)
+            following = (min(self.windows), NEWEST)
         group, before = following
-        dropped, kept, before = reclaim.reset(self.windows[group].state, before)
+        dropped, kept, before = removal.reset(self.windows[group].state, before)
         later = [other for other in self.windows if other > group]
-        going_on = (group, before) if before else (min(later), 1 << 62) if later else None
+        going_on = (group, before) if before else (min(later), NEWEST) if later else None
         self._pump_all(now)
         return ResetReport(dropped, kept, going_on), self._take(now)
 
@@ -378,7 +386,7 @@ class BlockManager:
         waited = [b for _, t in self.tickets.values() if isinstance(t, FetchTicket) for b in t.blocks]
         across = [b for ticket in self.across.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
         pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]
-        kept = reclaim.kept([*leased, *waited, *across, *pinned])
+        kept = removal.kept([*leased, *waited, *across, *pinned])
         return ResetReport(blocks - kept, kept)
 
     def _require_unheld(self) -> None:
@@ -476,6 +484,19 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
+    @property
+    def behind(self) -> bool:
+        """Calls have left something to be done, by :meth:`go_on` or by whatever is called next."""
+        return any(window.state.behind for window in self.windows.values())
+
+    def go_on(self, now: int) -> Outcome:
+        """A slice of what calls have left: uses and priorities that reach the ancestors of blocks, and the loss of what
+        cannot do without lost bytes."""
+        for window in self.windows.values():
+            removal.lose_on(window.state)
+        self._pump_all(now)
+        return self._take(now)
+
     def lose_disk(self, now: int, following: DiskLoss | None = None) -> tuple[DiskLoss | None, Outcome]:
         """The disk has failed: its slots are out of use, and what stood there goes, a slice a call.
 
@@ -490,10 +511,11 @@ class BlockManager:
         for window, ticket in list(self.tickets.values()):
             if ticket.tier is DISK:
                 window.refuse_offline(ticket)
-        left = dict(following or {group: _NEWEST for group, w in self.windows.items() if DISK in w.state.slots})
-        left = {group: recovery.lose_disk(self.windows[group].state, before) for group, before in left.items()}
+        states = {group: window.state for group, window in self.windows.items() if DISK in window.state.slots}
+        left = following or {group: removal.lose_disk(state) for group, state in states.items()}
+        left = {group: steps for group, steps in left.items() if not removal.advance(states[group], steps)}
         self._pump_all(now)
-        return {group: before for group, before in left.items() if before} or None, self._take(now)
+        return left or None, self._take(now)
 
     def carried(self, tier: Tier) -> tuple[int, int]:
         """Blocks that went to or from a tier so far, and those that failed to."""
@@ -505,7 +527,7 @@ class BlockManager:
         """The disk is back; its store has been emptied by the caller."""
         for window in self.windows.values():
             if window.state.disk_lost:
-                recovery.restore_disk(window.state)
+                removal.restore_disk(window.state)
         self._pump_all(now)
         return self._take(now)
 

@@ -7,7 +7,7 @@ carried out. The lowest tier can always drop, so nothing waits in a circle.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
@@ -16,7 +16,8 @@ from kvtierd.core.events import CAPACITY, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DEVICE, DISK, HOST, TIERS, Key, TicketId, Tier
 from kvtierd.core.policy import WritePolicy
-from kvtierd.core.transfers import BlockResult, DropReport, Flights
+from kvtierd.core.removal import remove_all, walk
+from kvtierd.core.transfers import BlockResult, Flights
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
@@ -116,7 +117,7 @@ class Room:
 
     def _vacate(self, tier: Tier) -> bool:
         """One slot of the tier is freed, or on its way to be."""
-        state, lists = self._state, self._state.candidates(tier)
+        state, lists = self._state, self._state.victims(tier)
         spared = self._spared
         if not self._sparing and (block := lists.redundant.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)
@@ -262,8 +263,9 @@ class Room:
         state = self._state
         stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
         for block in sorted(stuck, key=lambda block: block.rank):
-            if all(map(self._unused, state.subtree(block))):
-                state.remove_subtree(block, CAPACITY, CAPACITY)
+            if all(member is None or self._unused(member) for member in walk(block)):
+                for _ in remove_all(state, block, CAPACITY, CAPACITY):
+                    pass
                 return True
         return False
 
@@ -330,13 +332,13 @@ class Background:
         """Below the low watermark the tier is cleaned up to the high one, in the order of eviction."""
         state, policy = self._state, self._state.policy
         slots = state.slots[tier].capacity
-        clean = state.slots[tier].free + state.candidates(tier).cleans + self._flights.cleaning[tier]
+        clean = state.slots[tier].free + state.victims(tier).cleans + self._flights.cleaning[tier]
         if clean >= policy.clean_high * slots:
             self._cleaning[tier] = False
         elif clean < policy.clean_low * slots:
             self._cleaning[tier] = True
         while self._cleaning[tier] and left > 0 and clean < policy.clean_high * slots:
-            block = state.candidates(tier).dirty.victim()
+            block = state.victims(tier).dirty.victim()
             if block is None or not self._clean_one(block, tier):
                 break
             clean += 1
@@ -375,55 +377,3 @@ def _unpin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
         return BlockResult.NOT_READY
     state.unpin(block, tier, copy)
     return BlockResult.OK
-
-
-def drop(state: GroupState, keys: Sequence[Key], *, dry_run: bool) -> DropReport:
-    """Forgets blocks and everything under them; those of which any part is held, pinned or claimed are HELD."""
-    wanted = [state.index.get(key) for key in keys]
-    gone: dict[Block, None] = {}
-    results = []
-    for block in wanted:
-        if block is None:
-            results.append(BlockResult.NOT_FOUND)
-        elif block in gone:
-            results.append(BlockResult.OK)
-        else:
-            subtree = state.subtree(block)
-            held = any(needed(member) for member in subtree)
-            results.append(BlockResult.HELD if held else BlockResult.OK)
-            if not held:
-                gone.update(dict.fromkeys(subtree))
-            if not held and not dry_run:
-                state.remove_subtree(block, Cause.EXPLICIT, Cause.ANCESTOR, subtree)
-    return DropReport(tuple(results), len(gone))
-
-
-def needed(block: Block) -> bool:
-    """Somebody holds, pins or waits for it."""
-    return block.claims > 0 or block.held
-
-
-def reset(state: GroupState, before: int) -> tuple[int, int, int]:
-    """Removes a slice of the blocks with numbers under ``before``, the newest first, so children before their parents.
-    What is needed stays, and so does what has children left.
-
-    Returns how many went, how many stayed, and the number to go on from (0: there are no more).
-    """
-    members, following = state.index.before(before, state.policy.blocks_a_call)
-    dropped = 0
-    for block in members:
-        if block.first_child is None and not needed(block):
-            state.remove(block, Cause.RESET)
-            dropped += 1
-    return dropped, len(members) - dropped, following
-
-
-def kept(roots: Iterable[Block]) -> int:
-    """How many blocks a reset keeps: these, of which some are not indexed any more, and all that they stand on."""
-    seen: set[Block] = set()
-    for block in roots:
-        current: Block | None = block if block.indexed else None
-        while current is not None and current not in seen:
-            seen.add(current)
-            current = current.parent
-    return len(seen)

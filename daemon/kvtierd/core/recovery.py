@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvtierd.core.block import READY, Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import UPDATED, Cause
+from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DEVICE, DISK, HOST, Key, SlotId, Tier, Traits
 from kvtierd.core.slots import SlotState
@@ -123,6 +123,9 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
             parent.add_child(block)
         state.introduce(block, Cause.RECOVERED)
         blocks.append(block)
+    while state.ancestry.due:  # nobody waits
+        state.ancestry.climb()
+        state.ancestry.end_call()
     return blocks
 
 
@@ -141,63 +144,3 @@ def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
         while used is not None and used.rank == place:
             enter(used)
             used = used.parent
-
-
-def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
-    """A copy failed verification: the block loses it. A disk's slot is never used again; memory that fails for good is
-    the machine's to report."""
-    if tier is DISK:
-        state.corrupt[DISK].add(copy.slot)
-    if block.copies[tier] is copy:
-        _lose_copy(state, block, tier, Cause.CORRUPT)
-
-
-def lose_disk(state: GroupState, before: int) -> int:
-    """A slice of the blocks whose numbers are under ``before`` lose their disk copies, the newest first; what only
-    stood there goes with all its descendants. The disk's slots are out of use.
-
-    Returns:
-        Where the next slice goes on; 0 where this was the last.
-    """
-    state.disk_lost = True
-    state.slots[DISK].shut()
-    state.undeleted.clear()  # whoever takes the disk back has emptied it
-    blocks, following = state.index.before(before, state.policy.blocks_a_call)
-    for block in blocks:
-        if block.copies[DISK] is not None:
-            _lose_copy(state, block, DISK, Cause.IO_ERROR)
-    return following
-
-
-def restore_disk(state: GroupState) -> None:
-    """The disk is back, empty."""
-    state.disk_lost = False
-    state.slots[DISK].reopen(state.corrupt[DISK])
-
-
-def _lose_copy(state: GroupState, block: Block, tier: Tier, cause: Cause) -> None:
-    """With the residency goes all that needs it, children first."""
-    needing = _disk_subtree(block) if tier is DISK else [block]
-    for member in reversed(needing):
-        _lose_one_copy(state, member, tier, cause if member is block else Cause.ANCESTOR)
-
-
-def _disk_subtree(block: Block) -> list[Block]:
-    """The block and what stands on it on disk, parents before children."""
-    order = [block]
-    for member in order:
-        order.extend(child for child in member.children if child.copies[DISK] is not None)
-    return order
-
-
-def _lose_one_copy(state: GroupState, block: Block, tier: Tier, cause: Cause) -> None:
-    copy = block.copies[tier]
-    was_valid = copy is not None and copy.valid
-    others = any((c := block.copies[t]) is not None and c.valid for t in state.tiers if t is not tier)
-    if was_valid and not others:
-        state.remove_subtree(block, cause, Cause.ANCESTOR)
-    elif copy is not None:
-        state.detach(block, tier)
-        if was_valid:
-            state.recorder.change(UPDATED, cause, state.group, block)
-        state.reconsider(block)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from kvtier.abi.attention import Needed
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
-from kvtierd.core import recovery
+from kvtierd.core import removal
 from kvtierd.core.block import DOWNWARDS, LEAVING, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, UPDATED, WATERMARK, WRITE_THROUGH, Cause
@@ -154,14 +154,14 @@ class Flights:
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         arrived = block.copies[dst] is copy and not (dst is DISK and state.disk_lost)
-        attached = arrived and block.copies[src] is source
+        attached = arrived and block.copies[src] is source and not state.spoiled(block)
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)
             for ticket in self._waiters.get(copy, ()):
                 ticket.failed.add(block)
             if corrupt:
-                recovery.lose_bytes(state, block, src, source)
+                removal.lose_bytes(state, block, src, source)
         else:
             self._arrive(flight, transfer)
         if block.copies[src] is not source:
@@ -313,14 +313,6 @@ class ChainRequest:
     min_blocks: int = 0
     priorities: Sequence[int] = ()
     durations_ms: Sequence[int] = ()
-
-
-@dataclass(slots=True, frozen=True)
-class DropReport:
-    """``dropped``: blocks gone, subtrees included."""
-
-    results: tuple[BlockResult, ...]
-    dropped: int
 
 
 @dataclass(slots=True, frozen=True)

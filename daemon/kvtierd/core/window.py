@@ -249,9 +249,10 @@ class WindowManager:
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
 
     def lost(self, block: Block, tier: Tier) -> bool:
-        """Or about to be: it is only on the disk that is being lost, and its turn has not come yet."""
+        """Or about to be: its turn comes, and it is only on the disk that is being lost, or its bytes in memory are
+        bad."""
         lost = self.state.disk_lost and block.residency == BITS[DISK] and block.copies[tier] is None
-        return lost or not block.indexed
+        return lost or not block.indexed or self.state.spoiled(block)
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""
@@ -412,7 +413,9 @@ class WindowManager:
         return slots.capacity - out - self.state.held[tier]
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
-        """It is in the tier, or on its way there, or a usable edge leads there."""
+        """It is in the tier, or on its way there, or a usable edge leads there; and its bytes are good."""
+        if self.state.spoiled(block):
+            return False
         return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _holdable(self, ticket: FetchTicket) -> int:

@@ -20,11 +20,11 @@ from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId,
 from kvtierd.core.leases import Lease, LeftLease
 from kvtierd.core.manager import BlockManager, DiskLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
+from kvtierd.core.removal import DropReport
 from kvtierd.core.transfers import (
     BlockResult,
     ChainRequest,
     CommitItem,
-    DropReport,
     ResetReport,
 )
 from kvtierd.mover.executor import (
@@ -48,6 +48,8 @@ MOVE_SLICE: Final = 256
 """Blocks of one request that are on the way at a time, in so many parts that come one after another: while one lands
 and the next is planned, the others keep the edge busy."""
 _PARTS: Final = 8
+KEYS_A_TURN: Final = 1_024
+"""Blocks that are touched, or get another retention, in one turn of the loop."""
 
 T = TypeVar("T")
 
@@ -276,10 +278,14 @@ class Engine:
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), slots))
 
-    def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], misses: int) -> None:
+    async def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], misses: int) -> None:
         """Blocks were read without a call, and ``misses`` others were asked for in vain."""
         cache = self._find(cache_id)
-        self._executor.apply(cache, cache.manager.touch(group, keys, misses, self._clock()))
+        for start in range(0, len(keys) or 1, KEYS_A_TURN):
+            if start:
+                await self._others(cache)
+            few = keys[start : start + KEYS_A_TURN]
+            self._executor.apply(cache, cache.manager.touch(group, few, 0 if start else misses, self._clock()))
 
     def lose_bytes(self, cache_id: CacheId, group: GroupId, key: Key, tier: Tier, slot: SlotId) -> None:
         """A block's bytes in a slot of memory are not what was committed."""
@@ -288,15 +294,21 @@ class Engine:
         _log.warning(says, cache.runtime.name, tier, slot, key.hex())
         self._executor.apply(cache, cache.manager.lose_bytes(group, key, tier, slot, self._clock()))
 
-    def drop(
+    async def drop(
         self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
     ) -> DropReport:
+        """In slices: other calls have their turn in between. If the caller goes, so may a part of a subtree have."""
         cache = self._find(cache_id)
-        report, outcome = cache.manager.drop(session, group, keys, self._clock(), dry_run=dry_run)
+        step = partial(cache.manager.drop, session, group, keys, dry_run=dry_run)
+        drop, outcome = step(self._clock())
         self._executor.apply(cache, outcome)
-        return report
+        while drop.report is None:
+            await self._others(cache)
+            drop, outcome = step(self._clock(), following=drop)
+            self._executor.apply(cache, outcome)
+        return drop.report
 
-    def set_retention(
+    async def set_retention(
         self,
         cache_id: CacheId,
         session: SessionId,
@@ -305,10 +317,18 @@ class Engine:
         priorities: Sequence[int],
         durations_ms: Sequence[int],
     ) -> tuple[BlockResult, ...]:
+        """For as many keys a turn of the loop as one can do."""
         cache = self._find(cache_id)
-        results, outcome = cache.manager.set_retention(session, group, keys, priorities, durations_ms, self._clock())
-        self._executor.apply(cache, outcome)
-        return results
+        told: list[BlockResult] = []
+        for start in range(0, len(keys), KEYS_A_TURN):
+            if start:
+                await self._others(cache)
+            few = slice(start, start + KEYS_A_TURN)
+            given = keys[few], priorities[few], durations_ms[few]
+            results, outcome = cache.manager.set_retention(session, group, *given, self._clock())
+            self._executor.apply(cache, outcome)
+            told += results
+        return tuple(told)
 
     def pin(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
@@ -330,9 +350,13 @@ class Engine:
             if following is None:
                 await self.forgotten(cache_id)
                 return ResetReport(dropped, kept)
-            await asyncio.sleep(0)
-            if cache.removed:
-                raise UnknownCache(cache_id)
+            await self._others(cache)
+
+    async def _others(self, cache: OpenCache) -> None:
+        """Other calls have their turn. Raises :class:`UnknownCache` if one has removed the cache."""
+        await asyncio.sleep(0)
+        if cache.removed:
+            raise UnknownCache(cache.runtime.id)
 
     async def forgotten(self, cache_id: CacheId) -> None:
         """Returns when no crash, of the daemon or the system, can bring back from disk a block that is removed now.

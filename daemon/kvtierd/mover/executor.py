@@ -46,7 +46,8 @@ class EventSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenCache:
-    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more."""
+    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
+    ``going_on``: the loop is to do more of what calls have left."""
 
     runtime: CacheRuntime
     manager: BlockManager
@@ -54,6 +55,7 @@ class OpenCache:
     uses: UseLog
     closing: bool = False
     removed: bool = False
+    going_on: bool = False
 
 
 class Executor:
@@ -99,6 +101,9 @@ class Executor:
         follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)
+        if runtime.manager.behind and not cache.going_on:
+            cache.going_on = True
+            self._loop.call_soon(self._go_on, cache)
         if self._debug_checks:
             check(runtime.manager)
             check_index(runtime.manager, runtime.arena)
@@ -109,6 +114,12 @@ class Executor:
             self.apply(cache, step(self._clock()))
         except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
             self._show(cache.runtime, error)
+
+    def _go_on(self, cache: OpenCache) -> None:
+        """A slice of what calls have left to be done, and the next one after others have had their turn."""
+        cache.going_on = False
+        if not cache.removed:
+            self.advance(cache, cache.manager.go_on)
 
     def problems(self) -> list[str]:
         """Problems for health; empty when all is well."""

@@ -85,6 +85,8 @@ class Host:
         self._moves += outcome.moves
         self._grants += outcome.grants
         self._events += outcome.events
+        if self.core.behind:
+            self._take(self.core.go_on(0))
 
     def _keys(self, kind: EventType) -> list[Key]:
         return [key for event in self._events if event.type is kind for key in event.blocks.keys]

@@ -201,9 +201,15 @@ class Bench:
         self.apply(self.core.orphan_session(session, self.now))
 
     def drop(self, names: str, session: SessionId = ALICE) -> tuple[list[BlockResult], int]:
-        report, outcome = self.core.drop(session, GROUP, keys(names), self.now)
+        drop, outcome = self.core.drop(session, GROUP, keys(names), self.now)
         self.apply(outcome)
-        return list(report.results), report.dropped
+        assert drop.report is not None
+        return list(drop.report.results), drop.report.dropped
+
+    def rest(self) -> None:
+        """All that calls have left to be done."""
+        while self.core.behind:
+            self.apply(self.core.go_on(self.now))
 
     def expire(self, ticket: TicketId) -> None:
         self.apply(self.core.expire(ticket, self.now))

@@ -141,6 +141,8 @@ def test_a_corrupt_read_at_the_root_of_a_chain_of_any_length_costs_the_chain() -
     bench.acquire(chain[0])
     told = len(bench.events)
     bench.land(corrupt=chain[0])
+    bench.rest()
+    bench.land()
     removed = "".join(names for kind, _, names in bench.said(told) if kind is EventType.REMOVED)
     assert removed == chain[::-1]
     assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: len(chain) - 1}

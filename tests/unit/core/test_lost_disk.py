@@ -102,7 +102,7 @@ def test_it_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> Non
     following, outcome = bench.core.lose_disk(bench.now)
     bench.apply(outcome)
     assert following is not None
-    assert len(bench.stored()) == 9, "the newest go first, so what is left is a prefix"
+    assert len(bench.stored()) == 10, "the newest go first, so what is left is a prefix"
     with pytest.raises(TierOffline):
         bench.move(names[0], DISK)
     ticket = bench.move(names[0], DEVICE)

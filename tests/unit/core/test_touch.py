@@ -71,12 +71,12 @@ def test_a_read_starts_the_clock_of_a_retention_anew() -> None:
     assert bench.priority("a") == 35
 
 
-def test_a_call_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_counts_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "TOUCHED_A_CALL", 2)
     bench = Bench(device=4)
-    for chain in ("ab", "x", "y"):
+    for chain in ("a", "x", "y", "z"):
         bench.put(chain)
-    bench.tell_read("bxy")
+    bench.tell_read("axy")
     assert sum(bench.core.stats().hits[tier] for tier in (Tier.DEVICE,)) == 2
-    bench.blank(DEVICE, 2)
-    assert bench.stored() == "xy"
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "axy"

@@ -198,7 +198,7 @@ class BlocksService:
     async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        self._engine.touch(cache.id, group, keys, request.misses)
+        await self._engine.touch(cache.id, group, keys, request.misses)
         return blocks_pb2.TouchResponse(as_of_event=self._now_cursor())
 
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
@@ -287,7 +287,7 @@ class BlocksService:
     async def drop(self, session: Session, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        report = self._engine.drop(cache.id, session.id, group, keys, dry_run=request.dry_run)
+        report = await self._engine.drop(cache.id, session.id, group, keys, dry_run=request.dry_run)
         response = blocks_pb2.DropResponse(
             results=bytes(report.results), dropped=report.dropped, as_of_event=self._now_cursor()
         )
@@ -304,7 +304,7 @@ class BlocksService:
             raise bad_argument("priorities", "no bytes", f"{len(keys)} bytes, one a key")
         priorities = validation.priorities("priorities", request.priorities, len(keys))
         durations = validation.durations("durations_ms", request.durations_ms, len(keys))
-        results = self._engine.set_retention(cache.id, session.id, group, keys, priorities, durations)
+        results = await self._engine.set_retention(cache.id, session.id, group, keys, priorities, durations)
         return blocks_pb2.SetRetentionResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:

@@ -1,0 +1,181 @@
+"""What a call does to a chain or a fan of any size: a slice of it, and the rest between other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import pytest
+
+from kvtierd.core.block import Block
+from kvtierd.core.ids import Key
+from kvtierd.core.outcome import Outcome
+from kvtierd.core.policy import Policy
+from kvtierd.core.removal import Drop
+from kvtierd.core.transfers import BlockResult, ChainRequest
+from tests.unit.core.bench import ALICE, BOB, GROUP, HOST, Bench, key, keys, name_of
+
+SLICE = 16
+NAMES = "".join(chr(0x4E00 + number) for number in range(300))
+ROOT, LEAF = NAMES[0], NAMES[-1]
+SHAPES = {"chain": [None, *NAMES[:-1]], "fan": [None, *[ROOT] * 299]}
+
+
+@pytest.fixture(params=SHAPES)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return build(request.param)
+
+
+def build(shape: str) -> Bench:
+    """A tree of 300 blocks in memory, under a policy of small slices."""
+    bench = Bench(host=310, policy=Policy(blocks_a_call=SLICE))
+    grant = bench.blank(HOST, len(NAMES))
+    bench.commit(grant, [(name, parent, 35) for name, parent in zip(NAMES, SHAPES[shape], strict=True)])
+    bench.end()
+    bench.rest()
+    return bench
+
+
+def most_touched(bench: Bench, *calls: Callable[[], Outcome]) -> int:
+    """Of how many blocks at most one of these calls, or a slice of what they leave, changes rank or existence."""
+    return max(touched_by(bench, call) for call in chain(calls, rest(bench)))
+
+
+def rest(bench: Bench) -> Iterator[Callable[[], Outcome]]:
+    while bench.core.behind:
+        yield lambda: bench.core.go_on(bench.now)
+
+
+def touched_by(bench: Bench, call: Callable[[], Outcome]) -> int:
+    before = ranks(bench)
+    bench.apply(call())
+    after = ranks(bench)
+    return sum(before.get(block) != after.get(block) for block in before | after)
+
+
+def ranks(bench: Bench) -> dict[Block, int]:
+    return {block: block.rank for block in bench.core.windows[GROUP].state.index}
+
+
+def test_a_touch_of_the_last_block(bench: Bench) -> None:
+    assert most_touched(bench, lambda: bench.core.touch(GROUP, [key(LEAF)], 0, bench.now)) <= SLICE
+
+
+def test_a_commit_under_the_last_block(bench: Bench) -> None:
+    grant = bench.blank(HOST, 1)
+    before = ranks(bench)
+    bench.commit(grant, [("new", LEAF, 90)])
+    after = ranks(bench)
+    assert sum(before.get(block) != rank for block, rank in after.items()) <= SLICE + 1
+    assert most_touched(bench, lambda: bench.core.tick(bench.now)) <= SLICE
+    assert bench.priority(ROOT) == bench.priority(LEAF) == 90
+
+
+@pytest.mark.parametrize("priority", [90, 10])
+def test_a_priority_of_the_last_block(bench: Bench, priority: int) -> None:
+    bench.retain(LEAF, 60)
+    bench.rest()
+    given = [key(LEAF)], [priority], [0]
+    assert most_touched(bench, lambda: bench.core.set_retention(ALICE, GROUP, *given, bench.now)[1]) <= SLICE + 1
+    assert bench.priority(ROOT) == max(priority, 35)
+
+
+def test_priorities_along_a_whole_chain_are_passed_on_once() -> None:
+    """Each given from the root down, higher than the one before."""
+    bench = build("chain")
+    told = len(bench.events)
+    given = keys(NAMES[:60]), list(range(36, 96)), [0] * 60
+    bench.apply(bench.core.set_retention(ALICE, GROUP, *given, bench.now)[1])
+    bench.rest()
+    assert [bench.priority(name) for name in NAMES[:60]] == [95] * 60
+    changes = sum(len(names) for _, _, names in bench.said(told))
+    assert changes <= 3 * 60, "each block is told of its own, and of what climbs a slice at a time"
+
+
+def test_the_priority_of_a_fan_is_that_of_its_highest_child() -> None:
+    bench = build("fan")
+    for number, name in enumerate(NAMES[1:60]):
+        bench.retain(name, 41 + number)
+    for name, highest in zip(NAMES[59:0:-1], [*range(98, 40, -1), 35], strict=True):
+        bench.retain(name, 0)
+        bench.rest()
+        assert bench.priority(ROOT) == highest
+
+
+def test_a_drop_of_the_root(bench: Bench) -> None:
+    drop: Drop | None = None
+    while drop is None or drop.report is None:
+        before = len(bench.core.windows[GROUP].state.index)
+        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        bench.apply(outcome)
+        assert before - len(bench.core.windows[GROUP].state.index) <= SLICE
+    assert (drop.report.dropped, bench.stored()) == (300, "")
+
+
+def test_a_dry_run_counts_what_is_under_two_keys_once(bench: Bench) -> None:
+    drop: Drop | None = None
+    while drop is None or drop.report is None:
+        drop, outcome = bench.core.drop(ALICE, GROUP, keys(LEAF + ROOT), bench.now, dry_run=True, following=drop)
+        bench.apply(outcome)
+    assert drop.report.dropped == len(bench.stored()) == 300
+
+
+def test_who_gets_hold_of_a_part_while_it_goes_keeps_it_with_all_that_it_stands_on() -> None:
+    bench = build("chain")
+    drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now)
+    bench.apply(outcome)
+    while len(bench.stored()) == 300:
+        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        bench.apply(outcome)
+    _, outcome = bench.core.acquire(BOB, GROUP, HOST, [ChainRequest(keys(NAMES[:200]))], bench.now)
+    bench.apply(outcome)
+    while drop.report is None:
+        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        bench.apply(outcome)
+    assert drop.report.results == (BlockResult.HELD,)
+    assert (drop.report.dropped, bench.stored()) == (100, NAMES[:200])
+
+
+def test_what_is_stored_below_while_it_goes_goes_too() -> None:
+    bench = build("chain")
+    drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now)
+    bench.apply(outcome)
+    while len(bench.stored()) == 300:
+        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        bench.apply(outcome)
+    bench.put("x", HOST, under=NAMES[100])
+    while drop.report is None:
+        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        bench.apply(outcome)
+    assert (drop.report.results, bench.stored()) == ((BlockResult.OK,), "")
+
+
+def test_bytes_lost_at_the_root_of_a_large_tree(bench: Bench) -> None:
+    slot = bench.slot(ROOT, HOST)
+    assert slot is not None
+    assert most_touched(bench, lambda: bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now)) <= SLICE
+    assert bench.stored() == ""
+
+
+def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(bench: Bench) -> None:
+    slot = bench.slot(ROOT, HOST)
+    assert slot is not None
+    outcome = bench.apply(bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now))
+    assert bench.core.behind
+    assert any(slot in changes.begun for changes in outcome.slots), "nor does who reads without a call"
+    (ticket,) = bench.acquire(ROOT, tier=HOST, min_blocks=1)
+    assert ticket in bench.refusals
+
+
+def test_a_listing_is_whole_while_the_departed_are_swept() -> None:
+    bench = build("fan")
+    for number, name in enumerate(NAMES[299:0:-1]):
+        bench.drop(name)
+        rows = bench.core.listing(GROUP, 0, 1_000).rows
+        assert [name_of(row.key) for row in rows] == list(NAMES[: 299 - number])
+        page = bench.core.listing(GROUP, 0, 7)
+        paged: list[Key] = [row.key for row in page.rows]
+        while page.next_page:
+            page = bench.core.listing(GROUP, page.next_page, 7)
+            paged += [row.key for row in page.rows]
+        assert paged == [row.key for row in rows]
