@@ -115,7 +115,7 @@ def _keep_collections_short() -> None:
 
     def freeze(phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 2 and len(gc.get_objects(generation=2)) > UNFROZEN_MAX:
-            gc.freeze()  # blocks are in no reference cycle, so they go without the collector
+            gc.freeze()  # a block that goes leaves no reference cycle behind, nor does a cache
 
     gc.freeze()
     gc.callbacks.append(freeze)

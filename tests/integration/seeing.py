@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from kvtier import AsyncClient, Cursor, Tier
 from kvtier.types import CacheStats, DaemonStats, EdgeStats, EventLogStats, SessionStats, TierStats
 from kvtier.v1 import admin_pb2
+from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import RawClient
+
+
+def memory(daemon: DaemonProcess) -> int:
+    """Resident bytes that are its own: anonymous, so without the arenas."""
+    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 async def state(raw: RawClient) -> bytes:

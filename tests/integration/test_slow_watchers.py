@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.raw import attached
-from tests.integration.seeing import edge_stats
+from tests.integration.seeing import edge_stats, memory
 from tests.integration.seeing import last_event as last_event  # noqa: PLC0414  test_event_log takes it from here
 from tests.integration.test_watch_restart import up_to
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -43,12 +42,6 @@ NAME = "watched"
 async def store(raw, cache, prompt, tier=Tier.HOST, blocks=BLOCKS):
     """One put, without bytes: every one evicts the blocks of an earlier one, in events as large as it can have."""
     await raw.store(cache, tier, chain(prompt, blocks))
-
-
-def memory(daemon):
-    """Resident bytes that are its own: anonymous, so without the arenas."""
-    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 async def follow(client, start, ids):

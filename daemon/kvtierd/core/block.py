@@ -205,6 +205,10 @@ class Block:
             after.previous_sibling = before
         child.previous_sibling = child.next_sibling = None
 
+    def part(self) -> None:
+        """From its relatives, for good."""
+        self.parent = self.first_child = self.next_sibling = self.previous_sibling = None
+
     def ancestors(self) -> Iterator[Block]:
         """From the parent up."""
         block = self.parent

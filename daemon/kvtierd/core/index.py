@@ -41,6 +41,13 @@ class BlockIndex:
         self._roots: dict[Block, None] = {}
         """Those whose tokens are known."""
 
+    def close(self) -> None:
+        """Takes the blocks apart one by one, so that other threads have their turn."""
+        self._blocks.clear()
+        self._roots.clear()
+        while self._order:
+            self._order.pop().part()
+
     def __len__(self) -> int:
         return len(self._blocks)
 

@@ -110,6 +110,16 @@ class BlockManager:
         window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
+    def close(self) -> None:
+        """Forgets all blocks, when the cache is removed; no call but a question for leases may follow. Any thread's.
+
+        Without this, reference cycles would keep the blocks, and the collector does not look at old ones.
+        """
+        for window in self.windows.values():
+            window.close()
+        self.windows.clear()
+        del self.across, self.beyond
+
     # -- lookups -----------------------------------------------------------------------------------------------------
 
     def match(self, group: GroupId, keys: Sequence[Key], tokens: bytes = b"", scope: bytes = b"") -> Match:

@@ -50,6 +50,13 @@ class WindowManager:
         self.holding = Holding(self.state, self.background)
         self.uses = Uses(self.state, self.background)
 
+    def close(self) -> None:
+        """See ``BlockManager.close``."""
+        index = self.state.index
+        vars(self.state).clear()
+        vars(self).clear()
+        index.close()
+
     @property
     def waiting(self) -> int:
         """Requests that are this group's alone."""

@@ -223,6 +223,7 @@ class Catalog:
         self._noted.pop(cache.id, None)
         if not await asyncio.to_thread(self._parts.pop(cache.id).close):
             _log.error("memory is not given back before the daemon ends name=%s", cache.name)
+        await asyncio.to_thread(cache.runtime.manager.close)
 
     def _delete(self, name: str) -> None:
         """Deletes the cache's files. Blocks. Without the directory, the next start forgets the rest."""

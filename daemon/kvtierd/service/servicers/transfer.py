@@ -168,7 +168,7 @@ class TransferService:
 
         def header(number: int) -> bytes:
             key = Key(needed[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            found = cache.runtime.manager.attributes(group, key)
+            found = self._engine.manager(cache.id).attributes(group, key)
             if found is None:
                 return b""
             parent, traits = found
