@@ -297,10 +297,10 @@ class AsyncClient:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
     async def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
-        """Ends a session as if its process were gone: what it holds is given back, its connections are closed.
+        """Ends a session: its leases are taken from it, its connections are closed.
 
-        For a client that hangs. One that still runs finds its leases lost (:class:`kvtier.errors.LeaseLost`), and the
-        generations changed of whatever it still copies. ``dry_run`` says what would be given back.
+        For a client that hangs. One that still runs finds its leases lost (:class:`kvtier.errors.LeaseLost`). Blank
+        slots stay out of use until its process lets go of them or ends. ``dry_run`` says what would be taken.
 
         Raises :class:`kvtier.errors.NotFound` where there is no such session (any more).
         """

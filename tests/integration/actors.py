@@ -221,6 +221,27 @@ async def write_half(address: str, cache: str) -> None:
         await _stay()
 
 
+async def keep_filling(address: str, cache: str, count: int) -> None:
+    """Reserves slots, and writes all of them again and again; when it may go on, says so after one more whole round."""
+    async with attached(address) as client:
+        cache_id = (await client.open(cache)).cache_id
+        fds = client.socket.map(cache_id, write=True)
+        reserved = await client.reserve(cache_id, Tier.HOST, count)
+        arena = Arena(fds, write=True, spec=SPEC)
+        asked = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+        _say(session=client.welcome.session_id)
+        while True:
+            whole = asked.done()
+            for slot in reserved.slots:
+                for part in arena.view(Tier.HOST, 0, slot, write=True):
+                    part[:] = 0xEE
+            if whole:
+                break
+            await asyncio.sleep(0)
+        _say(written=count)
+        await _stay()
+
+
 async def plan(address: str, cache: str, leases: Sequence[int]) -> None:
     """A scheduler: reserves so many host slots a lease, and hands out a ticket of each."""
     async with await connect(address) as client:
@@ -420,7 +441,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
     part.__name__: part
     for part in (
-        *(hold, write_half, send_half, steal, stare, plan, work),
+        *(hold, keep_filling, write_half, send_half, steal, stare, plan, work),
         *(keep_reading, be_foreign, be_hostile, be_somebody),
     )
 }

@@ -114,6 +114,29 @@ async def test_a_stopped_client_keeps_what_it_holds(client, daemon, cache):
         assert [holder.pid for holder in full.value.holders] == [stopped.pid]
 
 
+async def test_a_kicked_writer_that_goes_on_writes_into_nobodys_blocks(client, daemon, cache):
+    with Actor("keep_filling", address=daemon.address, cache=cache.name, count=3) as writer:
+        session = writer.says()["session"]
+        writer.signal(signal.SIGSTOP)
+        report = await client.kick(session)
+        assert (report.leases, report.slots) == (1, 3)
+        stats = await tier_stats(client, cache.name, Tier.HOST)
+        assert (stats.orphaned, stats.blank, stats.free) == (3, 0, 3)
+        keys = chain("stored after the kick", 6)
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        with pytest.raises(TierFull) as full:
+            await cache.reserve(4, Tier.HOST)
+        assert (session, writer.pid) in [(holder.session_id, holder.pid) for holder in full.value.holders]
+
+        writer.signal(signal.SIGCONT)
+        writer.go_on()
+        assert writer.says() == {"written": 3}
+        assert_bytes(keys, await cache.get(keys, verify=True))
+        writer.kill()
+        await eventually(lambda: session_of(client, writer.pid), lambda session: session is None)
+    await (await cache.reserve(6, Tier.HOST)).release()
+
+
 # -- broken connections ------------------------------------------------------------------------------------------------
 
 

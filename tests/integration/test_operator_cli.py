@@ -10,6 +10,7 @@ import pytest
 from kvtier import LeaseLost, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.test_cli import DEADLINE_S, KVTIER
+from tests.integration.waiting import eventually
 
 
 def kvtier(*arguments, status=0):
@@ -87,10 +88,13 @@ async def test_a_hanging_client_is_kicked(at, client, cache):
     dry = answer("kick", session, "--dry-run", *at)
     assert (dry["leases"], dry["slots"], dry["dry_run"]) == (1, 4, True)
     assert len(answer("leases", "--session", session, *at)) == 1
-    assert "4 slots given back" in kvtier("kick", session, *at).stdout
-    assert answer("leases", "--session", session, *at) == []
+    assert "4 slots taken" in kvtier("kick", session, *at).stdout
+    (left,) = answer("leases", "--session", session, *at)
+    assert (left["blank_slots"], left["orphaned"]) == (4, True)
     with pytest.raises(LeaseLost):
         await lease.commit(chain(cache.name, 4))
+    await lease.release()
+    await eventually(client.stats, lambda stats: int(session) not in {one.session_id for one in stats.sessions})
     assert "no such session" in kvtier("kick", session, *at, status=1).stderr
 
 

@@ -185,6 +185,10 @@ def orphan(world: World, choose: Chooser) -> None:
     world.orphan(_session(world, choose))
 
 
+def disown(world: World, choose: Chooser) -> None:
+    world.disown(_session(world, choose))
+
+
 def reattach(world: World, choose: Chooser) -> None:
     world.reattach(choose.pick(sorted(world.clients.orphaned) or list(world.clients.sessions)))
 
@@ -269,7 +273,7 @@ def stop_and_start(world: World, choose: Chooser) -> None:
 
 MEANWHILE: Final[Sequence[Action]] = (
     *(report, report, report, reserve, join, commit, commit, acquire, acquire_across, release),
-    *(go_on, move, drop, retain, pin, carry, reset, expire, cancel, orphan, reattach, end, end_remnant),
+    *(go_on, move, drop, retain, pin, carry, reset, expire, cancel, orphan, disown, reattach, end, end_remnant),
 )
 """Calls that may come at any time."""
 
@@ -294,6 +298,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     expire: 15,
     cancel: 10,
     orphan: 6,
+    disown: 3,
     reattach: 8,
     end: 6,
     end_remnant: 6,

@@ -212,6 +212,16 @@ class Clients:
         for request in [request for request in self.requests.values() if request.session == session]:
             del self.requests[request.id]
 
+    def disown(self, session: SessionId) -> None:
+        """Only what it may write stays."""
+        self.forget_requests(session)
+        self.orphaned.add(session)
+        for holding in [holding for holding in self.leases.values() if holding.session == session]:
+            if holding.blank:
+                self.give_back(holding, list(holding.blocks))
+            else:
+                self.release(holding.id)
+
     def forget(self, session: SessionId) -> None:
         self.forget_requests(session)
         self.orphaned.discard(session)

@@ -87,6 +87,7 @@ class CoreMachine(RuleBasedStateMachine):
     report_more = take(report_more)
     answer_early = take(answer_early)
     orphan = take(actions.orphan)
+    disown = take(actions.disown)
     reattach = take(actions.reattach)
     end = take(actions.end)
     end_remnant = take(actions.end_remnant)

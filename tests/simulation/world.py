@@ -467,6 +467,11 @@ class World:
         self.clients.orphaned.discard(session)
         self._carry_out(self.core.reattach_session(session, self.now))
 
+    def disown(self, session: SessionId) -> None:
+        """It is kicked, and its process lives."""
+        self.clients.disown(session)
+        self._carry_out(self.core.disown_session(session, self.now))
+
     def end(self, session: SessionId) -> None:
         """Its process is gone."""
         self.clients.forget(session)

@@ -65,10 +65,10 @@ def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, as_json:
 @yes_option
 @json_option("One JSON object.")
 def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """End SESSION (a number of `kvtier leases` or `kvtier status`) as if its process were gone.
+    """End SESSION (a number of `kvtier leases` or `kvtier status`).
 
-    All that it holds is given back. Its process is not touched: if it lives it finds its leases lost, and the
-    generations changed of whatever it still copies.
+    Its leases are taken from it. Its process is not touched: if it lives it finds its leases lost, and slots that it
+    may be writing stay out of use until it lets go of them or ends.
     """
 
     async def kicked(client: AsyncClient, pid: int | None = None) -> tuple[SessionStats, KickReport]:
@@ -85,7 +85,7 @@ def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: b
         confirmed(f"End {who}, which holds {report.slots} slots?", yes)
         _, report = daemon.ask(lambda client: kicked(client, holder.pid))
     value = {"session_id": session_id, "pid": holder.pid, "command": holder.command, **dataclasses.asdict(report)}
-    given = "would be given back" if dry_run else "given back"
+    given = "would be taken" if dry_run else "taken"
     show(as_json, {**value, "dry_run": dry_run}, f"{who}: {report.leases} leases, {report.slots} slots {given}")
 
 

@@ -99,7 +99,7 @@ class LeaseInfo(google.protobuf.message.Message):
     held_blocks: builtins.int
     """leased to read"""
     orphaned: builtins.bool
-    """its session's connection broke and its process lives"""
+    """its session's connection broke, or it was kicked, and its process lives"""
     age_ns: builtins.int
     session_id: builtins.int
     pid: builtins.int
@@ -473,7 +473,7 @@ class KickRequest(google.protobuf.message.Message):
     SEQ_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     dry_run: builtins.bool
-    """says what would be given back, and changes nothing"""
+    """says what would be taken, and changes nothing"""
     seq: builtins.int
     def __init__(
         self,

@@ -83,8 +83,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Kick(self, request, context):
-        """Ends a session as if its process were gone: all that it alone holds is given back. For a client that hangs; one that
-        still copies finds its generations changed.
+        """Ends a session, for a client that hangs: its leases are taken from it. Blank slots that it alone holds stay orphaned
+        until its process has let go of them or ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

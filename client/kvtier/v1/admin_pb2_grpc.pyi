@@ -34,8 +34,8 @@ class AdminStub:
         kvtier.v1.admin_pb2.KickRequest,
         kvtier.v1.admin_pb2.KickResponse,
     ]
-    """Ends a session as if its process were gone: all that it alone holds is given back. For a client that hangs; one that
-    still copies finds its generations changed.
+    """Ends a session, for a client that hangs: its leases are taken from it. Blank slots that it alone holds stay orphaned
+    until its process has let go of them or ended.
     """
 
     Explain: grpc.UnaryUnaryMultiCallable[
@@ -79,8 +79,8 @@ class AdminAsyncStub:
         kvtier.v1.admin_pb2.KickRequest,
         kvtier.v1.admin_pb2.KickResponse,
     ]
-    """Ends a session as if its process were gone: all that it alone holds is given back. For a client that hangs; one that
-    still copies finds its generations changed.
+    """Ends a session, for a client that hangs: its leases are taken from it. Blank slots that it alone holds stay orphaned
+    until its process has let go of them or ended.
     """
 
     Explain: grpc.aio.UnaryUnaryMultiCallable[
@@ -130,8 +130,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.admin_pb2.KickRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.admin_pb2.KickResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.KickResponse]]:
-        """Ends a session as if its process were gone: all that it alone holds is given back. For a client that hangs; one that
-        still copies finds its generations changed.
+        """Ends a session, for a client that hangs: its leases are taken from it. Blank slots that it alone holds stay orphaned
+        until its process has let go of them or ended.
         """
 
     @abc.abstractmethod

@@ -469,6 +469,15 @@ class BlockManager:
             self.windows[lease.group].holding.orphan(lease, False)
         return self._take(now)
 
+    def disown_session(self, session: SessionId, now: int) -> Outcome:
+        """It was ended while its process lives: of all that it held only its blank slots stay, out of circulation."""
+        for lease in self._leases.of(session):
+            if lease.blank:
+                self.windows[lease.group].holding.give_back(lease, lease.all_slots().difference(lease.blank))
+            else:
+                self._end(lease)
+        return self.orphan_session(session, now)
+
     def end_session(self, session: SessionId, now: int) -> Outcome:
         """Its process is gone, or it said goodbye: everything that it held is given back."""
         self._withdraw_tickets(session)

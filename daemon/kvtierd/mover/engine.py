@@ -404,9 +404,11 @@ class Engine:
     def end_session(self, session: SessionId) -> None:
         """The session said goodbye, or its process is gone: all its leases are released, those of slots that threads
         work on (:meth:`while_held`) when they are done."""
-        end = partial(self._withdraw_session, session, BlockManager.end_session)
-        if not self._threads.after(session, end):
-            self._withdraw_session(session, BlockManager.orphan_session)
+        self._end_session(session, BlockManager.end_session)
+
+    def disown_session(self, session: SessionId) -> None:
+        """As :meth:`end_session`, but its process lives and may still write: its blank slots are orphaned."""
+        self._end_session(session, BlockManager.disown_session)
 
     async def while_held(self, cache_id: CacheId, session: SessionId, lease: LeaseId, work: Callable[[], T]) -> T:
         """Has a thread do ``work`` on slots of a lease. The slots are not granted again before it is done, even if the
@@ -497,6 +499,10 @@ class Engine:
         if cache.closing:
             raise UnknownCache(cache_id)
         return cache
+
+    def _end_session(self, session: SessionId, step: Callable[[BlockManager, SessionId, int], Outcome]) -> None:
+        if not self._threads.after(session, partial(self._withdraw_session, session, step)):
+            self._withdraw_session(session, BlockManager.orphan_session)
 
     def _withdraw_session(self, session: SessionId, step: Callable[[BlockManager, SessionId, int], Outcome]) -> None:
         """The core forgets the session's tickets without a word, so their callers are told here."""

@@ -192,7 +192,7 @@ class Session:
     streams: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that send to the client; they are cancelled with the session."""
     remnant: bool = False
-    """Whether the session is of an earlier daemon. It can only be given up; see ``service/recovery.py``."""
+    """Whether the session is of an earlier daemon or kicked: it can only be given up. See ``service/recovery.py``."""
 
     @property
     def attached(self) -> bool:
@@ -290,21 +290,32 @@ class SessionRegistry:
 
     def end(self, session: Session, why: str) -> None:
         """Ends the session and releases everything it holds."""
-        if session.ended:
+        if self._by_id.get(session.id) is not session:
             return
         self._forget(session)
-        for stream in session.streams:
-            stream.cancel()
         _log.info("session ends session=%d pid=%d why=%r", session.id, session.peer.pid, why)
         self._engine.end_session(session.id)
         if self._roll is not None:
             self._roll.strike(session.id)
         gone = [session.id]
-        if session.remnant and not self._remnants:
+        if session.id < self._keeper and all(one.id > self._keeper for one in self._remnants.values()):
             self._engine.end_session(self._keeper)
             gone.append(self._keeper)
         if self._gone_before_settled is not None:
             self._gone_before_settled += gone
+
+    def kick(self, session: Session, why: str) -> None:
+        """Ends the session, but for blank slots that a live process of this host may still write: they stay out of use
+        until the process gives them up or ends."""
+        if isinstance(session.peer, Peer) and not session.peer.is_gone():
+            self._engine.disown_session(session.id)
+            if self._engine.session_leases(session.id):
+                _log.info("session is kicked session=%d pid=%d why=%r", session.id, session.peer.pid, why)
+                self._shut_out(session)
+                session.remnant = True
+                self._remnants[session.token] = session
+                return
+        self.end(session, why)
 
     def restore(self, entries: Iterable[Entry]) -> OldLife:
         """Takes over the sessions of an earlier daemon whose processes live. They hold their slots until they give them
@@ -348,7 +359,7 @@ class SessionRegistry:
                 self.end(session, "it held nothing")
 
     def give_up(self, token: str, by: Session) -> None:
-        """Ends a process's session of an earlier daemon, if there is one: the process no longer uses its slots."""
+        """Ends a process's session that is a remnant, if there is one: the process no longer uses its slots."""
         session = self._remnants.get(token)
         if session is not None and session.peer.is_same(by.peer):
             self.end(session, "given up")
@@ -418,19 +429,24 @@ class SessionRegistry:
         return not (session.ended or session.attached or session.remnant or self._engine.session_leases(session.id))
 
     def _forget(self, session: Session) -> None:
-        session.ended = True
+        self._shut_out(session)
         del self._by_id[session.id]
-        if session.remnant:
-            del self._remnants[session.token]
-        else:
+        self._remnants.pop(session.token, None)
+        session.peer.unwatch()
+        session.peer.close()
+
+    def _shut_out(self, session: Session) -> None:
+        """From now on no client has the session."""
+        session.ended = True
+        for stream in session.streams:
+            stream.cancel()
+        if not session.remnant:
             del self._by_token[session.token]
             who = _account(session.peer.identity)
             self._of[who] -= 1
             if not self._of[who]:
                 del self._of[who]
         _stop_lapsing(session)
-        session.peer.unwatch()
-        session.peer.close()
         connection, session.connection = session.connection, None
         if connection is not None and connection is not asyncio.current_task():
             connection.cancel()

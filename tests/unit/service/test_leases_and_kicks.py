@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from kvtier import LeaseLost, NotFound, Tier, connect
+from kvtier.abi import attach
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
 from kvtierd.service import server
 from kvtierd.service.daemon import Daemon
@@ -93,21 +94,43 @@ async def test_leases_of_one_cache_or_one_session(operator: Client, engine: Clie
         assert (refused, detail.field, detail.value) == (code, "cache", name)
 
 
-async def test_a_kicked_session_is_gone_with_all_that_it_held(operator: Client, engine: Client) -> None:
+async def test_a_kicked_session_is_gone_with_all_that_it_read(operator: Client, engine: Client) -> None:
     cache = await engine.open()
     await operator.open()
     await engine.put(cache, chain(2), release=False)
-    await engine.reserve(cache, 3)
     kicked = engine.welcome.session_id
-    assert await kick(operator, kicked, dry_run=True) == (2, 5)
-    assert await free(operator) == 3, "a dry run changed something"
-    assert await kick(operator, kicked) == (2, 5)
-    assert (await free(operator), await leases(operator)) == (6, [])
+    assert await kick(operator, kicked, dry_run=True) == (1, 2)
+    assert [lease.held_blocks for lease in await leases(operator)] == [2], "a dry run changed something"
+    assert await kick(operator, kicked) == (1, 2)
+    assert await leases(operator) == []
     assert await engine.socket.receive() == b"", "its attach connection is still open"
     code, detail = await engine.refusal(engine.admin.Stats, admin_pb2.StatsRequest())
     assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
     refused, detail = await operator.refusal(operator.admin.Kick, admin_pb2.KickRequest(session_id=kicked))
     assert (refused, detail.reason, detail.field) == (Code.NOT_FOUND, "NO_SUCH_SESSION", "session_id")
+
+
+async def test_slots_that_a_kicked_process_may_write_stay_out_of_use_until_it_lets_go(
+    operator: Client, engine: Client
+) -> None:
+    cache = await engine.open()
+    await operator.open()
+    await engine.put(cache, chain(2), release=False)
+    await engine.reserve(cache, 3)
+    kicked, token = engine.welcome.session_id, engine.welcome.token
+    assert await kick(operator, kicked) == (2, 5)
+    for _ in range(2):
+        (lease,) = await leases(operator)
+        assert (lease.session_id, lease.pid, lease.blank_slots, lease.orphaned) == (kicked, os.getpid(), 3, True)
+        assert await free(operator) == 3
+        assert await kick(operator, kicked) == (1, 3), "a second kick changed something"
+    code, detail = await engine.refusal(engine.admin.Stats, admin_pb2.StatsRequest())
+    assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
+    await operator.socket.send(attach.encode(attach.Forget(token)))
+    async with asyncio.timeout(PATIENCE_S):
+        while await free(operator) != 6:
+            pass
+    assert await leases(operator) == []
 
 
 async def watchers(operator: Client) -> int:
@@ -172,6 +195,7 @@ async def test_a_kicked_client_library_says_so_and_goes_on(daemon: Daemon) -> No
         assert (await operator.kick(before)).leases == 1
         with pytest.raises(LeaseLost, match="kicked"):
             await lease.commit(chain(2))
+        await lease.release()  # until then its views may be written
         assert client.session_id != before
         async with cache.reserve(8, Tier.DEVICE):
             assert [each.session_id for each in await operator.leases()] == [client.session_id]

@@ -139,7 +139,7 @@ class AdminService:
             leases=self._engine.session_leases(kicked.id), slots=self._engine.held_by(kicked.id)
         )
         if not request.dry_run:
-            self._sessions.end(kicked, f"kicked by session {session.id}, pid {session.peer.pid}")
+            self._sessions.kick(kicked, f"kicked by session {session.id}, pid {session.peer.pid}")
         return held
 
     async def explain(self, session: Session, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
