@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -162,10 +163,26 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
+@dataclass(slots=True, frozen=True)
+class _Controller:
+    """Memory in one version of control groups. ``used``: rows of ``memory.stat``; the rest is page cache, which gives
+    way."""
+
+    name: str
+    limit: str
+    used: tuple[str, str]
+
+
+_CONTROLLERS: Final = (
+    _Controller("", "memory.max", ("anon", "shmem")),
+    _Controller("memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
+)
+"""Version 2 has one tree, version 1 one for each controller."""
+
+
 def available_bytes() -> int:
-    """Free memory of the machine, or less where a control group (version 2) limits this process."""
-    available = _kernel_table(_MEMINFO)["MemAvailable:"] * 1024
-    return min([available, *(_headroom(group) for group in _own_cgroups() if (group / "memory.max").exists())])
+    """Free memory of the machine, or less where a control group limits this process."""
+    return min([_kernel_table(_MEMINFO)["MemAvailable:"] * 1024, *_headrooms()])
 
 
 def total_bytes() -> int:
@@ -181,22 +198,20 @@ def require_memory(field: str, nbytes: int) -> None:
         raise TierConfigError(field, nbytes, f"not enough memory: {available} bytes are available")
 
 
-def _own_cgroups() -> list[Path]:
-    """Directories of this process's control group and its ancestors; none where version 2 is not in use."""
+def _headrooms() -> Iterator[int]:
+    """What each control group above this process leaves, where it has a limit."""
     for line in _OWN_CGROUP.read_text().splitlines():
-        if line.startswith("0::/"):
-            own = _CGROUP_ROOT / line.removeprefix("0::/")
-            return [own, *(parent for parent in own.parents if parent.is_relative_to(_CGROUP_ROOT))]
-    return []
-
-
-def _headroom(cgroup: Path) -> int:
-    limit = (cgroup / "memory.max").read_text().strip()
-    if limit == "max":
-        return 1 << 63
-    used = _kernel_table(cgroup / "memory.stat")
-    # The rest is page cache, which gives way.
-    return max(0, int(limit) - used["anon"] - used["shmem"])
+        _, names, path = line.split(":", 2)
+        for controller in _CONTROLLERS:
+            if controller.name not in names.split(","):
+                continue
+            root = _CGROUP_ROOT / controller.name
+            own = root / path.lstrip("/")  # not there in a container that sees only its own part of the tree
+            for group in (each for each in (own, *own.parents) if each.is_relative_to(root)):
+                limit = group / controller.limit
+                if limit.exists() and (most := limit.read_text().strip()).isdigit():
+                    used = _kernel_table(group / "memory.stat")
+                    yield max(0, int(most) - sum(used.get(row, 0) for row in controller.used))
 
 
 def _kernel_table(path: Path) -> dict[str, int]:

@@ -189,23 +189,52 @@ def test_a_failed_allocation_is_an_error_that_leaves_nothing_behind() -> None:
     )
 
 
-@pytest.fixture
-def control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A control group two levels below the root, limited at the upper one."""
-    own = tmp_path / "fs" / "pod" / "container"
+def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Path, files: tuple[str, str, str], stat: str) -> Path:
+    """A control group below another, which is limited: the file with that limit.
+
+    ``files``: what the kernel says of the process, the name of a limit's file, and what says that there is none.
+    """
+    groups, limit, unlimited = files
     own.mkdir(parents=True)
-    (tmp_path / "self").write_text("1:cpu:/elsewhere\n0::/pod/container\n")
-    for group, limit in ((own, "max"), (own.parent, str(10 << 20))):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.stat").write_text(f"anon {1 << 20}\nfile {8 << 20}\nshmem {2 << 20}\n")
+    (tmp_path / "self").write_text(groups)
+    for group, most in ((own, unlimited), (own.parent, str(10 << 20))):
+        (group / limit).write_text(f"{most}\n")
+        (group / "memory.stat").write_text(stat)
     monkeypatch.setattr(memfd, "_OWN_CGROUP", tmp_path / "self")
     monkeypatch.setattr(memfd, "_CGROUP_ROOT", tmp_path / "fs")
-    return own.parent
+    return own.parent / limit
 
 
-def test_a_control_group_above_limits_what_is_available(control_group: Path) -> None:
+VERSIONS = [
+    (
+        "",
+        ("1:cpu:/elsewhere\n0::/pod/container\n", "memory.max", "max"),
+        f"anon {1 << 20}\nfile {8 << 20}\nshmem {2 << 20}\n",
+    ),
+    (
+        "memory",
+        ("4:cpu,memory:/pod/container\n0::/\n", "memory.limit_in_bytes", "9223372036854771712"),
+        f"rss 0\nshmem 0\ntotal_cache {8 << 20}\ntotal_rss {1 << 20}\ntotal_shmem {2 << 20}\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "files", "stat"), VERSIONS, ids=["version-2", "version-1"])
+def test_a_control_group_above_limits_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str, files: tuple[str, str, str], stat: str
+) -> None:
+    file = limited(tmp_path, monkeypatch, tmp_path / "fs" / tree / "pod" / "container", files, stat)
     assert memfd.available_bytes() == 7 << 20  # page cache gives way, anonymous and shared memory do not
     with pytest.raises(TierConfigError, match=str(7 << 20)):
         Memfd.create("kvtier:unit:group", 8 << 20)
-    (control_group / "memory.max").write_text("max\n")
+    file.write_text(f"{files[-1]}\n")
     Memfd.create("kvtier:unit:group", 8 << 20).close()
+
+
+def test_a_container_that_sees_its_part_of_the_tree_alone_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 1: the kernel tells the path on the host, and the container's own group is the root of its mount."""
+    groups = ("4:memory:/docker/0123\n", "memory.limit_in_bytes", str(10 << 20))
+    limited(tmp_path, monkeypatch, tmp_path / "fs" / "memory", groups, f"total_rss {1 << 20}\n")
+    assert memfd.available_bytes() == 9 << 20
