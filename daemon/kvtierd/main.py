@@ -8,6 +8,7 @@ no use for it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -31,6 +32,8 @@ SWITCH_S: Final = 0.0005
 """How long one thread may keep the interpreter lock from another. Python's own 5 ms are as long as a disk takes for a
 batch: a thread that checks blocks and one that runs the loop would wait for each other instead of for the disk."""
 
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
 _log = logging.getLogger(__name__)
 
 
@@ -101,6 +104,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     from kvtierd.tiers.base import TierConfigError, TierError
 
     _raise_descriptor_limit()
+    _map_large_memory()
     sys.setswitchinterval(SWITCH_S)
     try:
         manager = Manager.from_environment(os.environ)
@@ -124,6 +128,15 @@ def _raise_descriptor_limit() -> None:
     """Each session takes four descriptors and each cache 13; the usual soft limit of 1,024 is soon reached."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _map_large_memory() -> None:
+    """Has glibc map memory of 2 MiB and more by itself, whatever was freed before. LMDB's list of dirty pages, 2 MiB
+    a cache, then takes only what is touched: from a heap it is filled with zeros. Messages are below the threshold."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 4 << 20)  # what glibc makes of it by itself
 
 
 def _fail(status: int, message: str) -> NoReturn:

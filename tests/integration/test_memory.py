@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from kvtier import Tier
-from tests.integration.blocks import chain
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import attached
 from tests.integration.seeing import memory
 from tests.integration.waiting import patient
@@ -14,6 +17,10 @@ A_CALL = 1024
 """Blocks."""
 ROUNDS, WARM = 20, 5
 GROWTH = 2 << 20
+SLOTS = 4
+A_CACHE = 200_000
+SOON_S = 5.0
+"""And half of what making them takes."""
 
 
 @pytest.mark.parametrize("calls", [4, pytest.param(20, marks=pytest.mark.long)])
@@ -29,3 +36,36 @@ async def test_the_memory_of_removed_caches_comes_back(start_fresh, calls):
             used.append(memory(daemon))
     print("MB after each round:", *(f"{each / 1e6:.1f}" for each in used))
     assert used[-1] - used[WARM - 1] < GROWTH
+
+
+@pytest.mark.parametrize("caches", [40, pytest.param(1000, marks=pytest.mark.long)])
+async def test_a_small_cache_takes_little_memory_and_is_soon_there_after_a_crash(start_fresh, caches):
+    """Nor does making them: the daemon is killed, and reads them all before the last can be used."""
+    daemon = start_fresh(host=caches * SLOTS, disk=caches * SLOTS)
+    names = [f"{number:04}" for number in range(caches)]
+    async with await patient(daemon.address) as client:
+        for name in names[:WARM]:
+            await fill(client, name)
+        before, began = memory(daemon), time.monotonic()
+        for name in names[WARM:]:
+            await fill(client, name)
+        each = (memory(daemon) - before) / (caches - WARM)
+        made = time.monotonic() - began
+    daemon.kill()
+    began = time.monotonic()
+    await asyncio.to_thread(daemon.start)
+    async with await patient(daemon.address) as client:
+        cache = await client.open_cache(names[-1])
+        usable = time.monotonic() - began
+        assert_bytes(chain(names[-1], 1), await cache.get(chain(names[-1], 1)))
+    print(f"{each / 1e3:.0f} kB a cache; made in {made:.1f} s; the last can be used {usable:.1f} s after a crash")
+    assert each < A_CACHE
+    assert usable < max(made / 2, SOON_S)
+
+
+async def fill(client, name):
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
+    keys = chain(name, 1)
+    await cache.put(keys, blocks(keys))
+    await cache.move(keys, Tier.DISK)
+    await cache.close()
