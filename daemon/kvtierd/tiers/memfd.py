@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final, Self
 
@@ -178,6 +179,8 @@ _CONTROLLERS: Final = (
     _Controller("memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
 )
 """Version 2 has one tree, version 1 one for each controller."""
+_NO_LIMIT: Final = 1 << 62
+"""Version 1 has a number above this for it, version 2 a word."""
 
 
 def available_bytes() -> int:
@@ -200,18 +203,24 @@ def require_memory(field: str, nbytes: int) -> None:
 
 def _headrooms() -> Iterator[int]:
     """What each control group above this process leaves, where it has a limit."""
-    for line in _OWN_CGROUP.read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        for controller in _CONTROLLERS:
-            if controller.name not in names.split(","):
-                continue
-            root = _CGROUP_ROOT / controller.name
-            own = root / path.lstrip("/")  # not there in a container that sees only its own part of the tree
-            for group in (each for each in (own, *own.parents) if each.is_relative_to(root)):
-                limit = group / controller.limit
-                if limit.exists() and (most := limit.read_text().strip()).isdigit():
-                    used = _kernel_table(group / "memory.stat")
-                    yield max(0, int(most) - sum(used.get(row, 0) for row in controller.used))
+    for limit, controller in _limits(_OWN_CGROUP.read_text(), _CGROUP_ROOT):
+        most = limit.read_text().strip()
+        if most.isdigit() and int(most) < _NO_LIMIT:
+            used = _kernel_table(limit.with_name("memory.stat"))
+            yield max(0, int(most) - sum(used.get(row, 0) for row in controller.used))
+
+
+@cache
+def _limits(own: str, root: Path) -> list[tuple[Path, _Controller]]:
+    """The files with the limits of the groups in ``own``, the kernel's list, and of the groups above them."""
+    found = []
+    for _, names, path in (line.split(":", 2) for line in own.splitlines()):
+        for controller in (each for each in _CONTROLLERS if each.name in names.split(",")):
+            tree = root / controller.name
+            group = tree / path.lstrip("/")  # not there in a container that sees only its own part of the tree
+            above = [each for each in (group, *group.parents) if each.is_relative_to(tree)]
+            found += [(limit, controller) for each in above if (limit := each / controller.limit).exists()]
+    return found
 
 
 def _kernel_table(path: Path) -> dict[str, int]:
