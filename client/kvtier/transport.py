@@ -88,6 +88,7 @@ _REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
     "PERMISSION_DENIED": PermissionDenied,
     "TOO_MANY_SESSIONS": RetryableError,
     "TOO_MANY_OF_IDENTITY": RetryableError,
+    "TOO_MANY_DESCRIPTORS": RetryableError,
     "UNKNOWN_CACHE": NotFound,
     "INTERNAL": DaemonError,
 }

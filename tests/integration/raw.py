@@ -31,7 +31,11 @@ class AttachSocket:
     def __init__(self, address: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(PATIENCE_S)
-        self.sock.connect(attach.socket_path(address, attach.ATTACH_SOCKET))
+        try:
+            self.sock.connect(attach.socket_path(address, attach.ATTACH_SOCKET))
+        except OSError:
+            self.sock.close()
+            raise
 
     def send(self, data: bytes) -> None:
         self.sock.send(data)

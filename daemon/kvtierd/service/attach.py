@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
+import fcntl
 import logging
 import socket
+import struct
+import termios
+from collections.abc import Coroutine
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -27,6 +32,11 @@ from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRe
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
+_TAKEN_S: Final = 5.0
+"""How long a client has to read the answers before a map."""
+_FIRST_LOOK_S: Final = 0.001
+_LAST_LOOK_S: Final = 1.0
+"""The kernel does not say when a peer reads: the daemon looks, at first often, then rarely."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +69,9 @@ class AttachServer:
         self._access = access
         self._capacity = capacity
         self._connections: dict[asyncio.Task[None], int] = {}
-        """Each connection with its peer's uid."""
+        """Each connection, also one whose last answers are not read yet, with its peer's uid."""
+        self.problem: str | None = None
+        """Why the last map failed, for health."""
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -78,9 +90,9 @@ class AttachServer:
 
     async def hang_up(self) -> None:
         """Ends all connections. Their sessions are detached, unless the registry is closed."""
-        for connection in self._connections:
-            connection.cancel()
-        if self._connections:
+        while self._connections:  # a connection that ends leaves another where its answers are not read
+            for connection in self._connections:
+                connection.cancel()
             await asyncio.wait(self._connections)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -99,8 +111,11 @@ class AttachServer:
             _log.warning("attach connection dropped why='too many' pid=%d uid=%d", who.pid, who.identity.uid)
             sock.close()
             return
-        connection = asyncio.create_task(self._serve(sock), name="attach-connection")
-        self._connections[connection] = who.identity.uid
+        self._count(self._serve(sock), who.identity.uid)
+
+    def _count(self, serving: Coroutine[Any, Any, None], uid: int) -> None:
+        connection = asyncio.create_task(serving, name="attach-connection")
+        self._connections[connection] = uid
         connection.add_done_callback(self._connections.pop)
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -115,7 +130,10 @@ class AttachServer:
         except Exception:  # noqa: BLE001  other connections go on
             _log.exception("attach connection failed inside the daemon")
         finally:
-            sock.close()
+            if _unread(sock):
+                self._count(_end(sock), credentials(sock).identity.uid)
+            else:
+                sock.close()
 
     async def _converse(self, sock: socket.socket) -> None:
         hello = await _hear_hello(sock)
@@ -131,7 +149,7 @@ class AttachServer:
                 if isinstance(request, attach.Forget):
                     self._sessions.give_up(request.token, session)
                     continue
-                self._map(sock, session, request)
+                await self._map(sock, session, request)
         finally:
             self._sessions.connection_lost(session, this_task())
 
@@ -146,9 +164,15 @@ class AttachServer:
         with closing(peer):
             return self._sessions.resume(hello.token, peer, this_task())
 
-    def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
+    async def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
             raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
+        # Linux counts the descriptors that nobody has read yet against the daemon's user, and refuses more for all.
+        try:
+            async with asyncio.timeout(_TAKEN_S):
+                await _taken(sock)
+        except TimeoutError:
+            raise ConnectionAbortedError("the client does not read its answers") from None
         try:
             cache = self._catalog.opened(session, request.cache_id)
             self._access.require_on(session, Right.WRITE if request.write else Right.READ, cache.name)
@@ -158,7 +182,16 @@ class AttachServer:
             return
         self._sessions.gets_memory(session)
         shared = cache.runtime.arena.shared(write=request.write)
-        _send(sock, attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))
+        try:
+            _send(sock, attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            self.problem = "memory cannot be mapped: too many descriptors sent by the daemon's user are not read yet"
+            _log.warning("%s", self.problem)
+            _send(sock, attach.Failure("TOO_MANY_DESCRIPTORS", self.problem))
+        else:
+            self.problem = None
 
 
 def _peer(sock: socket.socket) -> Peer:
@@ -184,6 +217,28 @@ async def _receive(sock: socket.socket) -> attach.Request | None:
     """The next request; None at the end. The kernel closes descriptors that the peer sends."""
     data = await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
     return attach.decode_request(data) if data else None
+
+
+async def _taken(sock: socket.socket) -> None:
+    """Returns when the peer has read, or never will read, all that was sent."""
+    look_s = _FIRST_LOOK_S
+    while _unread(sock):
+        await asyncio.sleep(look_s)
+        look_s = min(2 * look_s, _LAST_LOOK_S)
+
+
+def _unread(sock: socket.socket) -> int:
+    """Bytes of memory that the peer's unread messages take."""
+    (nbytes,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(nbytes)
+
+
+async def _end(sock: socket.socket) -> None:
+    """Hangs up, and closes the socket when the last answers are read: until then their descriptors are in flight, and
+    the connection counts."""
+    with closing(sock), suppress(OSError):  # the peer may hang up at any time
+        sock.shutdown(socket.SHUT_RDWR)
+        await _taken(sock)
 
 
 def _send(sock: socket.socket, message: attach.Reply, fds: list[int] | None = None) -> None:

@@ -277,7 +277,7 @@ class Daemon:
             self._sessions,
             lambda: self.config_problems,
             self._log,
-            lambda: None if self._beyond is None else self._beyond.problem,
+            [lambda: None if self._beyond is None else self._beyond.problem, lambda: self._attach.problem],
         )
         self.fleet: Final = self._made_fleet()
         """None where no peer is configured."""

@@ -93,9 +93,10 @@ class Health:
         sessions: SessionRegistry,
         config_problems: Callable[[], Sequence[str]],
         log: EventLog | None,
-        remote_problem: Callable[[], str | None],
+        others: Sequence[Callable[[], str | None]],
     ) -> None:
-        self._remote_problem: Final = remote_problem
+        """``others``: of parts with at most one problem at a time."""
+        self._others: Final = others
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -111,7 +112,7 @@ class Health:
             *self._pageable(caches),
             *self._old_leases(caches),
             *self._unlogged(),
-            *filter(None, [self._remote_problem()]),
+            *filter(None, [problem() for problem in self._others]),
             *self._config_problems(),
         ]
 
