@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvtier import connect
 from kvtier.abi import attach
 from kvtier.errors import RetryableError
+from kvtier.v1 import blocks_pb2
+from tests.integration import http2
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.raw import AttachSocket, attached
-from tests.integration.waiting import eventually
+from tests.integration.raw import AttachSocket, attached, channel_to, refusal
+from tests.integration.waiting import PATIENCE_S, eventually
+
+Code = grpc.StatusCode
+MAX_VISITORS = 64
 
 # -- descriptors in flight ---------------------------------------------------------------------------------------------
 
@@ -93,3 +104,77 @@ async def test_too_many_descriptors_in_flight_are_told_as_such(start_fresh):
         await cache.put(keys, blocks(keys))
         assert_bytes(keys, await cache.get(keys))
         assert (await client.stats()).problems == ()
+
+
+# -- calls without a session -------------------------------------------------------------------------------------------
+
+
+async def test_watchers_of_health_without_a_session_give_way_to_others(client, daemon, name):
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+    keys = chain(name, 2)
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(channel_to(daemon.address)) for _ in range(3)]
+        stubs: list[Any] = [HealthStub(channel) for channel in channels]
+        calls = [stubs[n % 3].Watch(HealthCheckRequest()) for n in range(3 * MAX_VISITORS)]
+        tasks = [asyncio.create_task(watched(call)) for call in calls]
+        await eventually(lambda: sum(task.done() for task in tasks), lambda count: count >= 2 * MAX_VISITORS)
+        assert {task.result() for task in tasks if task.done()} == {Code.RESOURCE_EXHAUSTED}
+        reply = await stubs[0].Check(HealthCheckRequest(), timeout=PATIENCE_S)
+        assert reply.status == reply.SERVING
+        await cache.put(keys, blocks(keys))
+        assert_bytes(keys, await cache.get(keys))
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*tasks)
+
+
+async def watched(call):
+    """How a watch of health ends."""
+    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+        async for _ in call:
+            pass
+    return await call.code()
+
+
+async def test_a_call_without_a_session_ends_before_its_message_comes(daemon, client):
+    with http2.connected(daemon.address) as sock:
+        streams = range(1, 81, 2)
+        for stream in streams:
+            http2.begin(sock, stream, "/kvtier.v1.Blocks/Commit", announced=15 << 20)
+        http2.ended(sock, streams)
+    assert (await client.stats()).problems == ()
+
+
+@pytest.mark.parametrize(
+    "method", ["/kvtier.v1.Blocks/Match", "/kvtier.v1.Events/Watch", "/grpc.health.v1.Health/Check"]
+)
+async def test_half_a_message_does_not_hold_a_call_for_ever(daemon, raw, method):
+    with http2.connected(daemon.address) as sock:
+        http2.begin(sock, 1, method, raw.welcome.token)
+        await asyncio.to_thread(http2.ended, sock, [1])
+
+
+async def test_a_request_larger_than_any_must_be(client, raw):
+    fault = await raw.refusal(raw.stubs.blocks.Match, blocks_pb2.MatchRequest(keys=bytes(17 << 20)))
+    assert fault.code is Code.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"])  # fmt: skip
+async def test_bytes_that_are_no_request_are_told_as_such(daemon, method):
+    async with channel_to(daemon.address) as channel:
+        ask: Any = channel.unary_unary(method)
+        fault = await refusal(ask(b"\xff\xff\xff", timeout=PATIENCE_S))
+    assert (fault.code, fault.detail.field) == (Code.INVALID_ARGUMENT, "request")
+    daemon.assert_healthy_log()
+
+
+async def test_bytes_that_are_no_session_request_are_told_as_such(start_daemon):
+    everybody = '{"anonymous": true, "caches": ["*"], "verbs": ["read"]}'
+    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", everybody, host=4)
+    async with grpc.aio.insecure_channel(daemon.tcp_address) as channel:
+        begin: Any = channel.stream_stream("/kvtier.v1.Sessions/Session")
+        call = begin(iter([b"\xff\xff\xff"]), timeout=PATIENCE_S)
+        fault = await refusal(call.read())
+    assert (fault.code, fault.detail.field) == (Code.INVALID_ARGUMENT, "request")
+    daemon.assert_healthy_log()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,15 +21,16 @@ import grpc.aio
 import xxhash
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from kvtier.abi.stream import GO_AHEAD_KEY
 from kvtier.v1 import common_pb2, transfer_pb2
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Anonymous, Certificate, Identity, Right, Rights
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shown, shutting_down
-from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
+from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused, shown, shutting_down
+from kvtierd.service.sessions import Session, SessionRegistry, account, require_attached, session_ended
+from kvtierd.service.visitors import read
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
@@ -36,6 +38,9 @@ StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
 
 UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
 """Takes a header and the chunks that follow it."""
+
+MAX_CALLS: Final = 4096
+"""At a time, watches included. One identity may have half of them."""
 
 MAX_DRAINED: Final = 128
 """Messages of a refused upload that the daemon reads before it sends the refusal."""
@@ -237,6 +242,8 @@ class Dispatcher:
         self._open: Final = open_calls
         self._kept: Final = kept
         self._stopping = False
+        self._of: Counter[Identity] = Counter()
+        """Open calls."""
 
     def stop(self) -> None:
         """Refuses every unary call and upload from now on: the verbs lose the engine."""
@@ -265,10 +272,11 @@ class Dispatcher:
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
             elif method.server_streaming:
                 call = self._open.counted(self._stream(method, verb, pace))
-                handlers[name] = grpc.unary_stream_rpc_method_handler(call)
+                handlers[name] = grpc.stream_stream_rpc_method_handler(call)
             else:
                 call = self._open.counted(self._unary(method, verb))
-                handlers[name] = grpc.unary_unary_rpc_method_handler(call, response_serializer=serialise)
+                # Reads its one message itself: after the session is known, and not for ever.
+                handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service, handlers)
 
     def _caller(self, context: _Context) -> Session:
@@ -277,21 +285,38 @@ class Dispatcher:
             raise shutting_down()
         return self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
 
-    def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[bytes, _Context], Awaitable[Message]]:
-        parse = _parser(method)
+    @contextmanager
+    def _counting(self, session: Session) -> Iterator[None]:
+        """Raises RESOURCE_EXHAUSTED if the session's client has too many calls open."""
+        who, most = account(session.peer.identity), MAX_CALLS // 2
+        if self._of[who] >= most:
+            says = f"{session.peer.identity} has {most} calls open; one identity may have {most}"
+            raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS", says)
+        self._of[who] += 1
+        try:
+            yield
+        finally:
+            self._of[who] -= 1
+            if not self._of[who]:
+                del self._of[who]
+
+    def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[object, _Context], Awaitable[Message]]:
+        parse = parser(method)
         mutates = "seq" in method.input_type.fields_by_name
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
-        async def call(raw: bytes, context: _Context) -> Message:
+        async def call(_: object, context: _Context) -> Message:
             try:
                 session = self._caller(context)
-                request = parse(raw)
-                self._access.require(session, needs, request)
-                if not mutates or not request.seq:
-                    return await verb(session, request)
-                digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, request)
-                return await session.replies.answer(request.seq, digest, run, self._kept)
+                with self._counting(session):
+                    raw = await _only(session, context)
+                    request = parse(raw)
+                    self._access.require(session, needs, request)
+                    if not mutates or not request.seq:
+                        return await verb(session, request)
+                    digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, request)
+                    return await session.replies.answer(request.seq, digest, run, self._kept)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
@@ -300,20 +325,21 @@ class Dispatcher:
 
     def _stream(
         self, method: MethodDescriptor, verb: StreamVerb, pace: Pace | None
-    ) -> Callable[[bytes, _Context], Awaitable[None]]:
-        parse = _parser(method)
+    ) -> Callable[[object, _Context], Awaitable[None]]:
+        parse = parser(method)
         needs = NEEDS[method.full_name]
 
-        async def call(raw: bytes, context: _Context) -> None:
+        async def call(_: object, context: _Context) -> None:
             session: Session | None = None
             try:
                 session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
-                request = parse(raw)
-                self._access.require(session, needs, request)
-                idle_s = None if pace is None else pace.idle_s
-                async with session.streaming(), aclosing(verb(session, request)) as replies:
-                    async for reply in replies:
-                        await _write(session, context, reply, idle_s, replies.aclose)
+                with self._counting(session):
+                    request = parse(await _only(session, context))
+                    self._access.require(session, needs, request)
+                    idle_s = None if pace is None else pace.idle_s
+                    async with session.streaming(), aclosing(verb(session, request)) as replies:
+                        async for reply in replies:
+                            await _write(session, context, reply, idle_s, replies.aclose)
                 return
             except asyncio.CancelledError:
                 if session is None or not session.ended or context.cancelled():
@@ -332,22 +358,29 @@ class Dispatcher:
         name = method.full_name.encode()
 
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
-            upload = _Upload(messages, _parser(method), context, pace)
+            upload = _Upload(messages, parser(method), context, pace)
             try:
                 session = self._caller(context)
-                raw, header = await upload.header()
-                self._access.require(session, needs, header)
-                if not (seq := header.commit.seq):
-                    return await verb(session, header, upload.chunks())
-                # The checksums in the header stand for the bytes after it.
-                digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, header, upload.chunks())
-                return await session.replies.answer(seq, digest, run)
+                with self._counting(session):
+                    raw, header = await upload.header()
+                    self._access.require(session, needs, header)
+                    if not (seq := header.commit.seq):
+                        return await verb(session, header, upload.chunks())
+                    # The checksums in the header stand for the bytes after it.
+                    run = partial(_run, verb, session, header, upload.chunks())
+                    return await session.replies.answer(seq, xxhash.xxh3_128_digest(name + raw), run)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(shutting_down() if self._stopping else error)
             await upload.drain()
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
         return call
+
+
+async def _only(session: Session, context: _Context) -> bytes:
+    """The message of a call. A session's client cannot have the daemon receive many large ones at a time."""
+    async with session.receiving:
+        return await read(context) or b""
 
 
 async def _write(
@@ -447,18 +480,6 @@ async def _run(verb: Callable[..., Awaitable[Message]], session: Session, *reque
     # The task starts a turn of the loop after the call: a session that ended meanwhile must get no lease.
     require_attached(session)
     return await verb(session, *request)
-
-
-def _parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
-    cls = message_factory.GetMessageClass(method.input_type)
-
-    def parse(raw: bytes) -> Any:
-        try:
-            return cls.FromString(raw)
-        except DecodeError as error:
-            raise bad_argument("request", f"{len(raw)} bytes", f"a serialised {method.input_type.full_name}") from error
-
-    return parse
 
 
 def caller_of(context: _Context) -> Identity | None:

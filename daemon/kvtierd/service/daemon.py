@@ -42,6 +42,7 @@ from kvtierd.service.servicers.events import EventsService
 from kvtierd.service.servicers.sessions import RemoteSessions
 from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
+from kvtierd.service.visitors import Visitors
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.cuda.pool import Gpu
@@ -296,8 +297,11 @@ class Daemon:
             _connection_capacity(config),
         )
         grace_s = config.tcp_grace_seconds
-        self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, grace_s, self._translator)
-        self._rpc: Final = RpcServer(self._handlers())
+        visitors = Visitors(self._translator)
+        self._remote: Final = RemoteSessions(
+            self._sessions, self._access, self._identity, grace_s, self._translator, visitors
+        )
+        self._rpc: Final = RpcServer(self._handlers(), visitors)
         self._tcp: str | None = None
 
     @classmethod

@@ -12,6 +12,9 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc import status_pb2
 
 from kvtier.abi.spec import FieldError
@@ -86,6 +89,19 @@ def shown(value: object) -> str:
     """A client's value, cut to the length of a message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
+    """Reads the requests of a method. What it returns raises INVALID_ARGUMENT for bytes that are none."""
+    cls = GetMessageClass(method.input_type)
+
+    def parse(raw: bytes) -> Any:
+        try:
+            return cls.FromString(raw)
+        except DecodeError as error:
+            raise bad_argument("request", f"{len(raw)} bytes", f"a serialised {method.input_type.full_name}") from error
+
+    return parse
 
 
 class Translator:

@@ -16,27 +16,32 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
+from grpc_reflection.v1alpha.reflection import aio as reflection
 
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_path
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier
 from kvtierd.service.cache import Cache
+from kvtierd.service.calls import MAX_CALLS
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.sessions import SessionRegistry
+from kvtierd.service.visitors import Visitors
 from kvtierd.tcp import TcpListener
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.superblock import DirectoryLock, io_errors
 
-MAX_MESSAGE_BYTES: Final = 64 << 20
-MAX_CALLS: Final = 4096
-"""At a time, watches included; more are answered RESOURCE_EXHAUSTED at once."""
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""What 1,024 blocks need in a commit, the largest request: clients split more. 16 KiB a block hold its keys, hashes and
+checksum, and 1,024 token ids with their extra ids."""
+MAX_STREAMS: Final = 1024
+"""Calls of a connection at a time. gRPC's client has others wait."""
 
 _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
     # A client may ask whether the connection lives while it has no call open, but not flood.
     ("grpc.keepalive_permit_without_calls", 1),
@@ -47,14 +52,17 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 class RpcServer:
     """Must be made, started and stopped on the loop that runs the verbs."""
 
-    def __init__(self, handlers: Mapping[str, grpc.GenericRpcHandler]) -> None:
-        """``handlers``: of each service, by its full name."""
+    def __init__(self, handlers: Mapping[str, grpc.GenericRpcHandler], visitors: Visitors) -> None:
+        """``handlers``: of each service, by its full name. Health and reflection are for visitors."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: Final = list(handlers)
-        self._server.add_generic_rpc_handlers(tuple(handlers.values()))
-        add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*self._served, HEALTH_SERVICE, reflection.SERVICE_NAME], self._server)
+        shown = reflection.ReflectionServicer([*self._served, HEALTH_SERVICE, REFLECTION_SERVICE])
+        for_visitors = (
+            visitors.handler(HEALTH_SERVICE, self._health, ("Check", "Watch")),
+            visitors.handler(REFLECTION_SERVICE, shown, ("ServerReflectionInfo",)),
+        )
+        self._server.add_generic_rpc_handlers((*handlers.values(), *for_visitors))
 
     def bind(self, path: str) -> None:
         """Raises RuntimeError where the socket cannot be made."""

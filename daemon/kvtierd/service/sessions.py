@@ -24,6 +24,8 @@ from kvtierd.service.errors import CallRefused, bad_argument, refused
 from kvtierd.service.peer import Peer
 from kvtierd.service.recovery import Entry, OldLife, Roll
 
+RECEIVED: Final = 8
+"""Calls of a session whose messages are received at a time."""
 REMEMBERED: Final = 128
 """Most remembered replies of a session, without those that name a live lease."""
 
@@ -186,6 +188,7 @@ class Session:
     lapse: asyncio.TimerHandle | None = None
     caches: Counter[CacheId] = field(default_factory=Counter)
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
+    receiving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RECEIVED))
     ended: bool = False
     enrolled: bool = False
     """Whether the roll has the session."""
@@ -244,13 +247,13 @@ class SessionRegistry:
         """A new session, which owns ``peer``. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS,
         TOO_MANY_OF_IDENTITY) and closes ``peer``."""
         try:
-            self._require_room(_account(peer.identity))
+            self._require_room(account(peer.identity))
         except AttachRefused:
             peer.close()
             raise
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
-        self._of[_account(peer.identity)] += 1
+        self._of[account(peer.identity)] += 1
         peer.watch(partial(self.end, session, "its process is gone"))
         _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
@@ -420,7 +423,7 @@ class SessionRegistry:
     def _end_an_idle_one(self, of: Identity | None = None) -> bool:
         """Ends an idle session, of one identity or of all. Returns whether there was one."""
         candidates = filter(self._is_idle, self._by_id.values())
-        idle = next((one for one in candidates if of is None or _account(one.peer.identity) == of), None)
+        idle = next((one for one in candidates if of is None or account(one.peer.identity) == of), None)
         if idle is not None:
             self.end(idle, "made room for another session")
         return idle is not None
@@ -442,7 +445,7 @@ class SessionRegistry:
             stream.cancel()
         if not session.remnant:
             del self._by_token[session.token]
-            who = _account(session.peer.identity)
+            who = account(session.peer.identity)
             self._of[who] -= 1
             if not self._of[who]:
                 del self._of[who]
@@ -459,7 +462,7 @@ def this_task() -> asyncio.Task[Any]:
     return task
 
 
-def _account(who: Identity) -> Identity:
+def account(who: Identity) -> Identity:
     """The identity that sessions count for: a user counts once, whatever groups its processes are in."""
     return User(who.uid, frozenset()) if isinstance(who, User) else who
 

@@ -49,7 +49,7 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
     """Looked at where its answer is handed to gRPC."""
     shown: list[int] = []
     readers: list[IndexReader] = []
-    unary = grpc.unary_unary_rpc_method_handler
+    unary = grpc.stream_unary_rpc_method_handler
 
     def looking(call: Any, *, response_serializer: Any, **others: Any) -> Any:
         def serialise(message: Any) -> bytes:
@@ -58,7 +58,7 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
 
         return unary(call, response_serializer=serialise, **others)
 
-    monkeypatch.setattr(grpc, "unary_unary_rpc_method_handler", looking)
+    monkeypatch.setattr(grpc, "stream_unary_rpc_method_handler", looking)
     async with running(config(short_dir, device=16, host=16)) as daemon, attached(daemon) as client:
         cache = await client.open()
         arena = next(iter(daemon._catalog)).runtime.arena

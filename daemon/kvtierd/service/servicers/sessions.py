@@ -21,9 +21,10 @@ from kvtier.v1 import session_pb2
 from kvtierd.rights import Identity
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
-from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
+from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
 from kvtierd.service.peer import printable
 from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry, this_task
+from kvtierd.service.visitors import Visitors, write
 
 HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
@@ -89,6 +90,7 @@ class RemoteSessions:
         identity: DaemonIdentity,
         grace_s: float,
         translate: Translator,
+        visitors: Visitors,
     ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
@@ -96,13 +98,13 @@ class RemoteSessions:
         self._grace_s: Final = grace_s
         self._heartbeat_s: Final = min(5.0, max(0.01, grace_s / 10))
         self._translate: Final = translate
+        self._visitors: Final = visitors
         self._conversations: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def handler(self, open_calls: OpenCalls) -> grpc.GenericRpcHandler:
-        method = grpc.stream_stream_rpc_method_handler(
+        method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             open_calls.counted(self._serve),
-            request_deserializer=session_pb2.SessionRequest.FromString,
             response_serializer=session_pb2.SessionReply.SerializeToString,
         )
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: method})
@@ -135,10 +137,13 @@ class RemoteSessions:
         await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
     async def _converse(self, context: _Context) -> None:
-        hello = await self._hear_hello(context)
-        session = self._admit(context, hello.token)
+        who = self._named(context)
+        async with self._visitors.visiting():
+            hello = await self._hear_hello(context)
+        session = self._admit(context, who, hello.token)
         try:
-            await context.write(session_pb2.SessionReply(welcome=self._welcome(session, resumed=bool(hello.token))))
+            welcome = self._welcome(session, resumed=bool(hello.token))
+            await write(context, session_pb2.SessionReply(welcome=welcome))
             beating = asyncio.create_task(self._beat(context), name="session-heartbeat")
             try:
                 if await self._listen(context):
@@ -152,22 +157,26 @@ class RemoteSessions:
     async def _hear_hello(self, context: _Context) -> session_pb2.Hello:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                request = await context.read()
+                request = await _next(context)
         except TimeoutError:
             _refuse("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s")
-        if request is grpc.aio.EOF or request.WhichOneof("message") != "hello":
+        if request is None or request.WhichOneof("message") != "hello":
             _refuse("NO_HELLO", "the first message must be a hello")
         if request.hello.version != VERSION:
             raise bad_argument("hello.version", request.hello.version, f"{VERSION}: what this daemon speaks")
         hello: session_pb2.Hello = request.hello
         return hello
 
-    def _admit(self, context: _Context, token: str) -> Session:
+    def _named(self, context: _Context) -> Identity:
+        """Whom a rule names. Raises :class:`AttachRefused`."""
         who = caller_of(context)
         if who is None:
             _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
         if not self._access.admits(who):
             _refuse("PERMISSION_DENIED", f"no rule of the daemon's names {who}")
+        return who
+
+    def _admit(self, context: _Context, who: Identity, token: str) -> Session:
         peer = RemotePeer(who, context.peer(), self._grace_s)
         if token:
             return self._sessions.resume(token, peer, this_task())
@@ -197,10 +206,10 @@ class RemoteSessions:
         while True:
             try:
                 async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
-                    request = await context.read()
+                    request = await _next(context)
             except TimeoutError:
                 return False
-            if request is grpc.aio.EOF:
+            if request is None:
                 return False
             match request.WhichOneof("message"):
                 case "heartbeat":
@@ -209,6 +218,16 @@ class RemoteSessions:
                     return True
                 case other:
                     raise bad_argument("message", other, "a heartbeat or a bye: this stream has said hello already")
+
+
+_parse: Final = parser(_METHOD)
+
+
+async def _next(context: _Context) -> session_pb2.SessionRequest | None:
+    """The next message; None at the end. Raises INVALID_ARGUMENT for bytes that are none."""
+    raw = await context.read()
+    message: session_pb2.SessionRequest | None = None if raw is grpc.aio.EOF else _parse(raw)
+    return message
 
 
 _CODES: Final = {
