@@ -22,7 +22,7 @@ from kvtier.v1 import blocks_pb2
 from tests.integration import http2
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to, refusal
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 Code = grpc.StatusCode
 MAX_VISITORS = 64
@@ -178,3 +178,22 @@ async def test_bytes_that_are_no_session_request_are_told_as_such(start_daemon):
         fault = await refusal(call.read())
     assert (fault.code, fault.detail.field) == (Code.INVALID_ARGUMENT, "request")
     daemon.assert_healthy_log()
+
+
+async def test_idle_connections_without_a_session_give_way(start_fresh):
+    daemon = start_fresh(host=4)
+    daemon.stop()
+    daemon.within = ["prlimit", "--nofile=512:512"]
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        with ExitStack() as stack:
+            for _ in range(400):  # with others in the backlog, all descriptors of the daemon
+                with suppress(BlockingIOError, TimeoutError):
+                    stack.enter_context(http2.connected(daemon.address))
+            await eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")), lambda count: count < 200)
+            keys = chain("c", 2)
+            await cache.put(keys, blocks(keys))
+            assert_bytes(keys, await cache.get(keys))
+            async with await patient(daemon.address) as other:  # somebody new comes in
+                assert (await other.stats()).problems == ()

@@ -29,6 +29,7 @@ from kvtierd.service.budgets import RememberedSlots, require_possible
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.connections import Connections
 from kvtierd.service.devices import Devices
 from kvtierd.service.errors import Translator
 from kvtierd.service.hub import CacheHeader, EventHub
@@ -303,6 +304,7 @@ class Daemon:
         )
         self._rpc: Final = RpcServer(self._handlers(), visitors)
         self._tcp: str | None = None
+        self._connections: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -345,6 +347,9 @@ class Daemon:
         if (address := self._config.metrics_address) is not None:
             self._metrics = self._serving_metrics(*address)
         await self._rpc.start()
+        port = None if self._tcp is None else int(self._tcp.rpartition(":")[2])
+        connections = Connections(run.rpc_path, port, self._sessions.owners)
+        self._connections = asyncio.create_task(connections.run(), name="connections")
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
@@ -373,6 +378,9 @@ class Daemon:
         open, and only the end of the process lets go of them."""
         if self._metrics is not None:
             await self._metrics.stop()
+        if self._connections is not None:
+            self._connections.cancel()
+            await asyncio.wait([self._connections])
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
         if self.fleet is not None:

@@ -66,6 +66,7 @@ class Peer:
     pidfd: int
     command: str
 
+    address: str = ""
     grace_s: None = None
     """A detached session lives as long as its process."""
     transport_identity: None = None

@@ -133,6 +133,11 @@ class SessionPeer(Protocol):
         ...
 
     @property
+    def address(self) -> str:
+        """As gRPC writes it; empty for a process of this host."""
+        ...
+
+    @property
     def uid(self) -> int: ...
     @property
     def command(self) -> str:
@@ -399,6 +404,10 @@ class SessionRegistry:
 
     def get(self, session: SessionId) -> Session | None:
         return self._by_id.get(session)
+
+    def owners(self) -> Counter[int | str]:
+        """How many sessions each client has, by its pid or TCP address."""
+        return Counter(session.peer.pid or session.peer.address for session in self._by_id.values())
 
     def owner_of(self, session: SessionId) -> tuple[int, str]:
         """Pid and command of a session; (0, "") if it has ended."""
