@@ -19,6 +19,8 @@ from typing import Final, TextIO
 
 BURST: Final = 10
 """Warnings and errors of one place in the code that are let through in a period."""
+INFO_BURST: Final = 100
+"""Info lines tell of each session and cache, of which there may be many at a start."""
 PERIOD_S: Final = 60.0
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -46,7 +48,7 @@ class Line(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Lets through :data:`BURST` warnings of one place in the code in :data:`PERIOD_S`.
+    """Lets through :data:`BURST` records of one place in the code in :data:`PERIOD_S`, of info :data:`INFO_BURST`.
 
     The first one after that says how many were left out.
     """
@@ -58,15 +60,16 @@ class RateLimit(logging.Filter):
         """Since when the records of a place are counted, and how many there were."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.INFO:
             return True
+        burst = INFO_BURST if record.levelno < logging.WARNING else BURST
         now, kind = self._clock(), (record.name, str(record.msg))
         since, count = self._kinds.get(kind, (now, 0))
         if now - since >= PERIOD_S:
-            record.suppressed = max(0, count - BURST)
+            record.suppressed = max(0, count - burst)
             since, count = now, 0
         self._kinds[kind] = since, count + 1
-        return count < BURST
+        return count < burst
 
 
 def set_up(level: str, stream: TextIO = sys.stderr) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtierd.logs import BURST, PERIOD_S, Line, RateLimit, is_journal
+from kvtierd.logs import BURST, INFO_BURST, PERIOD_S, Line, RateLimit, is_journal
 
 
 def record(message: str, *args: object, level: int = logging.INFO, error: BaseException | None = None) -> Any:
@@ -51,14 +51,14 @@ def test_the_journal_is_known_by_its_device_and_inode(tmp_path: Path, monkeypatc
         assert not is_journal(journal)
 
 
-def test_warnings_of_one_place_are_limited_and_counted() -> None:
+@pytest.mark.parametrize(("level", "burst"), [(logging.WARNING, BURST), (logging.INFO, INFO_BURST)])
+def test_lines_of_one_place_are_limited_and_counted(level: int, burst: int) -> None:
     now = [0.0]
     limit = RateLimit(lambda: now[0])
-    let_through = [limit.filter(record("slow ms=%d", n, level=logging.WARNING)) for n in range(BURST + 5)]
-    assert let_through == [True] * BURST + [False] * 5
-    assert limit.filter(record("another place", level=logging.WARNING))
-    assert all(limit.filter(record("news n=%d", n)) for n in range(100))
+    let_through = [limit.filter(record("slow ms=%d", n, level=level)) for n in range(burst + 5)]
+    assert let_through == [True] * burst + [False] * 5
+    assert limit.filter(record("another place", level=level))
     now[0] = PERIOD_S
-    after = record("slow ms=%d", 0, level=logging.WARNING)
+    after = record("slow ms=%d", 0, level=level)
     assert limit.filter(after)
     assert Line(journal=False).format(after).endswith("slow ms=0 suppressed=5")
