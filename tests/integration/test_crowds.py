@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from kvtier import connect
 from kvtier.abi import attach
 from kvtier.errors import RetryableError
-from kvtier.v1 import blocks_pb2
+from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration import http2
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to, refusal
@@ -26,6 +27,7 @@ from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 Code = grpc.StatusCode
 MAX_VISITORS = 64
+MAX_WATCHES = 64
 
 # -- descriptors in flight ---------------------------------------------------------------------------------------------
 
@@ -197,3 +199,25 @@ async def test_idle_connections_without_a_session_give_way(start_fresh):
             assert_bytes(keys, await cache.get(keys))
             async with await patient(daemon.address) as other:  # somebody new comes in
                 assert (await other.stats()).problems == ()
+
+
+# -- watchers of events ------------------------------------------------------------------------------------------------
+
+
+async def test_a_session_has_so_many_watches_and_their_heartbeats_are_spread(start_daemon):
+    daemon = start_daemon(host=4)
+    async with attached(daemon.address) as raw:
+        request = events_pb2.WatchRequest(heartbeat_ns=10_000_000)
+        calls = [raw.stubs.events.Watch(request, metadata=raw.metadata) for _ in range(MAX_WATCHES)]
+        for call in calls:
+            assert await call.read() is not grpc.aio.EOF
+        fault = await refusal(raw.stubs.events.Watch(request, metadata=raw.metadata).read())
+        assert (fault.code, fault.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHES")
+        assert str(MAX_WATCHES) in fault.message
+        await calls[0].read()
+        started = time.monotonic()
+        for _ in range(3):
+            await calls[0].read()
+        assert time.monotonic() - started > 3 * 0.1
+        for call in calls:
+            call.cancel()

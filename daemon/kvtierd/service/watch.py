@@ -26,6 +26,10 @@ COVER_S: Final = 0.1
 COVER_SHARE_S: Final = 0.02
 """Ids that were filtered away are covered once it is quiet for so long, and so long for each watcher."""
 
+BEAT_SHARE_S: Final = 0.002
+BEAT_MOST_S: Final = 0.8
+"""Heartbeats of a watcher are so long apart for each watcher, but no longer than clients bear, who wait for a second."""
+
 Caches = Callable[[str], bool]
 """Some caches, by name."""
 
@@ -242,7 +246,8 @@ class Watcher:
 
     def heard(self) -> None:
         """It has just been sent something."""
-        self.quiet_until = self._loop.time() + self._heartbeat_s
+        spread_s = min(BEAT_MOST_S, BEAT_SHARE_S * len(self._hub.watchers))
+        self.quiet_until = self._loop.time() + max(self._heartbeat_s, spread_s)
 
     async def _news(self) -> bool:
         """False when it stays quiet until a batch without events is due.

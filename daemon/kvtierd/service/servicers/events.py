@@ -18,13 +18,16 @@ from kvtierd.service import validation
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.errors import CallRefused, bad_argument, refused
 from kvtierd.service.hub import TOKENS_WEIGH, EventHub, slice_of
 from kvtierd.service.sessions import Session
 from kvtierd.service.watch import Caches, EventFilter, Watcher, every_cache, no_cache
 
 HEARTBEAT_S: Final = 10.0
 """For watchers that do not say."""
+
+MAX_WATCHES: Final = 64
+"""Of a session."""
 
 SLICE_BLOCKS: Final = 1024
 """Of a slice of a snapshot: listing so many takes about a millisecond of the loop."""
@@ -62,6 +65,9 @@ class EventsService:
         asked = EventFilter.of(request.filter)
         heartbeat_s = validation.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
         epoch, cursor = await self._start(request)
+        if list(self._watchers.values()).count(session) >= MAX_WATCHES:
+            says = f"the session has {MAX_WATCHES} watches open, and may have no more"
+            raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHES", says)
         # From here to its entry among the watchers nothing is waited for: no change of rights passes it by.
         self._require_named(session, request.filter.caches)
         watcher = Watcher(self._hub, epoch, cursor, self._as_allowed(session, asked), heartbeat_s)
