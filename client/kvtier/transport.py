@@ -142,16 +142,17 @@ class AttachConnection:
         except OSError as error:  # this process has no descriptor left, or the host no memory: for now
             raise DaemonUnavailable(f"no socket for {path}: {error.strerror}", reason="NO_SOCKET") from error
         try:
-            await asyncio.get_running_loop().sock_connect(sock, path)
+            sock.connect(path)  # at once, or never: asyncio would take a full backlog for a connection under way
+        except BlockingIOError as error:
+            sock.close()
+            message = f"too many clients wait for the daemon at {path}"
+            raise DaemonUnavailable(message, reason="TOO_MANY_SESSIONS") from error
         except PermissionError as error:
             sock.close()
             raise PermissionDenied(f"{path}: {error.strerror}", reason="PERMISSION_DENIED") from error
         except OSError as error:
             sock.close()
             raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON") from error
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         return cls(sock)
 
     async def hello(self, token: str | None) -> protocol.Welcome:

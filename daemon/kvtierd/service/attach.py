@@ -32,6 +32,8 @@ from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRe
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
+STRANGERS: Final = 8
+"""Connections of a uid that no rule names: enough to be told so."""
 _TAKEN_S: Final = 5.0
 """How long a client has to read the answers before a map."""
 _FIRST_LOOK_S: Final = 0.001
@@ -107,7 +109,8 @@ class AttachServer:
     def _begin(self, sock: socket.socket) -> None:
         who, most = credentials(sock), self._capacity
         of_uid = sum(uid == who.identity.uid for uid in self._connections.values())
-        if len(self._connections) >= most.sessions or of_uid >= most.of_identity:
+        most_of_uid = most.of_identity if self._access.admits(who.identity) else STRANGERS
+        if len(self._connections) >= most.sessions or of_uid >= most_of_uid:
             _log.warning("attach connection dropped why='too many' pid=%d uid=%d", who.pid, who.identity.uid)
             sock.close()
             return

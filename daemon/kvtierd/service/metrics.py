@@ -8,13 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from kvtierd.core.ids import DISK, GroupId
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 
 READ_S: Final = 5.0
 """How long a scrape waits for the loop. Then it fails."""
+MAX_CONNECTIONS: Final = 16
 _PROBE_S: Final = 0.1
 _LATENESS_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
 _GROUP: Final = ("cache", "group")
@@ -103,6 +110,46 @@ class Subjects:
     remote: RemoteTier | None
 
 
+class _Handler(WSGIRequestHandler):
+    timeout = 5
+    """Seconds that a peer may be silent."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape is no news."""
+
+
+class _Server(ThreadingWSGIServer):
+    """A thread a connection, :data:`MAX_CONNECTIONS` at a time: the oldest gives way."""
+
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        self._open: dict[Any, None] = {}
+        self._lock: Final = threading.Lock()
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        super().__init__((str(found[0][4][0]), port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):  # it has just ended
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scrape that failed, or a peer that was silent or gave way."""
+        _log.info("a connection for metrics ended error=%r", str(sys.exception()))
+
+
 class Metrics(Collector):
     """Serves metrics over HTTP until :meth:`stop`. Made and stopped on the loop; scraped by threads of their own."""
 
@@ -121,9 +168,11 @@ class Metrics(Collector):
             registry=registry,
         )
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = _Server(host, port)
         except OSError as error:
             raise TierConfigError("metrics_listen", f"{host}:{port}", f"cannot listen there: {error}") from error
+        self._server.set_app(make_wsgi_app(registry))
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
         self._probe = self._next_probe()
         _log.info("serving metrics address=%s port=%d", host, self._server.server_port)
 

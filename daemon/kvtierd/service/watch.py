@@ -28,7 +28,7 @@ COVER_SHARE_S: Final = 0.02
 
 BEAT_SHARE_S: Final = 0.002
 BEAT_MOST_S: Final = 0.8
-"""Heartbeats of a watcher are so long apart for each watcher, but no longer than clients bear, who wait for a second."""
+"""Heartbeats are so far apart for each watcher there is, but no further than clients bear, who wait for a second."""
 
 Caches = Callable[[str], bool]
 """Some caches, by name."""
