@@ -281,6 +281,7 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "TIER_OFFLINE": _plain(TierOffline),
     "TIER_FAILED": _plain(TierOffline),
     "TOO_MANY_OF_IDENTITY": _plain(RetryableError),
+    "NO_DESCRIPTOR": _plain(RetryableError),
     "TOO_MANY_CALLS": _plain(RetryableError),
     "TOO_MANY_WATCHES": _plain(RetryableError),
     "RESOURCE_EXHAUSTED": _plain(RetryableError),  # gRPC's own, without a detail: of calls or of a message's size

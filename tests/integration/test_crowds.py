@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import time
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -23,6 +24,7 @@ from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration import http2
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to, refusal
+from tests.integration.scraping import port_of, scrape
 from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 Code = grpc.StatusCode
@@ -221,3 +223,85 @@ async def test_a_session_has_so_many_watches_and_their_heartbeats_are_spread(sta
         assert time.monotonic() - started > 3 * 0.1
         for call in calls:
             call.cancel()
+
+
+# -- on the attach socket and the metrics port -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+async def test_users_that_no_rule_names_keep_nobody_out(start_fresh):
+    daemon = start_fresh(host=4)
+    for path, mode in ((daemon.home, 0o755), (daemon.home / "run", 0o755), (daemon.sockets[1], 0o666)):
+        path.chmod(mode)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(stranger(daemon.address)) for _ in range(60)]
+        await eventually(lambda: sum(map(hung_up, silent)), lambda count: count >= 60 - 8, within=4)
+        async with await connect(daemon.address) as client:
+            assert (await client.stats()).problems == ()
+
+
+def stranger(address):
+    os.seteuid(65534)  # whom the kernel notes as the peer
+    try:
+        return AttachSocket(address)
+    finally:
+        os.seteuid(0)
+
+
+def hung_up(sock):
+    try:
+        return sock.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+async def test_a_full_backlog_is_told_as_such(start_fresh):
+    daemon = start_fresh(host=4)
+    daemon.pause()
+    try:
+        with ExitStack() as stack:
+            with pytest.raises(BlockingIOError):
+                while True:
+                    sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    sock.setblocking(False)
+                    sock.connect(str(daemon.sockets[1]))
+            with pytest.raises(RetryableError, match="too many clients wait"):
+                await connect(daemon.address)
+    finally:
+        daemon.resume()
+
+
+async def test_silent_scrapers_keep_no_other_out(start_fresh):
+    daemon = start_fresh("--metrics-listen", "127.0.0.1:0", host=4)
+    address = ("127.0.0.1", port_of(daemon))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
+        for sock in silent:
+            sock.setblocking(False)
+        for _ in range(4):
+            assert (await scrape(daemon)).value("kvtier_sessions") == 0
+        await eventually(lambda: sum(map(closed, silent)), lambda count: count >= 60 - 16, within=4)
+
+
+def closed(sock):
+    try:
+        return sock.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+
+
+async def test_no_descriptor_left_is_told_as_such(start_fresh):
+    daemon = start_fresh(host=4000)
+    async with await connect(daemon.address) as client:
+        assert (await client.stats()).problems == ()
+        soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        used = max(map(int, os.listdir(f"/proc/{daemon.pid}/fd"))) + 1
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (used, hard))
+        with pytest.raises(RetryableError, match="Too many open files") as failed:
+            for number in range(10):
+                await client.open_cache(f"c{number}", SPEC, budgets=sizes(host=4))
+        assert (type(failed.value), failed.value.reason) == (RetryableError, "NO_DESCRIPTOR")
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        await client.open_cache("c", SPEC, budgets=sizes(host=4))

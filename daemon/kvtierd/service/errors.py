@@ -6,6 +6,7 @@ lacks is a bug of the daemon: INTERNAL, and a log line.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -128,6 +129,8 @@ class Translator:
         }
 
     def __call__(self, error: Exception) -> CallRefused:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # of the system's or of a tier's
+            return refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_DESCRIPTOR", str(error))
         for kind in type(error).__mro__:
             if translate := self._table.get(kind):
                 return translate(error)

@@ -8,6 +8,7 @@ before it is used (a sparse one dies of SIGBUS when memory is short), and no oth
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -22,7 +23,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError
+from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError, TierIOError
 
 # SEAL besides the two that protect the daemon: a client holding a writable descriptor could otherwise add FUTURE_WRITE
 # and lock a restarted daemon out of its own memory.
@@ -56,7 +57,8 @@ class Memfd:
     def create(cls, name: str, size: int) -> Self:
         """A zeroed segment of ``size`` bytes. ``name`` is what operators see in /proc/<pid>/maps.
 
-        Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` where memory is short.
+        Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` where memory is short,
+        :class:`TierIOError` where it is a limit of this process.
         """
         require_memory(name, size)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -76,6 +78,8 @@ class Memfd:
             read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             os.close(fd)
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EFBIG):
+                raise TierIOError(error.errno, f"{name}: no shared memory: {error.strerror}") from error
             raise TierConfigError(name, size, f"cannot allocate shared memory: {error.strerror}") from error
         return cls(fd, read_only_fd, array)
 
