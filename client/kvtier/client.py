@@ -342,14 +342,11 @@ class AsyncClient:
         """Deletes blocks of the store beyond the host; ``dry_run`` says what would go.
 
         Args:
-            caches: only blocks of these; none = of all caches. Those that other daemons wrote count, too.
+            caches: only blocks of these, whoever wrote them; none = of all caches.
             older_than: seconds; blocks written longer ago go.
             keep_bytes: of the rest the least recently used go, as long as it has more bytes.
-
-        Raises:
-            InvalidArgument: a value is out of its range, or both are None.
-            CallerError: there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED).
-            TierOffline: the store fails. What was deleted before that is gone.
+        Raises: InvalidArgument where a value is out of its range or both are None. CallerError where there is no store
+            (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED). TierOffline where it fails half-way.
         """
         if older_than is not None:
             require_within("older_than", older_than, 1e-9, MOST_SECONDS, "above 0 seconds")

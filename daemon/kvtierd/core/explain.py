@@ -132,6 +132,12 @@ def _sum(counts: Collection[TierCount]) -> TierCount:
     )
 
 
+def carried(windows: Collection[WindowManager], tier: Tier) -> tuple[int, int]:
+    """Blocks that went to or from a tier so far, and those that failed to."""
+    records = [record for edge, record in edges(windows).items() if tier in edge]
+    return sum(record.blocks for record in records), sum(record.failures for record in records)
+
+
 def edges(windows: Collection[WindowManager]) -> dict[Edge, EdgeRecord]:
     """Sums over the groups."""
     total: dict[Edge, EdgeRecord] = {}

@@ -383,11 +383,6 @@ class BlockManager:
         self._pump_all(now)
         return ResetReport(dropped, kept, going_on), self._take(now)
 
-    def pinned_slots(self) -> int:
-        """Over all tiers and groups."""
-        states = (window.state for window in self.windows.values())
-        return sum(state.pins.slots(tier) for state in states for tier in state.tiers)
-
     def reset_plan(self) -> ResetReport:
         """What a forced reset would do."""
         blocks = sum(len(window.state.index) for window in self.windows.values())
@@ -400,7 +395,8 @@ class BlockManager:
         return ResetReport(blocks - kept, kept)
 
     def _require_unheld(self) -> None:
-        pinned = self.pinned_slots()
+        states = (window.state for window in self.windows.values())
+        pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
         holders = holders_of(self.leases.values())  # a lease may have let go of all that it had
         if holders or pinned:
             raise StillHeld(holders, pinned)
@@ -422,14 +418,9 @@ class BlockManager:
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """New priorities and durations (none at all: for ever) for stored blocks; see ``core/retention.py``."""
         window = self._window(group)
-        results = []
-        for key, (priority, duration_ms) in zip(keys, pairs(priorities, durations_ms), strict=True):
-            block = window.state.index.get(key)
-            if block is not None:
-                window.state.retain(block, priority, duration_ms, Cause.EXPLICIT)
-            results.append(BlockResult.NOT_FOUND if block is None else BlockResult.OK)
+        results = window.set_retention(keys, pairs(priorities, durations_ms))
         self._pump(now, window)
-        return tuple(results), self._take(now)
+        return results, self._take(now)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 
@@ -535,12 +526,6 @@ class BlockManager:
         left = {group: steps for group, steps in left.items() if not removal.advance(states[group], steps)}
         self._pump_all(now)
         return left or None, self._take(now)
-
-    def carried(self, tier: Tier) -> tuple[int, int]:
-        """Blocks that went to or from a tier so far, and those that failed to."""
-        edges = explain.edges(self.windows.values())
-        records = [record for edge, record in edges.items() if tier in edge]
-        return sum(record.blocks for record in records), sum(record.failures for record in records)
 
     def restore_disk(self, now: int) -> Outcome:
         """The disk is back; its store has been emptied by the caller."""

@@ -94,6 +94,14 @@ class WindowManager:
             if priority != UNCHANGED:
                 self.state.retain(block, priority, duration_ms, DEMAND)
 
+    def set_retention(self, keys: Sequence[Key], given: Sequence[tuple[int, int]]) -> tuple[BlockResult, ...]:
+        """New retention for blocks, by their keys."""
+        blocks = [self.state.index.get(key) for key in keys]
+        for block, (priority, duration_ms) in zip(blocks, given, strict=True):
+            if block is not None:
+                self.state.retain(block, priority, duration_ms, Cause.EXPLICIT)
+        return tuple(BlockResult.NOT_FOUND if block is None else BlockResult.OK for block in blocks)
+
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
         """Nothing of these blocks is given up while the request waits; what it claimed or held before is let go."""
         found_in = dict(zip(ticket.blocks, ticket.found_in, strict=True))

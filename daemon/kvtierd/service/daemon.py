@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvtierd.config import LIVE, Config
+from kvtierd.core.explain import carried
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
@@ -150,7 +151,7 @@ class FailingDisks:
             return False
 
     async def _look_at(self, cache: Cache, health: _Health) -> None:
-        health.note(*cache.runtime.manager.carried(Tier.DISK))
+        health.note(*carried(cache.runtime.manager.windows.values(), Tier.DISK))
         failing = health.since is not None and time.monotonic() - health.since >= self._grace_s
         if not failing and health.lost is None:
             return

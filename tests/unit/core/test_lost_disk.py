@@ -68,7 +68,8 @@ def test_what_is_pinned_there_is_let_go_of() -> None:
     bench.pin("a", DISK)
     bench.lose_disk()
     bench.lose_disk()
-    assert bench.core.pinned_slots() == 0
+    states = (window.state for window in bench.core.windows.values())
+    assert sum(state.pins.slots(tier) for state in states for tier in state.tiers) == 0
     assert bench.states(DISK) == {SlotState.QUARANTINED: 2}
 
 
