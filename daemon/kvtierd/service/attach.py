@@ -183,7 +183,7 @@ class AttachServer:
             denied = refusal.code is grpc.StatusCode.PERMISSION_DENIED
             _send(sock, attach.Failure(refusal.code.name if denied else refusal.detail.reason, refusal.message))
             return
-        self._sessions.gets_memory(session)
+        self._sessions.gets_memory(session, write=request.write)
         shared = cache.runtime.arena.shared(write=request.write)
         try:
             _send(sock, attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))

@@ -197,6 +197,8 @@ class Session:
     ended: bool = False
     enrolled: bool = False
     """Whether the roll has the session."""
+    writes: bool = False
+    """Whether its process was given memory to write."""
     streams: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that send to the client; they are cancelled with the session."""
     remnant: bool = False
@@ -315,7 +317,7 @@ class SessionRegistry:
     def kick(self, session: Session, why: str) -> None:
         """Ends the session, but for blank slots that a live process of this host may still write: they stay out of use
         until the process gives them up or ends."""
-        if isinstance(session.peer, Peer) and not session.peer.is_gone():
+        if (session.writes or session.remnant) and not session.peer.is_gone():
             self._engine.disown_session(session.id)
             if self._engine.session_leases(session.id):
                 _log.info("session is kicked session=%d pid=%d why=%r", session.id, session.peer.pid, why)
@@ -347,9 +349,10 @@ class SessionRegistry:
         live = frozenset(session.id for session in self._remnants.values())
         return OldLife(live, frozenset(dead), self._keeper)
 
-    def gets_memory(self, session: Session) -> None:
+    def gets_memory(self, session: Session, *, write: bool) -> None:
         """Enters the session in the roll, before its process gets a cache's memory. A restarted daemon waits for the
         sessions in the roll only."""
+        session.writes |= write
         if self._roll is not None and isinstance(session.peer, Peer) and not session.enrolled:
             self._roll.enter(session.token, session.id, session.peer)
             session.enrolled = True

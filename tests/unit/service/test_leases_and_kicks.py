@@ -117,6 +117,8 @@ async def test_slots_that_a_kicked_process_may_write_stay_out_of_use_until_it_le
     await operator.open()
     await engine.put(cache, chain(2), release=False)
     await engine.reserve(cache, 3)
+    await engine.socket.send(attach.encode(attach.Map(cache, write=True)))
+    await engine.socket.receive()
     kicked, token = engine.welcome.session_id, engine.welcome.token
     assert await kick(operator, kicked) == (2, 5)
     for _ in range(2):
