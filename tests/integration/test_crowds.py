@@ -113,15 +113,16 @@ async def test_too_many_descriptors_in_flight_are_told_as_such(start_fresh):
 # -- calls without a session -------------------------------------------------------------------------------------------
 
 
-async def test_watchers_of_health_without_a_session_give_way_to_others(client, daemon, name):
+@pytest.mark.parametrize("crowd", [3 * MAX_VISITORS, pytest.param(5000, marks=pytest.mark.long)])
+async def test_watchers_of_health_without_a_session_give_way_to_others(client, daemon, name, crowd):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
     keys = chain(name, 2)
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(channel_to(daemon.address)) for _ in range(3)]
         stubs: list[Any] = [HealthStub(channel) for channel in channels]
-        calls = [stubs[n % 3].Watch(HealthCheckRequest()) for n in range(3 * MAX_VISITORS)]
+        calls = [stubs[n % 3].Watch(HealthCheckRequest()) for n in range(crowd)]
         tasks = [asyncio.create_task(watched(call)) for call in calls]
-        await eventually(lambda: sum(task.done() for task in tasks), lambda count: count >= 2 * MAX_VISITORS)
+        await eventually(lambda: sum(task.done() for task in tasks), lambda count: count >= crowd - MAX_VISITORS)
         assert {task.result() for task in tasks if task.done()} == {Code.RESOURCE_EXHAUSTED}
         reply = await stubs[0].Check(HealthCheckRequest(), timeout=PATIENCE_S)
         assert reply.status == reply.SERVING
@@ -184,15 +185,16 @@ async def test_bytes_that_are_no_session_request_are_told_as_such(start_daemon):
     daemon.assert_healthy_log()
 
 
-async def test_idle_connections_without_a_session_give_way(start_fresh):
+@pytest.mark.parametrize(("crowd", "limit"), [(400, 512), pytest.param(4200, 4096, marks=pytest.mark.long)])
+async def test_idle_connections_without_a_session_give_way(start_fresh, crowd, limit):
     daemon = start_fresh(host=4)
     daemon.stop()
-    daemon.within = ["prlimit", "--nofile=512:512"]
+    daemon.within = ["prlimit", f"--nofile={limit}:{limit}"]
     daemon.start()
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         with ExitStack() as stack:
-            for _ in range(400):  # with others in the backlog, all descriptors of the daemon
+            for _ in range(crowd):  # with others in the backlog, all descriptors of the daemon
                 with suppress(BlockingIOError, TimeoutError):
                     stack.enter_context(http2.connected(daemon.address))
             await eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")), lambda count: count < 200)

@@ -10,10 +10,11 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,44 +50,34 @@ class Connections:
         self._path: Final = path
         self._port: Final = port
         self._owners: Final = owners
-        self._fewest = len(os.listdir("/proc/self/fd"))
-        self._spare = _spare()
+        self._fewest = len(_descriptors())
+        self._crowded = False
 
     async def run(self) -> None:
         """Until cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(LOOK_S)
-                closed = await asyncio.to_thread(self._look, self._owners())
-                if closed:
-                    _log.warning("connections without a session are closed count=%d", closed)
-        finally:
-            if self._spare is not None:
-                os.close(self._spare)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            closed = await asyncio.to_thread(self._look, self._owners())
+            if closed:
+                _log.warning("connections without a session are closed count=%d", closed)
 
     def _look(self, owners: Counter[int | str]) -> int:
-        """How many were shut down. It needs one descriptor at a time, also where the daemon has none left."""
-        if self._spare is not None:
-            os.close(self._spare)
-        try:
-            descriptors = os.listdir("/proc/self/fd")
-            self._fewest = min(self._fewest, len(descriptors))
-            if len(descriptors) < self._fewest + MAX_STRANGERS // 4:
-                return 0
-            closed = sum(map(self._shut, self._surplus(descriptors, owners)))
-            self._fewest = len(descriptors) - closed
-            if closed:
+        """How many were shut down. It needs no descriptor: the daemon may have none left."""
+        descriptors = _descriptors()
+        self._fewest = min(self._fewest, len(descriptors))
+        if len(descriptors) < self._fewest + MAX_STRANGERS // 4:
+            if self._crowded:
                 _give_memory_back()
-            return closed
-        except OSError:  # others took the descriptor: the next look is soon
+            self._crowded = False
             return 0
-        finally:
-            self._spare = _spare()
+        closed = sum(map(_shut, self._surplus(descriptors, owners)))
+        self._fewest, self._crowded = len(descriptors) - closed, self._crowded or closed > 0
+        return closed
 
-    def _surplus(self, descriptors: Collection[str], owners: Counter[int | str]) -> Iterator[_Connection]:
+    def _surplus(self, descriptors: Collection[int], owners: Counter[int | str]) -> Iterator[_Connection]:
         left = Counter({owner: OF_SESSION * sessions for owner, sessions in owners.items()})
         strangers: list[_Connection] = []
-        for connection in sorted(filter(None, (self._connection(int(fd)) for fd in descriptors))):
+        for connection in sorted(filter(None, (self._connection(fd) for fd in descriptors))):
             if left[connection.owner]:
                 left[connection.owner] -= 1
             else:
@@ -100,7 +91,7 @@ class Connections:
 
     def _connection(self, fd: int) -> _Connection | None:
         """What is known of a descriptor; None if it is no accepted connection."""
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        with suppress(OSError), _borrowed(fd) as sock:
             inode = os.fstat(sock.fileno()).st_ino
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return None
@@ -113,20 +104,32 @@ class Connections:
                 return _Connection(inode, fd, address, host)
         return None
 
-    def _shut(self, stranger: _Connection) -> bool:
-        """False where it is closed already, and its number another's."""
-        with suppress(OSError), socket.socket(fileno=os.dup(stranger.fd)) as sock:
-            if os.fstat(sock.fileno()).st_ino == stranger.inode:
-                sock.shutdown(socket.SHUT_RDWR)
-                return True
-        return False
 
-
-def _spare() -> int | None:
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """gRPC's socket; it stays gRPC's. Raises OSError for another descriptor."""
+    sock = socket.socket(fileno=fd)
     try:
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _shut(connection: _Connection) -> bool:
+    """False where it is closed already, and its number another's."""
+    with suppress(OSError), _borrowed(connection.fd) as sock:
+        if os.fstat(connection.fd).st_ino == connection.inode:
+            sock.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+def _descriptors() -> Collection[int]:
+    """Of this process."""
+    try:
+        return [int(fd) for fd in os.listdir("/proc/self/fd")]
+    except OSError:  # none is left to read the directory with: all are taken
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _give_memory_back() -> None:
