@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import time
+from collections import Counter
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -123,7 +124,10 @@ async def test_watchers_of_health_without_a_session_give_way_to_others(client, d
         calls = [stubs[n % 3].Watch(HealthCheckRequest()) for n in range(crowd)]
         tasks = [asyncio.create_task(watched(call)) for call in calls]
         await eventually(lambda: sum(task.done() for task in tasks), lambda count: count >= crowd - MAX_VISITORS)
-        assert {task.result() for task in tasks if task.done()} == {Code.RESOURCE_EXHAUSTED}
+        codes = Counter(task.result() for task in tasks if task.done())
+        # In a large crowd gRPC tells some calls only that they were cancelled.
+        assert codes.most_common(1)[0][0] is Code.RESOURCE_EXHAUSTED
+        assert codes.keys() <= {Code.RESOURCE_EXHAUSTED, Code.CANCELLED}
         reply = await stubs[0].Check(HealthCheckRequest(), timeout=PATIENCE_S)
         assert reply.status == reply.SERVING
         await cache.put(keys, blocks(keys))
