@@ -71,3 +71,11 @@ def short_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="kv-"))
     yield directory
     shutil.rmtree(directory)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the runs of ``tests/torture`` did and found."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, line in report.user_properties:
+            if name == "torture" and report.when == "call":
+                terminalreporter.write_line(f"torture: {line}")

@@ -43,9 +43,11 @@ class Load:
     def __init__(self, address: str, name: str, *, chains: int, workers: int, seed: int) -> None:
         self.name = name
         self.done: Counter[str] = Counter()
-        """Operations that ended well, by kind; "died" those that a death of the daemon ended."""
+        """Operations that ended well, by kind; "died" those that a death of the daemon ended. "blocks": compared."""
         self.dropped: set[str] = set()
         """Chains that a drop was asked for."""
+        self.acknowledged: set[bytes] = set()
+        """Blocks that a move said are on disk."""
         self._address = address
         self._names = [f"{name}/{number}" for number in range(chains)]
         self._rng = random.Random(seed)
@@ -111,6 +113,7 @@ class Load:
         keys = self._some_keys()
         found = await cache.get(keys, tier=self._some_tier())
         assert_bytes(keys[: len(found)], found)
+        self.done["blocks"] += len(found)
 
     async def _read_in_place(self, cache: Cache) -> None:
         """Holds a chain for a while, over a death of the daemon perhaps, and reads it where it lies."""
@@ -120,6 +123,7 @@ class Load:
                 right = np.array_equal(bytes_in(lease.view(index)), block(key))
                 assert right, f"wrong bytes under a lease in the {lease.tier} tier"
             assert lease.unchanged()
+            self.done["blocks"] += len(lease)
 
     async def _reserve_in_vain(self, cache: Cache) -> None:
         """Takes slots, scribbles into them and gives them back without a commit."""
@@ -128,7 +132,10 @@ class Load:
                 scribble_into(lease.view(index))
 
     async def _move(self, cache: Cache) -> None:
-        await cache.move(self._some_keys(), self._rng.choice(tuple(TIERS)))
+        keys, tier = self._some_keys(), self._rng.choice(tuple(TIERS))
+        results = await cache.move(keys, tier)
+        if tier is Tier.DISK:
+            self.acknowledged.update(key for key, result in zip(keys, results, strict=True) if result is BlockResult.OK)
 
     async def _drop(self, cache: Cache) -> None:
         number = self._rng.randrange(len(self._names))

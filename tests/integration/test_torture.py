@@ -27,10 +27,6 @@ from tests.integration.waiting import eventually
 PARTS = ("read_in_threads", "read_and_hold", "put", "fill")
 COVERED = ("repeats", "blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored")
 """What a run goes on for until it has seen it."""
-LONG_S = 75.0
-CHECKED = ("--debug-checks",)
-"""They take most of the daemon's time, so that fewer blocks are evicted."""
-
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor")
 
 
@@ -94,6 +90,7 @@ def supervised(home, seed, *, parts, turns, ends, seconds, flags=()):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(path.exists() for path in daemon.plain.sockets)
     assert "Traceback" not in daemon.log
+    return report
 
 
 def unsupervised(home, seed, *, parts, turns, ends, seconds, flags=()):
@@ -106,22 +103,17 @@ def unsupervised(home, seed, *, parts, turns, ends, seconds, flags=()):
 
     daemon.start()
     try:
-        assert_right(torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds))
+        report = torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
+        assert_right(report)
         settle(daemon.address)
     finally:
         daemon.stop()
+    return report
 
 
 @pytest.mark.parametrize(("variant", "ends"), [(supervised, 2), (unsupervised, 1)])
 def test_every_byte_is_right(short_dir, variant, ends):
     variant(short_dir, SEED, parts=PARTS, turns=15, ends=ends, seconds=0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("variant", "flags"), [(supervised, CHECKED), (unsupervised, ())])
-def test_every_byte_is_right_for_a_long_time(short_dir, variant, flags):
-    """Once with all of the daemon's own checks after each of its steps, once with many more steps."""
-    variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=200, ends=4, seconds=LONG_S, flags=flags)
 
 
 @pytest.mark.long

@@ -27,6 +27,8 @@ TIGHT: Final = sizes(device=24, host=32, disk=64)
 CHAINS: Final = {"roomy": 32, "tight": 24}
 WORKERS: Final = 3
 """Clients on each cache."""
+PROVED: Final = 6
+"""Chains that are read back whole after each kill."""
 EVENTS_BETWEEN: Final = 600
 """Most events between one end and the next."""
 
@@ -50,6 +52,8 @@ class Trial:
         await asyncio.sleep(self.rng.uniform(0, 0.02))  # between events, too, not only where one was just sent
         await asyncio.to_thread(end)
         on_disk = {name: recorded(self.daemon, name) for name in self.caches}
+        acknowledged = self.loads["roomy"].acknowledged - self.dropped_keys()
+        assert acknowledged <= on_disk["roomy"].keys(), f"{len(acknowledged - on_disk['roomy'].keys())} moves undone"
         began = time.perf_counter()
         await asyncio.to_thread(self.daemon.start)
         self.serving_s.append(time.perf_counter() - began)
@@ -89,9 +93,30 @@ class Trial:
         undropped = self.witness.left_disk["roomy"] - self.dropped_keys()
         assert not undropped, f"{len(undropped)} blocks left a disk that had room"
 
+    def line(self, kills: int) -> str:
+        """What was done and found, of a trial that has settled."""
+        blocks = sum(load.done["blocks"] for load in self.loads.values())
+        return (
+            f"killed {kills} times: 0 wrong of {blocks:,} blocks read, {len(self.loads['roomy'].acknowledged):,} "
+            f"acknowledged on disk and 0 of them lost, {self.witness.events:,} events without a hole; "
+            f"start to serving at most {max(self.serving_s):.2f} s"
+        )
+
     def dropped_keys(self) -> set[bytes]:
         """Of the roomy cache."""
         return {key for name in self.loads["roomy"].dropped for key in chain(name, CHAIN_BLOCKS)}
+
+
+async def kill_under_load(start_daemon: StartDaemon, kills: int, seed: int, *flags: str) -> str:
+    """Kills the daemon, starts it and looks at everything, again and again. What was done and found."""
+    async with trial(start_daemon, seed, *flags) as run:
+        for number in range(1, kills + 1):
+            start = await run.end_and_restart(run.daemon.kill)
+            assert start.epoch == number + 1
+            await run.assert_reachable(PROVED)
+        await run.settle()
+        assert [gap.epoch for gap in run.witness.gaps] == list(range(1, kills + 1))
+        return run.line(kills)
 
 
 @asynccontextmanager
