@@ -28,7 +28,7 @@ from tests.integration.touching import bytes_in, scribble_into
 CHAIN_BLOCKS: Final = 12
 _CALL_S: Final = 20.0
 _HOLD_S: Final = 0.02
-_HOLDS: Final = (TierFull, DeadlineExceeded, TooShort)
+HOLDS: Final = (TierFull, DeadlineExceeded, TooShort)
 """No fault of anybody: others hold the slots, or have made the chain shorter."""
 _DEATHS: Final = (LeaseLost, DaemonUnavailable)
 """What a caller may see of a daemon that dies: a lease is gone, or an answer that cannot be asked for again."""
@@ -91,7 +91,7 @@ class Load:
                 (operation,) = self._rng.choices(kinds, weights)
                 try:
                     await operation(cache)
-                except _HOLDS:
+                except HOLDS:
                     self.done["held up"] += 1
                 except _DEATHS:
                     self.done["died"] += 1

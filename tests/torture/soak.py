@@ -1,0 +1,215 @@
+"""Hours of mixed load on one daemon: ``python -m tests.torture.soak --hours 8``.
+
+Each minute clients come, put, get, hold, move, drop and watch, make caches and remove them, and go. Then nobody works,
+and the daemon is looked at: what it keeps then is what it keeps for ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from kvtier import AsyncClient, Event, Tier, connect
+from tests import devices
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.load import HOLDS, Load
+
+ROUND_S: Final = 60.0
+SETTLE_S: Final = 11.0
+"""Without load, before anything is looked at: the library of the store keeps threads ten seconds after their work."""
+IDLE_S: Final = 5.0
+"""Without load after that, while CPU time is looked at."""
+STEADY: Final = sizes(device=24, host=32, disk=64)
+PASSING: Final = sizes(device=8, host=16, disk=32)
+"""Of the caches that are made and removed, one at a time."""
+_CHAINS: Final = 24
+_WORKERS: Final = 3
+_KEPT_REMOTELY: Final = 4 << 20
+_MORE_MEMORY: Final = 8 << 20
+"""What the daemon may keep at the end beyond what it kept after the first round."""
+_MORE_FDS: Final = 8
+_IDLE_CPU: Final = 2.0
+"""Percent of a processor."""
+_FLAGS: Final = ("--event-ring-bytes", "1MiB", "--event-log-bytes", "8MiB")
+"""Full within the first round, so that they do not grow later."""
+
+
+@dataclass(slots=True, frozen=True)
+class Sample:
+    """A daemon that nobody asks anything. Memory in bytes; ``cpu`` in percent of a processor."""
+
+    minutes: float
+    rss: int
+    anonymous: int
+    fds: int
+    threads: int
+    cpu: float
+    operations: int
+
+    def row(self) -> str:
+        return (
+            f"| {self.minutes:.1f} | {self.rss / 1e6:.1f} MB | {self.anonymous / 1e6:.1f} MB | {self.fds} | "
+            f"{self.threads} | {self.cpu:.1f} % | {self.operations:,} |"
+        )
+
+
+HEAD: Final = (
+    "| minutes | RSS | of it anonymous | descriptors | threads | idle CPU | operations |\n" + "| --- " * 7 + "|"
+)
+
+
+async def idle(pid: int, began: float, operations: int) -> Sample:
+    """Looks at a daemon that has no load."""
+    await asyncio.sleep(SETTLE_S)
+    before = _cpu_s(pid)
+    await asyncio.sleep(IDLE_S)
+    cpu = 100 * (_cpu_s(pid) - before) / IDLE_S
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    said = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    return Sample(
+        minutes=(time.monotonic() - began) / 60,
+        rss=int(said["VmRSS"][0]) * 1024,
+        anonymous=int(said["RssAnon"][0]) * 1024,
+        fds=len(os.listdir(f"/proc/{pid}/fd")),
+        threads=int(said["Threads"][0]),
+        cpu=cpu,
+        operations=operations,
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def load(address: str, seconds: float, seed: int, done: Counter[str], numbers: count[int]) -> None:
+    """Everything that clients do, for so long. All of them are new ones, and gone in the end."""
+    over = asyncio.Event()
+    rng = random.Random(seed)
+
+    async def again(work: Callable[[AsyncClient], Awaitable[None]]) -> None:
+        while not over.is_set():
+            async with await connect(address, timeout=20, wait=20) as client:
+                try:
+                    await work(client)
+                except HOLDS:
+                    done["held up"] += 1
+                else:
+                    done[work.__name__] += 1
+
+    async def session_that_reads(client: AsyncClient) -> None:
+        cache = await client.open_cache("steady", SPEC, write=False)
+        keys = chain(f"steady/{rng.randrange(_CHAINS)}", 8)
+        found = await cache.get(keys)
+        assert_bytes(keys[: len(found)], found)
+        await client.stats()
+
+    async def cache_made_and_removed(client: AsyncClient) -> None:
+        name = f"passing-{next(numbers)}"
+        cache = await client.open_cache(name, SPEC, budgets=PASSING)
+        keys = chain(name, 12)
+        await cache.put(keys, blocks(keys))
+        await cache.move(keys, Tier.DISK)
+        assert_bytes(keys, await cache.get(keys))
+        await cache.close()
+        await client.remove_cache(name, force=True)
+
+    async def watch() -> None:
+        async with await connect(address, wait=20) as client, client.watch() as items:
+            async for item in items:
+                done["event"] += isinstance(item, Event)
+
+    async with AsyncExitStack() as stack:
+        observer = await stack.enter_async_context(await connect(address))
+        await observer.open_cache("steady", SPEC, budgets=STEADY)
+        mixed = await stack.enter_async_context(
+            Load(address, "steady", chains=_CHAINS, workers=_WORKERS, seed=rng.getrandbits(32))
+        )
+        watcher = asyncio.create_task(watch())
+        passing = [asyncio.create_task(again(work)) for work in (session_that_reads, cache_made_and_removed)]
+        await asyncio.wait([*passing, watcher], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        over.set()
+        await asyncio.gather(*passing)
+        await mixed.stop()
+        watcher.cancel()
+        await asyncio.wait([watcher])
+        await observer.remote_gc(keep_bytes=_KEPT_REMOTELY)
+        assert not watcher.done() or watcher.cancelled(), watcher.exception()
+    done.update(mixed.done)
+
+
+async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - SETTLE_S - IDLE_S) -> list[Sample]:
+    """Prints a row a round. Raises where a byte was wrong, a call failed, or the daemon complains."""
+    passing = {tier: STEADY[tier] + PASSING[tier] for tier in STEADY}
+    remote = json.dumps({"url": f"file://{home}/store", "write": "evict"})
+    (home / "store").mkdir()
+    daemon = DaemonProcess(home, passing, ["--remote", remote, *_FLAGS])
+    daemon.start()
+    try:
+        done: Counter[str] = Counter()
+        numbers = count()
+        began = time.monotonic()
+        print(HEAD)
+        samples = [await idle(daemon.pid, began, 0)]
+        print(samples[0].row(), flush=True)
+        for number in range(rounds):
+            await load(daemon.address, load_s, seed + number, done, numbers)
+            operations = done.total() - done["event"] - done["blocks"]
+            samples.append(await idle(daemon.pid, began, operations))
+            print(samples[-1].row(), flush=True)
+        print(f"0 wrong of {done['blocks']:,} blocks read, {done['event']:,} events told; {dict(sorted(done.items()))}")
+    finally:
+        daemon.stop()
+    return samples
+
+
+def complaint(samples: Sequence[Sample]) -> str:
+    """What has grown, or works although nobody asks; empty where all is well. Compares with the first round's end,
+    since only then every part has been used."""
+    first, last = samples[1], samples[-1]
+    grown = {
+        "anonymous memory": (first.anonymous, last.anonymous, _MORE_MEMORY),
+        "descriptors": (first.fds, last.fds, _MORE_FDS),
+        "threads": (first.threads, last.threads, _MORE_FDS),
+    }
+    found = [f"{what}: {at} -> {then}" for what, (at, then, more) in grown.items() if then - at > more]
+    if last.cpu > _IDLE_CPU:
+        found.append(f"idle CPU: {last.cpu:.1f} %")
+    return ", ".join(found)
+
+
+def main() -> str:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture.soak", description=__doc__)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--hours", type=float)
+    length.add_argument("--minutes", type=float)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    options = parser.parse_args()
+    minutes = options.hours * 60 if options.hours else options.minutes
+    devices.prepare()
+    home = Path(tempfile.mkdtemp(prefix="kv-soak-"))
+    print(f"--seed {options.seed}")
+    try:
+        samples = asyncio.run(soak(home, max(1, round(minutes * 60 / ROUND_S)), options.seed))
+    finally:
+        shutil.rmtree(home)
+    return complaint(samples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
