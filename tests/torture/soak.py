@@ -79,17 +79,22 @@ async def idle(pid: int, began: float, operations: int) -> Sample:
     before = _cpu_s(pid)
     await asyncio.sleep(IDLE_S)
     cpu = 100 * (_cpu_s(pid) - before) / IDLE_S
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    said = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    said = _status(pid)
     return Sample(
         minutes=(time.monotonic() - began) / 60,
-        rss=int(said["VmRSS"][0]) * 1024,
-        anonymous=int(said["RssAnon"][0]) * 1024,
+        rss=said["VmRSS"] * 1024,
+        anonymous=said["RssAnon"] * 1024,
         fds=len(os.listdir(f"/proc/{pid}/fd")),
-        threads=int(said["Threads"][0]),
+        threads=said["Threads"],
         cpu=cpu,
         operations=operations,
     )
+
+
+def _status(pid: int) -> dict[str, int]:
+    """The numbers in it; sizes in KiB."""
+    words = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return {name.rstrip(":"): int(value) for name, value, *_ in words if value.isdecimal()}
 
 
 def _cpu_s(pid: int) -> float:
