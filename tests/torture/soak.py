@@ -93,8 +93,8 @@ async def idle(pid: int, began: float, operations: int) -> Sample:
 
 def _status(pid: int) -> dict[str, int]:
     """The numbers in it; sizes in KiB."""
-    words = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-    return {name.rstrip(":"): int(value) for name, value, *_ in words if value.isdecimal()}
+    lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _cpu_s(pid: int) -> float:
