@@ -1,0 +1,109 @@
+"""Crowds: silent connections, watchers that never read, clients that come and go. Another client is served all the
+while, and afterwards nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import Counter
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+
+import numpy as np
+import pytest
+
+from kvtier import KvtierError, connect
+from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, socket_path
+from kvtier.v1 import events_pb2
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.raw import attached
+from tests.integration.waiting import eventually
+from tests.torture.runs import scaled
+
+SILENT = scaled(200, 10)
+"""Connections to each socket."""
+WATCHERS, OF_A_SESSION = scaled(100, 10), 10
+COMERS = scaled(24, 3)
+ROUNDS = scaled(6, 2)
+"""With and without a crowd, in turn."""
+CALLS = 60
+"""Of the other client, in each."""
+CROWDED = sizes(device=16, host=32, disk=64)
+LEFT_FDS = 12
+"""Those of the pool of connections that a daemon's gRPC keeps for a moment."""
+
+pytestmark = pytest.mark.long
+
+
+async def test_a_crowd_is_served_beside_others_and_leaves_nothing(start_fresh, found):
+    daemon = start_fresh(device=32, host=64, disk=128)
+    times = {"alone": [], "in a crowd": []}
+    visits = Counter()
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("bystander", SPEC, budgets=sizes(device=8, host=16, disk=32))
+        await client.open_cache("crowd", SPEC, budgets=CROWDED)
+        await crowded_calls(cache, [])
+        fds = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        for _ in range(ROUNDS):
+            await crowded_calls(cache, times["alone"])
+            async with crowd(daemon.address, visits):
+                await crowded_calls(cache, times["in a crowd"])
+        left = await eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")), lambda now: now <= fds + LEFT_FDS)
+        stats = await eventually(client.stats, lambda stats: len(stats.sessions) == 1 and not stats.watchers)
+        assert stats.problems == ()
+    p99 = {when: float(np.quantile(each, 0.99)) * 1000 for when, each in times.items()}
+    found(
+        f"crowds of {SILENT} + {SILENT} silent connections, {WATCHERS} watchers that do not read and {COMERS} clients "
+        f"that come and go ({visits['served']:,} visits, {visits['refused']} refused), {ROUNDS} times: a put and get "
+        f"of another's p99 {p99['in a crowd']:.0f} ms ({p99['alone']:.0f} alone), 0 wrong; descriptors {fds} -> {left}"
+    )
+
+
+async def crowded_calls(cache, times):
+    keys = chain("bystander", 4)
+    for _ in range(CALLS):
+        began = time.monotonic()
+        await cache.put(keys, blocks(keys))
+        assert_bytes(keys, await cache.get(keys))
+        await cache.drop(keys[2:])
+        times.append(time.monotonic() - began)
+
+
+@asynccontextmanager
+async def crowd(address, visits):
+    over = asyncio.Event()
+
+    async def come_and_go(number):
+        while not over.is_set():
+            try:
+                async with await connect(address, timeout=20) as client:
+                    cache = await client.open_cache("crowd", SPEC)
+                    keys = chain(f"crowd/{number}", 4)
+                    await cache.put(keys, blocks(keys))
+                    found = await cache.get(keys)
+                    assert_bytes(keys[: len(found)], found)
+                visits["served"] += 1
+            except KvtierError:
+                visits["refused"] += 1
+
+    with ExitStack() as silent:
+        for name in (ATTACH_SOCKET, RPC_SOCKET):
+            kind = socket.SOCK_SEQPACKET if name == ATTACH_SOCKET else socket.SOCK_STREAM
+            for _ in range(SILENT):
+                sock = silent.enter_context(socket.socket(socket.AF_UNIX, kind))
+                await asyncio.to_thread(sock.connect, socket_path(address, name))
+        async with AsyncExitStack() as watching:
+            request = events_pb2.WatchRequest(heartbeat_ns=100_000_000)
+            calls = []
+            for _ in range(0, WATCHERS, OF_A_SESSION):
+                raw = await watching.enter_async_context(attached(address))
+                calls += [raw.stubs.events.Watch(request, metadata=raw.metadata) for _ in range(OF_A_SESSION)]
+            visitors = [asyncio.create_task(come_and_go(number)) for number in range(COMERS)]
+            try:
+                yield
+            finally:
+                over.set()
+                await asyncio.gather(*visitors)
+                for call in calls:
+                    call.cancel()
