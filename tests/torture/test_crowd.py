@@ -38,8 +38,8 @@ pytestmark = pytest.mark.long
 
 async def test_a_crowd_is_served_beside_others_and_leaves_nothing(start_fresh, found):
     daemon = start_fresh(device=32, host=64, disk=128)
-    times = {"alone": [], "in a crowd": []}
-    visits = Counter()
+    times: dict[str, list[float]] = {"alone": [], "in a crowd": []}
+    visits = Counter[str]()
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("bystander", SPEC, budgets=sizes(device=8, host=16, disk=32))
         await client.open_cache("crowd", SPEC, budgets=CROWDED)

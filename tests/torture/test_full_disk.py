@@ -108,5 +108,6 @@ async def test_a_full_disk_costs_no_byte(short_dir, found):
 async def work(address, seed):
     """How many blocks were read and compared."""
     async with Load(address, "c", chains=12, workers=3, seed=random.Random(seed).getrandbits(32)) as load:
-        await eventually(lambda: (load.check(), load.done.total())[1], lambda done: done > OPERATIONS)
+        await eventually(load.done.total, lambda done: done > OPERATIONS)
+        load.check()
     return load.done["blocks"]

@@ -84,7 +84,7 @@ async def call(channel, rpc, token, fuzzer):
     except grpc.aio.AioRpcError as error:
         return fault_of(error).code
     except asyncio.CancelledError:  # so gRPC tells a client's stream what the server cancelled
-        if asyncio.current_task().cancelling():
+        if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         return grpc.StatusCode.CANCELLED
     return grpc.StatusCode.OK
