@@ -23,7 +23,7 @@ SLOTS = {"device": 16, "host": 32, "disk": 128}
 EACH = sizes(device=8, host=16, disk=64)
 NAMES = ("left", "right")
 CHAINS, LENGTH = 4, 12
-STARTS = scaled(240, 12)
+STARTS = scaled(160, 12)
 """One after another, of each file in turn."""
 
 pytestmark = pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.test_crash import SEED, end_again_and_again
+from tests.integration.test_crash import SEED
 from tests.integration.trial import kill_under_load
 from tests.torture.runs import scaled
 
@@ -24,9 +24,3 @@ pytestmark = pytest.mark.long
 async def test_kills(start_fresh, found, mode):
     line = await kill_under_load(start_fresh, KILLS, SEED + list(MODES).index(mode), *MODES[mode])
     found(f"{mode}: {line}")
-
-
-@pytest.mark.parametrize("number", range(1, 1 + scaled(6)))
-async def test_ends_under_a_supervisor(short_dir, found, number):
-    """Not more ends a run: the supervisor pauses twice as long after each kill."""
-    found(await end_again_and_again(short_dir, 7, SEED + number))

@@ -1,0 +1,16 @@
+"""kill -9 and upgrades under ``kvtierd --supervise``: memory is adopted, and no byte of it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.test_crash import SEED, end_again_and_again
+from tests.torture.runs import scaled
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("number", range(1, 1 + scaled(6)))
+async def test_ends_under_load(short_dir, found, number):
+    """Not more ends a run: the supervisor pauses twice as long after each kill."""
+    found(await end_again_and_again(short_dir, 7, SEED + number))
