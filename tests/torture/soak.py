@@ -40,8 +40,9 @@ PASSING: Final = sizes(device=8, host=16, disk=32)
 _CHAINS: Final = 24
 _WORKERS: Final = 3
 _KEPT_REMOTELY: Final = 1 << 20
-_MORE_MEMORY: Final = 8 << 20
-"""What the daemon may keep at the end beyond what it kept after the first round."""
+_MORE_MEMORY: Final = 32 << 20
+"""What the daemon may keep at the end beyond what it kept after the first round: it remembers 131,072 objects of the
+store, which takes many rounds to fill."""
 _MORE_FDS: Final = 8
 _IDLE_CPU: Final = 2.0
 """Percent of a processor."""
