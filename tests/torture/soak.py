@@ -41,7 +41,7 @@ _CHAINS: Final = 24
 _WORKERS: Final = 3
 _KEPT_REMOTELY: Final = 1 << 20
 _MORE_MEMORY: Final = 32 << 20
-"""What the daemon may keep at the end beyond what it kept after the first round: it remembers 131,072 objects of the
+"""What the daemon may keep at the end beyond what it kept after the first round: it remembers 32,768 objects of the
 store, which takes many rounds to fill."""
 _MORE_FDS: Final = 8
 _IDLE_CPU: Final = 2.0

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
-MOST: Final = 1 << 17
+MOST: Final = 1 << 15
 THERE_S: Final = 600.0
 """A store may delete an object by its own rules; then a fetch finds out."""
 ABSENT_S: Final = 5.0
