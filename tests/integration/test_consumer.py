@@ -6,10 +6,9 @@ import asyncio
 import runpy
 from pathlib import Path
 
-from kvtier import connect
 from tests.integration.blocks import SPEC
 from tests.integration.load import Load
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +17,7 @@ async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(
     follow = runpy.run_path(str(ROOT / "examples/consumer.py"))["follow"]
     daemon = start_daemon("--chaos-seed", "4", device=6, host=12, disk=24)
     blocks: dict[bytes, int] = {}
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("followed", SPEC)
         consumer = asyncio.create_task(follow(client, "followed", blocks))
         async with Load(daemon.address, "followed", chains=6, workers=2, seed=4) as load:

@@ -36,7 +36,11 @@ def store(tmp_path):
 @pytest.fixture
 def host(start_fresh, store):
     """Starts a daemon with nothing but the store in common with the others."""
-    return lambda: start_fresh("--remote", f'{{"url": "{store.url}", "write": "through"}}', host=4096, disk=4096)
+
+    def start(write="through"):
+        return start_fresh("--remote", f'{{"url": "{store.url}", "write": "{write}"}}', host=4096, disk=4096)
+
+    return start
 
 
 @pytest.fixture
@@ -152,7 +156,7 @@ def test_an_engine_that_cannot_ask_again_finds_the_blocks_the_next_time(host, co
 
 def test_a_store_that_need_not_be_asked_is_not(host, computed):
     computed(PROMPT)
-    daemon = host()
+    daemon = host(write="evict")  # before it writes a block it asks whether that is there
     with engine(daemon.address, remote_wait=0) as toy:
         assert toy.run(PROMPT).loaded == 0
     with engine(daemon.address, min_blocks=11) as toy:

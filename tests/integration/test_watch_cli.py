@@ -216,7 +216,7 @@ def test_no_daemon_at_the_start_has_a_status_of_its_own(short_dir):
 @pytest.mark.parametrize("unclean", [False, True], ids=["restarted", "killed"])
 async def test_a_restart_is_reported_and_survived(start_daemon, unclean):
     daemon = start_daemon(host=8, disk=32)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await stored(cache, "before")
         with watching(daemon, "--json", "--oldest") as process, watching(daemon, "--oldest") as people:

@@ -94,7 +94,7 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
 ) -> None:
     with engine() as server:
         into_environment(monkeypatch, server.env)
-        store = Guarded(open_store(server.url), timeout_s=3.0)
+        store = Guarded(open_store(server.url), timeout_s=10.0)
         blocks = {f"blocks/{i}": random.randbytes(MIB) for i in range(8)}
         names = list(blocks)
         await store.put(names, list(blocks.values()))
