@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from kvtier import CacheOptions, Tier, connect
+from kvtier import CacheOptions, Tier
 from kvtier.types import WritePolicy
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 
 async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(client, name):
@@ -45,7 +45,7 @@ async def test_each_watcher_is_named_with_its_lag(client, name):
 
 async def test_the_uptime_goes_on_and_begins_anew_with_the_daemon(start_daemon):
     daemon = start_daemon(host=4)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         first, second = await client.stats(), await client.stats()
         assert 0 < first.uptime_ns < second.uptime_ns
         daemon.stop()
