@@ -37,13 +37,15 @@ def round_robin() -> Router:
     return lambda keys: next(turns)
 
 
-def prefix_aware(mirrors: Mapping[str, kvtier.Mirror]) -> Router:
+def prefix_aware(mirrors: kvtier.Mirrors, names: Mapping[str, str]) -> Router:
+    """``names``: by address."""
     recent: deque[str] = deque(maxlen=RECENT)
 
     def route(keys: Sequence[bytes]) -> str:
         load = Counter(recent)
         bound = min(load[name] for name in NAMES) + SLACK
-        blocks = {each.name: each.blocks for each in kvtier.rank_mirrors(mirrors, keys) if load[each.name] <= bound}
+        known = {names[each.name]: each.blocks for each in mirrors.rank(keys)}
+        blocks = {name: count for name, count in known.items() if load[name] <= bound}
         chosen = max(blocks, key=lambda name: (blocks[name], -load[name]))
         recent.append(chosen)
         return chosen
@@ -83,8 +85,9 @@ async def main(trace: Path = TRACE, limit: int = REQUESTS) -> None:
         caches = await open_on_all("round-robin")
         print("round-robin: ", await serve(caches, round_robin(), chains))
         caches = await open_on_all("prefix-aware")
-        mirrors = [await enter(kvtier.Mirror(client, ["prefix-aware"])) for client in clients]
-        router = prefix_aware(dict(zip(NAMES, mirrors, strict=True)))
+        mirrors = await enter(kvtier.Mirrors(clients, ["prefix-aware"]))
+        await mirrors.synced()
+        router = prefix_aware(mirrors, {client.address: name for client, name in zip(clients, NAMES, strict=True)})
         print("prefix-aware:", await serve(caches, router, chains))
 
 
