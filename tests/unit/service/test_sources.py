@@ -18,7 +18,7 @@ SIZE = 64
 class _Away:
     """A store that does not answer."""
 
-    async def exists(self, names):
+    async def exists(self, *asked):
         raise RemoteUnavailable("away")
 
     get = exists
@@ -76,3 +76,13 @@ async def test_without_a_store_peers_are_all_there_is() -> None:
     assert await sources.exists(["a", "b"]) == [True, False]
     found = await sources.get(["b"], [memoryview(bytearray(SIZE))])
     assert found[0].nbytes == ABSENT
+
+
+async def test_a_store_that_fails_has_not_said_that_an_object_is_absent() -> None:
+    known = Known(lambda: 0.0)
+    sources = Sources(Source("away", Guarded(cast("RemoteStore", _Away()), 5.0)), known, [])
+    assert await _get(sources, "a") == [""]
+    assert known.of("a") is None
+    store = _source("store")
+    assert await _get(Sources(store, known, []), "a") == [""]
+    assert known.of("a") is False

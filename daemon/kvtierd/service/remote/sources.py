@@ -23,12 +23,12 @@ class Source:
         self.seconds_a_byte = 0.0
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        """As the store's; nothing is there where it fails."""
+        """As the store's; nothing at all where it fails."""
         started = time.monotonic()
         try:
             sizes = await self.store.get(names, into)
         except RemoteError:
-            return [ABSENT] * len(names)
+            return ()
         nbytes = sum(size for size in sizes if size > 0)
         if nbytes:
             cost = (time.monotonic() - started) / nbytes
@@ -84,12 +84,12 @@ class Sources:
             ]
             if wanted:
                 sizes = await source.get([names[number] for number in wanted], [into[number] for number in wanted])
-                for number, nbytes in zip(wanted, sizes, strict=True):
+                for number, nbytes in zip(wanted, sizes, strict=False):  # of a source that fails there are none
                     found[number] = Fetched(nbytes, source)
-        self._known.use(
-            name for name, one in zip(names, found, strict=True) if one.nbytes > 0 and one.source is self.store
-        )
-        self._known.note([name for name, one in zip(names, found, strict=True) if one.nbytes == ABSENT], there=False)
+        pairs = zip(names, found, strict=True)
+        told = [(name, one) for name, one in pairs if one.source is not None and one.source is self.store]
+        self._known.use(name for name, one in told if one.nbytes > 0)
+        self._known.note([name for name, one in told if one.nbytes == ABSENT], there=False)
         return found
 
     async def _held(self, names: Sequence[str]) -> dict[str, list[Source]]:
