@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -328,8 +329,9 @@ def test_a_closed_mover_touches_no_file_of_others(daemon):
         worker.open()
         number = worker.fileno()
         worker.start(load_of(toy, 1, sync=False))
+        spare = os.eventfd(0, os.EFD_NONBLOCK)
         worker.close(timeout=0)
-        other = os.eventfd(0, os.EFD_NONBLOCK)
+        other = fcntl.fcntl(spare, fcntl.F_DUPFD_CLOEXEC, number)
         try:
             assert other == number
             gate.set()
@@ -337,7 +339,9 @@ def test_a_closed_mover_touches_no_file_of_others(daemon):
             with pytest.raises(BlockingIOError):
                 os.eventfd_read(other)
         finally:
+            gate.set()
             os.close(other)
+            os.close(spare)
 
 
 def test_what_one_group_has_lost_is_saved_again(daemon):

@@ -52,9 +52,10 @@ async def bystander(client, name):
 
 
 NASTY = "\x1b]0;owned\x07\x1b[2J\x1b[31m\r\n\u202eexe." + "x" * 10_000
-HOLDS = """import sys, kvtier
-client = kvtier.Client(address=sys.argv[2])
-cache = client.open_cache(sys.argv[3])
+SHORT = "import sys; exec(sys.argv[2])"  # so that what follows it is within what the daemon keeps of a command line
+HOLDS = """import kvtier
+client = kvtier.Client(address=sys.argv[3])
+cache = client.open_cache(sys.argv[4])
 lease = cache.reserve(4, kvtier.Tier.HOST)
 print("holds", flush=True)
 sys.stdin.read()"""
@@ -64,7 +65,7 @@ async def test_no_terminal_obeys_a_clients_command_line(daemon, client, name):
     """It is clean wherever the daemon tells it: in statistics, in leases, in the refusal of whoever wants its slots."""
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=4, disk=16))
     holder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", HOLDS, NASTY, daemon.address, name),
+        *(sys.executable, "-c", SHORT, NASTY, HOLDS, daemon.address, name),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
