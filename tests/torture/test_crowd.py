@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -30,6 +31,10 @@ ROUNDS = scaled(6, 2)
 CALLS = 60
 """Of the other client, in each."""
 CROWDED = sizes(device=16, host=32, disk=64)
+STANDS_S = 2.5
+"""A crowd stands when the daemon looks who is there, once a second."""
+MAX_MB, BACK_MB = 100, 30
+"""What a crowd may take of the daemon's memory, and what may be left of it."""
 LEFT_FDS = 12
 """Those of the pool of connections that a daemon's gRPC keeps for a moment."""
 
@@ -67,6 +72,57 @@ async def crowded_calls(cache, times):
         await cache.put(keys, blocks(keys))
         assert_bytes(keys, await cache.get(keys))
         await cache.drop(keys[2:])
+        times.append(time.monotonic() - began)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("idle", 4200), ("health", 5000), ("halves", 40)])
+async def test_a_crowd_without_rights_costs_others_little(start_fresh, found, kind, size):
+    daemon = start_fresh(host=64)
+    asked = [sys.executable, "-m", "tests.torture.crowds", kind, str(scaled(size, 10)), daemon.address]
+    times: dict[str, list[float]] = {"before": [], "during": [], "after": []}
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("bystander", SPEC)
+        await small_calls(cache, [])
+        before = anonymous_mb(daemon.pid)
+        for _ in range(ROUNDS):
+            await small_calls(cache, times["before"])
+            crowd = await asyncio.create_subprocess_exec(
+                *asked, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            try:
+                assert crowd.stdout is not None
+                standing = asyncio.create_task(crowd.stdout.readline())
+                while not standing.done():
+                    await small_calls(cache, times["during"])
+                assert standing.result() == b"stands\n"
+                end = time.monotonic() + STANDS_S
+                while time.monotonic() < end:
+                    await small_calls(cache, times["during"])
+                during = anonymous_mb(daemon.pid)
+            finally:
+                await crowd.communicate(b"")
+            await small_calls(cache, times["after"])
+            assert during < before + MAX_MB
+            after = await eventually(lambda: anonymous_mb(daemon.pid), lambda now: now < before + BACK_MB)
+        assert crowd.returncode == 0
+    p99 = [float(np.quantile(each, 0.99)) * 1000 for each in times.values()]
+    found(
+        f"{asked[4]} of {kind} without a session, {ROUNDS} times: p99 of another's calls {p99[0]:.1f} ms before, "
+        f"{p99[1]:.1f} while it comes and stands, {p99[2]:.1f} after; memory {before:.0f}, {during:.0f}, {after:.0f} MB"
+    )
+
+
+def anonymous_mb(pid):
+    with open(f"/proc/{pid}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
+
+
+async def small_calls(cache, times):
+    keys = chain("bystander", 4)
+    for _ in range(CALLS):
+        began = time.monotonic()
+        await cache.put(keys, blocks(keys))
+        assert_bytes(keys, await cache.get(keys))
         times.append(time.monotonic() - began)
 
 
