@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
@@ -256,12 +257,13 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
         listed = list(keys)
     except TypeError as error:
         raise InvalidArgument(field, keys, f"bytes, or keys one by one, {KEY_BYTES} bytes each") from error
-    if set(map(type, listed)) != {bytes} or set(map(len, listed)) != {KEY_BYTES}:  # the quick way to look at them all
-        for index, key in enumerate(listed):
-            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-                shown = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-                raise InvalidArgument(f"{field}[{index}]", shown, f"bytes, {KEY_BYTES} of them")
-    return b"".join(listed)
+    with suppress(TypeError):  # the quick way to look at them all
+        packed = b"".join(listed)
+        if len(packed) == KEY_BYTES * len(listed) and list(map(len, listed)).count(KEY_BYTES) == len(listed):
+            return packed
+    index, key = next(each for each in enumerate(listed) if not isinstance(each[1], bytes) or len(each[1]) != KEY_BYTES)
+    shown = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+    raise InvalidArgument(f"{field}[{index}]", shown, f"bytes, {KEY_BYTES} of them")
 
 
 def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
