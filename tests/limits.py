@@ -70,4 +70,7 @@ def _show_tasks() -> None:
     except RuntimeError:  # no loop is running: the stack of the failure says where it hangs
         return
     for task in tasks:
-        task.print_stack(file=sys.stderr)
+        try:
+            task.print_stack(file=sys.stderr)
+        except TypeError:  # gRPC's own frames have no line
+            print(task, file=sys.stderr)

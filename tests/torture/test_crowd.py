@@ -33,12 +33,12 @@ CALLS = 60
 CROWDED = sizes(device=16, host=32, disk=64)
 STANDS_S = 2.5
 """A crowd stands when the daemon looks who is there, once a second."""
-MAX_MB, BACK_MB = 100, 30
+MAX_MB, BACK_MB = 100, 40
 """What a crowd may take of the daemon's memory, and what may be left of it."""
 LEFT_FDS = 12
 """Those of the pool of connections that a daemon's gRPC keeps for a moment."""
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
 
 
 async def test_a_crowd_is_served_beside_others_and_leaves_nothing(start_fresh, found):

@@ -17,7 +17,7 @@ MODES = {
 }
 KILLS = scaled(200 // len(MODES), 2)
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
 
 
 @pytest.mark.parametrize("mode", MODES)
