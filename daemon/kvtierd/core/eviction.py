@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy
-from kvtierd.core.ids import Key, Tier
+from kvtierd.core.ids import Key, SlotId, Tier
 
 PROTECTED: Final = 0.5
 """At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
@@ -23,7 +24,9 @@ STAY: Final = 3
 WORTH: Final = 2
 """Unless protecting has lately saved more than so many misses for each that it has caused."""
 SETTLED_AT_ONCE: Final = 64
-"""Hot blocks that are looked at in one call, so that those that have outstayed do not cool all at once."""
+"""Hot blocks that cool in one call because they have outstayed."""
+_SLOT_BITS: Final = 32
+_SLOT: Final = (1 << _SLOT_BITS) - 1
 SWEPT_AN_OFFER: Final = 2
 """Entries of a list of candidates that an offer looks at, where stale ones are to go."""
 
@@ -72,17 +75,16 @@ class TwoQueues(Lru):
     after fewer departures than there are hot blocks is a miss caused.
     """
 
-    __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_rebuild_at", "_saved", "_slots", "_warming")
+    __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_saved", "_slots", "_warming")
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         self._slots = slots
         self._departed = Departed(slots)
-        self._order: list[tuple[int, int, Block]] = []
-        """A heap of the hot blocks by their last use, with how many had left by then, and with stale entries."""
+        self._order: OrderedDict[Block, int] = OrderedDict()
+        """The hot blocks, the least recently used first, and how many had left when each was used."""
         self._warming: set[Block] = set()
         """Parents of blocks that were hot when used: they are at their own use, which is to come."""
-        self._rebuild_at = 64
         self._last_to_leave = 0
         """When the cold block that left last had been used."""
         self._saved = 0
@@ -109,31 +111,24 @@ class TwoQueues(Lru):
 
     def _follow(self, block: Block) -> None:
         if block.hot:
-            heapq.heappush(self._order, (self._clock, self._departed.count, block))
+            self._order[block] = self._departed.count
+            self._order.move_to_end(block)
             if block.parent is not None:
                 self._warming.add(block.parent)
 
     def settle(self) -> Iterator[Block]:
         if self._saved + self._caused > self._slots:
             self._saved, self._caused = self._saved // 2, self._caused // 2
-        looked = 0
-        while self._order and (self.hot > self.most_hot or looked < SETTLED_AT_ONCE):
-            looked += 1
-            clock, departures, block = self._order[0]
-            current = block.hot and block.last_use == clock
-            if current and self.hot <= self.most_hot and not self._outstayed(departures):
-                break
-            heapq.heappop(self._order)
-            if current:
-                self._cool(block)
-                yield block
-        if len(self._order) > self._rebuild_at:
-            self._order = [entry for entry in self._order if entry[2].hot and entry[2].last_use == entry[0]]
-            heapq.heapify(self._order)
-            self._rebuild_at = 2 * len(self._order) + 64
+        cooled = 0
+        while self.hot > self.most_hot or (cooled < SETTLED_AT_ONCE and self._outstayed()):
+            block = next(iter(self._order))
+            self._cool(block)
+            cooled += 1
+            yield block
 
-    def _outstayed(self, departures: int) -> bool:
-        """Of a hot block that was used last after so many had left."""
+    def _outstayed(self) -> bool:
+        """The hot block used least recently is hot no more."""
+        departures = next(iter(self._order.values()), self._departed.count)
         return self._saved <= WORTH * self._caused and self._departed.count - departures > STAY * self._slots
 
     def leave(self, block: Block) -> None:
@@ -150,6 +145,7 @@ class TwoQueues(Lru):
 
     def _cool(self, block: Block) -> None:
         block.heat(hot=False)
+        del self._order[block]
         self.hot -= 1
 
 
@@ -192,39 +188,46 @@ class Ranked:
     on the list ``bit`` at that rank: the list itself need not be told that one has gone. A heap whose stale entries are
     skipped when they surface: O(log n) an offer, no scan ever. Where most of it may be stale, each offer moves a few
     entries that are not to a new one: so memory stays within a small factor of the candidates, and nobody waits for a
-    whole heap to be gone through.
+    whole heap to be gone through. An entry is one integer, the rank above the slot: a use of a long chain makes an
+    entry a block, and a garbage collection would stop the loop to look at as many tuples.
+
+    Args:
+        blocks: The tier's, by slot: all that are on any list.
     """
 
-    __slots__ = ("_bit", "_heap", "_old", "_sweep_at", "_swept", "_tier")
+    __slots__ = ("_bit", "_blocks", "_heap", "_old", "_sweep_at", "_swept", "_tier")
 
-    def __init__(self, tier: Tier, bit: int) -> None:
+    def __init__(self, tier: Tier, bit: int, blocks: Sequence[Block | None]) -> None:
         self._tier = tier
         self._bit = bit
-        self._heap: list[tuple[int, Block]] = []
-        self._old: list[tuple[int, Block]] = []
+        self._blocks = blocks
+        self._heap: list[int] = []
+        self._old: list[int] = []
         """What is left of the heap before this one. Taken from its end, so it stays a heap."""
         self._swept: set[int] = set()
-        """Ranks that have been moved: a block may have been offered twice."""
+        """Entries that have been moved: a block may have been offered twice."""
         self._sweep_at = 64
 
-    def offer(self, rank: int, block: Block) -> None:
-        """The block becomes a candidate, or is one whose rank is another now."""
-        heapq.heappush(self._heap, (rank, block))
+    def offer(self, rank: int, slot: SlotId) -> None:
+        """The block in the slot becomes a candidate, or is one whose rank is another now."""
+        heapq.heappush(self._heap, rank << _SLOT_BITS | slot)
         if self._old or self._swept:
             self._sweep()
         elif len(self._heap) > self._sweep_at:
             self._old, self._heap = self._heap, []
 
-    def _listed(self, rank: int, block: Block) -> bool:
-        copy = block.copies[self._tier]
-        return copy is not None and copy.listed & self._bit != 0 and copy.ranked == rank
+    def _listed(self, entry: int) -> Block | None:
+        """The block of an entry that is not stale."""
+        block = self._blocks[entry & _SLOT]
+        copy = None if block is None else block.copies[self._tier]
+        return block if copy is not None and copy.listed & self._bit and copy.ranked == entry >> _SLOT_BITS else None
 
     def _sweep(self) -> None:
         for _ in range(min(SWEPT_AN_OFFER, len(self._old))):
-            rank, block = self._old.pop()
-            if rank not in self._swept and self._listed(rank, block):
-                self._swept.add(rank)
-                heapq.heappush(self._heap, (rank, block))
+            entry = self._old.pop()
+            if entry not in self._swept and self._listed(entry) is not None:
+                self._swept.add(entry)
+                heapq.heappush(self._heap, entry)
         if not self._old:
             self._sweep_at = 2 * len(self._swept) + 64  # what was offered meanwhile may be stale again
             self._swept = set()
@@ -232,13 +235,11 @@ class Ranked:
     def victim(self, spared: Collection[Block] = ()) -> Block | None:
         """The candidate to go first, but none of the few ``spared``. It stays a candidate until its record says
         otherwise."""
-        if not spared:
-            return self._first()
-        aside: list[tuple[int, Block]] = []
+        aside: list[int] = []
         found = None
         while found is None and (heap := self._lower()):
-            rank, block = heap[0]
-            if not self._listed(rank, block):
+            block = self._listed(heap[0])
+            if block is None:
                 heapq.heappop(heap)
             elif block in spared:
                 aside.append(heapq.heappop(heap))
@@ -248,23 +249,15 @@ class Ranked:
             heapq.heappush(self._heap, entry)
         return found
 
-    def _first(self) -> Block | None:
-        while heap := self._lower():
-            rank, block = heap[0]
-            if self._listed(rank, block):
-                return block
-            heapq.heappop(heap)
-        return None
-
-    def _lower(self) -> list[tuple[int, Block]]:
+    def _lower(self) -> list[int]:
         """Of the two heaps that with the lowest rank."""
         heap, old = self._heap, self._old
-        return old if old and (not heap or old[0][0] < heap[0][0]) else heap
+        return old if old and (not heap or old[0] < heap[0]) else heap
 
     def __iter__(self) -> Iterator[Block]:
         """Every candidate once, in any order."""
-        entries = chain(self._heap, self._old)
-        return iter({block: None for rank, block in entries if self._listed(rank, block)})
+        found = (self._listed(entry) for entry in chain(self._heap, self._old))
+        return iter({block: None for block in found if block is not None})
 
 
 REDUNDANT: Final = 1
@@ -288,16 +281,17 @@ class Candidates:
     good; kept above as well, they would take places twice.
     """
 
-    __slots__ = ("_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")
+    __slots__ = ("_blocks", "_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")
 
-    def __init__(self, tier: Tier, *, lowest: bool) -> None:
+    def __init__(self, tier: Tier, slots: int, *, lowest: bool) -> None:
         self._counts = WHOLE_RANK if lowest else COLD_RANK
-        self.redundant = Ranked(tier, REDUNDANT)
-        self.demotable = Ranked(tier, DEMOTABLE)
-        self.clean = Ranked(tier, CLEAN)
-        self.leaf = Ranked(tier, LEAF)
-        self.dirty = Ranked(tier, DIRTY)
-        self.unsettled = Ranked(tier, UNSETTLED)
+        self._blocks: list[Block | None] = [None] * slots
+        self.redundant = Ranked(tier, REDUNDANT, self._blocks)
+        self.demotable = Ranked(tier, DEMOTABLE, self._blocks)
+        self.clean = Ranked(tier, CLEAN, self._blocks)
+        self.leaf = Ranked(tier, LEAF, self._blocks)
+        self.dirty = Ranked(tier, DIRTY, self._blocks)
+        self.unsettled = Ranked(tier, UNSETTLED, self._blocks)
         self.cleans = 0
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
@@ -309,17 +303,18 @@ class Candidates:
         if lists == unchanged and lists == before:
             return
         copy.listed, copy.ranked = lists, rank
+        self._blocks[copy.slot] = block if lists else None
         self.cleans += bool(lists & _GOES_FREELY) - bool(before & _GOES_FREELY)
         new = lists & ~unchanged
         if new & REDUNDANT:
-            self.redundant.offer(rank, block)
+            self.redundant.offer(rank, copy.slot)
         if new & DEMOTABLE:
-            self.demotable.offer(rank, block)
+            self.demotable.offer(rank, copy.slot)
         if new & CLEAN:
-            self.clean.offer(rank, block)
+            self.clean.offer(rank, copy.slot)
         if new & LEAF:
-            self.leaf.offer(rank, block)
+            self.leaf.offer(rank, copy.slot)
         if new & DIRTY:
-            self.dirty.offer(rank, block)
+            self.dirty.offer(rank, copy.slot)
         if new & UNSETTLED:
-            self.unsettled.offer(rank, block)
+            self.unsettled.offer(rank, copy.slot)

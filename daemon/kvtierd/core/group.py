@@ -43,7 +43,9 @@ class GroupState:
         self.above = {tier: tuple(t for t in self.tiers if t < tier) for tier in self.tiers}
         self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
-        self._candidates = {tier: Candidates(tier, lowest=not self.below[tier]) for tier in self.tiers}
+        self._candidates = {
+            tier: Candidates(tier, shape.slots[tier], lowest=not self.below[tier]) for tier in self.tiers
+        }
         self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
         self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
         self._changed: dict[Block, None] = {}

@@ -147,13 +147,13 @@ def test_a_disk_copy_that_a_child_there_needs_is_no_victim_though_the_block_is_a
 def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(steps: list[tuple[str, int]]) -> None:
     blocks = [Block(key(str(number)), None, None, Traits(35)) for number in range(41)]
     rank_of: dict[Block, int] = {}
-    ranked = Ranked(Tier.HOST, LEAF)
+    ranked = Ranked(Tier.HOST, LEAF, blocks)
     for clock, (step, number) in enumerate(steps):
         block = blocks[number]
         if step == "offer":
             rank_of[block] = clock
             _list(block, clock)
-            ranked.offer(clock, block)
+            ranked.offer(clock, SlotId(number))
         elif step == "leave":
             rank_of.pop(block, None)
             block.copies[Tier.HOST] = None
@@ -173,8 +173,8 @@ def _list(block: Block, rank: int) -> None:
 
 def test_a_list_of_candidates_forgets_what_is_stale() -> None:
     block = Block(key("a"), None, None, Traits(35))
-    ranked = Ranked(Tier.HOST, LEAF)
+    ranked = Ranked(Tier.HOST, LEAF, [block])
     for latest in range(10_000):
         _list(block, latest)
-        ranked.offer(latest, block)
+        ranked.offer(latest, SlotId(0))
     assert len(ranked._heap) + len(ranked._old) <= 256
