@@ -179,7 +179,8 @@ class GroupVerbs:
     ) -> list[BlockResult]:
         """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
 
-        Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun.
+        Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun. On disk
+        what a block stands on must be there, too: what lacks more than 1,024 blocks there gets no room.
         ``dry_run``: only says what could be done at best.
         """
         deadline = self._deadline(timeout)

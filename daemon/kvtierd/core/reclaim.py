@@ -27,6 +27,10 @@ _SOURCES: Final = {
 """By residency set: the first in that order."""
 
 
+MOST_MISSING: Final = 16
+"""Times the blocks of a call: so many ancestors at most are copied to disk for one block."""
+
+
 class Prospect(Enum):
     NOW = 0
     """The slots are free."""
@@ -66,6 +70,8 @@ class Room:
         """Victims that wait for slots below; claimed, so that the next victim is another."""
         self._coming = dict.fromkeys(state.tiers, 0)
         """Slots that those will free."""
+        self._lacking: dict[Block, int] = {}
+        """How many ancestors on disk a block lacks at least; of parents of those that lack too many."""
         self._to_disk: set[Block] = set()
         """Those victims and their ancestors that disk slots are promised to."""
         self._spared: list[Block] = []
@@ -81,6 +87,7 @@ class Room:
         for block in self._going:
             self._state.unclaim(block)
         self._going.clear()
+        self._lacking.clear()
         self._to_disk.clear()
 
     def serve(self, ticket: TicketId) -> None:
@@ -184,7 +191,10 @@ class Room:
 
         Also returns those ancestors, and what of all this nothing was promised before.
         """
-        missing, anchor = self._missing_ancestors(block, low)
+        found = self._missing_ancestors(block, low)
+        if found is None:
+            return NEVER, [], []
+        missing, anchor = found
         fresh = [m for m in (*missing, block) if low is not DISK or m not in self._to_disk]
         guarded = [block] if anchor is None else [block, anchor]
         prospect = self._secure_guarded(low, len(fresh), guarded)
@@ -227,15 +237,29 @@ class Room:
                 break
         self._sparing = False
 
-    def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
-        """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""
+    def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None] | None:
+        """Ancestors that must be on disk before the block, the root first, and the nearest that is there already. None
+        where they are more than the disk, or one step, can take; then nor can the parent's, which is looked up next."""
         missing: list[Block] = []
-        if low is DISK:
+        if low is not DISK:
+            return missing, None
+        policy = self._state.policy
+        most = min(self._state.slots[DISK].capacity, MOST_MISSING * policy.blocks_a_call) - 1
+        anchor, lacking = None, self._lacking.get(block, 0)
+        if lacking <= most:
             for ancestor in block.ancestors():
                 if ancestor.copies[DISK] is not None or ancestor in self._to_disk:
-                    return missing[::-1], ancestor
+                    anchor = ancestor
+                    break
                 missing.append(ancestor)
-        return missing[::-1], None
+                if len(missing) > most + policy.blocks_a_call:
+                    break
+            lacking = len(missing)
+        if lacking <= most:
+            return missing[::-1], anchor
+        if block.parent is not None:
+            self._lacking[block.parent] = lacking - 1
+        return None
 
     def missing_on_disk(self, blocks: list[Block]) -> list[Block]:
         """These blocks and those of their ancestors that have no disk copy, each before its descendants."""

@@ -113,12 +113,15 @@ class WindowManager:
         ticket.waiting = True
 
     def fetch(self, ticket: FetchTicket) -> None:
-        """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best."""
+        """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best, and a move to
+        disk to what one call may take there, ancestors included."""
         if ticket.hold:
             self._shorten(ticket, self._holdable(ticket))
             if len(ticket.blocks) < max(ticket.min_blocks, 1):
                 self._give_up(ticket)
                 return
+        elif ticket.tier is DISK:
+            self._thin_out(ticket, self.state.policy.blocks_a_call)
         self._queues[ticket.tier].append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -456,14 +459,17 @@ class WindowManager:
         """Of a move, the blocks that these free slots do not suffice for go; on disk they are for ancestors, too."""
         tier = ticket.tier
         placed: set[Block] = set()
+        refused: set[Block] = set()
         kept: list[Block] = []
-        for block in ticket.blocks:
+        for block in sorted(ticket.blocks, key=lambda block: block.depth):
             missing: list[Block] = []
+            member = block
             for member in chain([block], block.ancestors() if tier is DISK else ()):
-                if member in placed or member.copies[tier] is not None or len(missing) > free:
+                if member in placed or member in refused or member.copies[tier] is not None or len(missing) > free:
                     break
                 missing.append(member)
-            if len(missing) > free:
+            if member in refused or len(missing) > free:
+                refused.add(block)
                 self.state.unclaim(block)
                 continue
             free -= len(missing)

@@ -13,7 +13,7 @@ from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import Policy
 from kvtierd.core.removal import Drop
 from kvtierd.core.transfers import BlockResult, ChainRequest
-from tests.unit.core.bench import ALICE, BOB, GROUP, HOST, Bench, key, keys, name_of
+from tests.unit.core.bench import ALICE, BOB, DISK, GROUP, HOST, Bench, key, keys, name_of
 
 SLICE = 16
 NAMES = "".join(chr(0x4E00 + number) for number in range(300))
@@ -118,6 +118,23 @@ def test_a_dry_run_counts_what_is_under_two_keys_once(bench: Bench) -> None:
         drop, outcome = bench.core.drop(ALICE, GROUP, keys(LEAF + ROOT), bench.now, dry_run=True, following=drop)
         bench.apply(outcome)
     assert drop.report.dropped == len(bench.stored()) == 300
+
+
+def test_a_move_to_disk_takes_no_more_ancestors_along_than_a_call_may() -> None:
+    bench = Bench(host=310, disk=310, policy=Policy(blocks_a_call=SLICE))
+    bench.commit(
+        bench.blank(HOST, 300), [(name, above, 35) for name, above in zip(NAMES, SHAPES["chain"], strict=True)]
+    )
+    bench.end()
+    bench.rest()
+    bench.move(NAMES[SLICE], DISK)
+    bench.land()
+    assert bench.where(NAMES[SLICE]) == {HOST}, "it and its ancestors are one too many"
+    bench.move(NAMES[SLICE - 1], DISK)
+    bench.land()
+    bench.move(NAMES[SLICE], DISK)
+    bench.land()
+    assert bench.where(NAMES[SLICE]) == {DISK}
 
 
 def test_who_gets_hold_of_a_part_while_it_goes_keeps_it_with_all_that_it_stands_on() -> None:
