@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import mmap
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread, get_native_id
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
-from kvtier.abi import attach
+from kvtier.abi import attach, memory
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
@@ -49,15 +48,6 @@ _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: a
 _STATE_WORD: Final = STATE_OFFSET // 4
 _SERVING: Final = int(ArenaState.SERVING)
 """A global by itself: every read asks twice, and a member of an enumeration takes ten times as long."""
-
-
-_unforked: Final[WeakSet[mmap.mmap]] = WeakSet()
-"""Writable mappings, which a forked child does not have."""
-_PROT_NONE: Final = 0
-_MAP_FIXED_NOREPLACE: Final = 0x100000
-_mmap: Final = ctypes.CDLL(None, use_errno=True).mmap
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_mmap.restype = ctypes.c_void_p
 
 
 class Arena:
@@ -90,11 +80,13 @@ class Arena:
         self.index = IndexReader(self.layout, self._control) if self.layout.index_bytes else None
         """Where its blocks are; None where the daemon keeps no index."""
         self._states = self._control[:HEADER_BYTES].data.cast("I")
-        self._memories: dict[Tier, Memory] = {
-            tier: CpuMemory(self.layout, tier, _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier)))
+        data = {
+            tier: _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier))
             for tier, name in _SEGMENTS.items()
             if name in fds
         }
+        self._segments: Final = [ref(each) for each in (self._control, *data.values())]
+        self._memories: dict[Tier, Memory] = {tier: CpuMemory(self.layout, tier, data[tier]) for tier in data}
         if device is not None:
             self._memories[Tier.DEVICE] = device(self.layout)
         self.unmapped: Final[Mapping[Tier, str]] = MappingProxyType(dict(unmapped))
@@ -115,18 +107,10 @@ class Arena:
         """Whether its index and slots may be read without a call: it is not stale, and its daemon did not close it."""
         return not self.stale and self._states[_STATE_WORD] == _SERVING
 
-    @property
-    def lookup_bytes(self) -> int:
-        """What lookups and reads touch, whatever they are of: the index and the generations."""
-        return self.layout.index_bytes + sum(of_slots.nbytes for of_slots in self._generations.values())
-
     def touch(self) -> None:
-        """Maps every page of that, where the first to look would fault in one after another. In any thread: numpy lets
-        go of the interpreter's lock over it."""
-        start, nbytes = self.layout.index_offset, self.layout.index_bytes
-        self._control[start : start + nbytes : mmap.PAGESIZE].max(initial=0)
-        for of_slots in self._generations.values():
-            of_slots[:: mmap.PAGESIZE // of_slots.itemsize].max(initial=0)
+        """Maps every page in the background, where the first to look or to copy would fault in one after another."""
+        # No thread of an executor: one ends with the process, and does not hold it up.
+        Thread(target=_touched, args=[self._segments], name="kvtier-touch", daemon=True).start()
 
     def slots(self, tier: Tier, group: int) -> int:
         return self.layout.groups[group].slots[tier]
@@ -173,27 +157,17 @@ class Arena:
         return now
 
 
+def _touched(segments: Sequence[ref[Bytes]]) -> None:
+    os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
+    for segment in segments:
+        memory.touch(segment)
+
+
 def _mapped(fd: int, *, write: bool, at_least: int = HEADER_BYTES) -> Bytes:
     size = os.fstat(fd).st_size
     if size < at_least:
         raise DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
-    array = np.frombuffer(mapping, dtype=np.uint8)
-    if write:
-        mapping.madvise(mmap.MADV_DONTFORK)  # the slots are this process's: a child writes into others' once it is gone
-        _unforked.add(mapping)
-    return array
-
-
-def _bar_the_gaps() -> None:
-    """In a forked child: nothing else is mapped where views of its parent's slots point, and unmapped with them."""
-    for mapping in list(_unforked):
-        start = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-        _mmap(start, len(mapping), _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)
-
-
-os.register_at_fork(after_in_child=_bar_the_gaps)
+    return memory.mapped(fd, size, write=write)
 
 
 _GIVE_BACK_S: Final = 1.0
@@ -203,10 +177,6 @@ UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
 _TIER_OF: Final = {str(tier): tier for tier in TIERS}
 _FOLLOW_S: Final = 60.0
 """How long a daemon that has started anew may take to open a cache before reads without calls end."""
-
-_TOUCHED_HERE: Final = 1 << 20
-"""An index and generations of so many bytes are mapped, page by page, in 0.1 ms, while the cache is opened; larger ones
-in a thread, beside whatever the caller does next."""
 
 _log = logging.getLogger(__name__)
 
@@ -383,11 +353,7 @@ class Binder:
             arena = Arena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)
         finally:
             segments.close()
-        if arena.lookup_bytes <= _TOUCHED_HERE:
-            arena.touch()
-        else:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.run_in_executor, None, arena.touch)  # once whoever opens it has been told
+        arena.touch()
         return arena
 
     async def call(

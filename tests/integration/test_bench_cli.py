@@ -32,7 +32,8 @@ def results(measurement):
 
 def test_client():
     found = results("host.client((4096, 4 << 20), 1, 128)")
-    assert set(found) == {"client.store", "client.get", "client.prefix_length"}
+    assert set(found) == {"client.first_fill", "client.store", "client.get", "client.prefix_length"}
+    assert [result["params"]["block_bytes"] for result in found["client.first_fill"]] == [4096, 4 << 20]
     for name in ("client.store", "client.get"):
         rows = [(result["params"]["block_bytes"], result["params"]["checksum"]) for result in found[name]]
         assert rows == [(4096, "disk"), (4096, "commit"), (4 << 20, "disk"), (4 << 20, "commit")]

@@ -11,7 +11,8 @@ from kvtier import Tier
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import attached
 from tests.integration.seeing import memory
-from tests.integration.waiting import patient
+from tests.integration.waiting import eventually, patient
+from tests.mappings import resident_bytes
 
 A_CALL = 1024
 """Blocks."""
@@ -61,6 +62,16 @@ async def test_a_small_cache_takes_little_memory_and_is_soon_there_after_a_crash
     print(f"{each / 1e3:.0f} kB a cache; made in {made:.1f} s; the last can be used {usable:.1f} s after a crash")
     assert each < A_CACHE
     assert usable < max(made / 2, SOON_S)
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_client_has_every_page_of_a_cache_mapped_before_it_touches_one(start_fresh, write):
+    daemon = start_fresh(host=A_CALL)
+    async with await patient(daemon.address) as owner, await patient(daemon.address) as client:
+        await owner.open_cache("whole", SPEC, mapped=False)
+        cache = await client.open_cache("whole", write=write)
+        nbytes = cache.slots(Tier.HOST) * SPEC.record_bytes(0)
+        await eventually(lambda: resident_bytes("kvtier:whole:host"), lambda resident: resident >= nbytes)
 
 
 async def fill(client, name):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
 import multiprocessing
 import os
 import random
@@ -17,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import count, islice, product
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ import numpy as np
 
 from kvtier import client as aio
 from kvtier import sync
+from kvtier.abi.memory import empty
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
@@ -39,8 +39,12 @@ BATCH: Final = 64
 """Blocks of a measured call."""
 PAGE: Final = 4096
 """The least that a slot takes: with such blocks the bookkeeping is measured."""
+_ROOM: Final = 4
+"""Times so many blocks are the slots of the host tier that a client is measured with."""
 _FILL: Final = 1024
 """Blocks of a call that only fills."""
+_FRESH: Final = 5
+"""Rounds that each start a daemon."""
 _WARM_UP: Final = 2
 """Rounds that do not count: they map pages and fill caches."""
 _SYNC_BLOCKS: Final = 32
@@ -100,14 +104,7 @@ async def place(
         PrivateDaemon(slots.as_bytes(spec), **wanted) as daemon,
         await aio.connect(daemon.address, timeout=600) as client,
     ):
-        cache = await client.open_cache(CACHE, spec, options=options)
-        arena = cache.arena
-        for tier in arena.tiers:
-            for slot in range(arena.slots(tier, 0)):
-                for view in arena.view(tier, 0, slot, write=False):
-                    if isinstance(view, np.ndarray):
-                        view[:: mmap.PAGESIZE].max()  # maps every page, so that no round pays for it
-        yield Place(client, cache, daemon)
+        yield Place(client, await client.open_cache(CACHE, spec, options=options), daemon)
 
 
 def chains(blocks: int = BATCH) -> Iterator[list[bytes]]:
@@ -150,10 +147,13 @@ def _memcpy(source: Sequence[Bytes], target: Sequence[Bytes]) -> float:
 
 
 async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[Result]:
-    """Store and first get of 64 blocks of host memory, and the prefix length of so many keys among as many others."""
+    """First fill, store and first get of 64 blocks of host memory, and the prefix length of so many keys among as many
+    others."""
+    for block_bytes in sizes:
+        yield await _first_fill(block_bytes, min(rounds, _FRESH))
     for block_bytes, checksum in product(sizes, ("disk", "commit")):
         options = CacheOptions(checksum=checksum)
-        async with place(replay_spec(block_bytes), TierSlots(0, 4 * BATCH, 0), options=options) as here:
+        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0), options=options) as here:
             for result in await _copies(here, {"block_bytes": block_bytes, "checksum": checksum}, rounds):
                 yield result
     async with place(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
@@ -174,6 +174,24 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
 
             (seconds,) = await interleaved(rounds, length)
         yield Result("client.prefix_length", {"keys": keys}, 1e6 * seconds, "us")
+
+
+async def _first_fill(block_bytes: int, rounds: int) -> Result:
+    """Slots that nobody has touched, of a daemon that has just started, beside one thread's copy into as much memory
+    that has its pages."""
+    rows, fresh = _rows(block_bytes), chains()
+    room = empty((_ROOM, BATCH, block_bytes))
+    places = cycle(room)
+
+    async def fill() -> float:
+        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
+            return await timed(here.cache.put(next(fresh), rows, tier=Tier.HOST))
+
+    async def bare() -> float:
+        return _memcpy(rows, next(places))
+
+    params = {"block_bytes": block_bytes}
+    return Result.rate("client.first_fill", params, BATCH * block_bytes, *await interleaved(rounds, fill, bare))
 
 
 async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[Result]:

@@ -83,7 +83,7 @@ def _shown(name: str, value: Any) -> str:
 @_ROUNDS
 @_JSON
 def client(block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
-    """Store and get 64 blocks of host memory, and look up a prefix of 8,192 keys."""
+    """Fill fresh slots, store and get 64 blocks of host memory, and look up a prefix of 8,192 keys."""
     tell(host.client(block_bytes, rounds, keys=8192), as_json)
 
 

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -20,9 +19,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, Self
+from weakref import ref
 
 import numpy as np
 
+from kvtier.abi import memory
 from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError, TierIOError
 
 # SEAL besides the two that protect the daemon: a client holding a writable descriptor could otherwise add FUTURE_WRITE
@@ -30,15 +31,11 @@ from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError, TierIOError
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # One call allocates this much at most: a signal makes the kernel undo the call and Python repeat it.
 _ALLOCATION_STEP: Final = 256 << 20
-_PREFAULT_STEP: Final = 64 << 20
-_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_POPULATE_WRITE: Final = 23
 _PREFERRED: Final = 1
 _POLICY_CALLS: Final = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine)
 """Numbers of the system calls set_mempolicy and get_mempolicy, which the C library does not have."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _log = logging.getLogger(__name__)
 
 
@@ -64,14 +61,9 @@ class Memfd:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
-            asked = _HUGE_PAGES.exists() and "[advise]" in _HUGE_PAGES.read_text()
+            array = memory.mapped(fd, size, write=True)
             for start in range(0, size, _ALLOCATION_STEP):
-                nbytes = min(_ALLOCATION_STEP, size - start)
-                if asked:  # a page fault heeds the advice, an allocation does not; it tells if memory is short
-                    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
-                        _libc.madvise(array.ctypes.data + start, nbytes, advice)
-                os.posix_fallocate(fd, start, nbytes)
+                memory.allocate(fd, array[start : start + _ALLOCATION_STEP], start)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             # Before any descriptor leaves: with the mode of birth, another uid could re-open a read-only one writable.
             os.fchmod(fd, 0o400)
@@ -107,21 +99,15 @@ class Memfd:
         if seals != _SEALS:
             raise NotAdoptable(f"{name}: seals {seals:#x}, not {_SEALS:#x}")
         try:
-            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+            array = memory.mapped(fd, size, write=True)
             read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise NotAdoptable(f"{name}: cannot be mapped: {error.strerror}") from error
         return cls(fd, read_only_fd, array)
 
     def prefault(self) -> None:
-        """Maps every page, so that no copy pays for it later. Call from a thread; the segment may be in use meanwhile.
-
-        Reading one byte a page suffices, also for later writes, and cannot undo one. numpy lets go of the GIL in each
-        of the bounded pieces; madvise(MADV_POPULATE_WRITE) and MAP_POPULATE hold it (314 and 351 ms for 512 MiB).
-        """
-        array = self.array
-        for start in range(0, len(array), _PREFAULT_STEP):
-            array[start : start + _PREFAULT_STEP : mmap.PAGESIZE].max()
+        """See :func:`kvtier.abi.memory.touch`."""
+        memory.touch(ref(self.array))
 
     def close(self) -> None:
         """Closes both descriptors and lets go of the mapping."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvtier.abi import memory
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.driver import Driver
 from kvtier.v1 import caches_pb2
@@ -18,10 +18,15 @@ from kvtierd.mover.cuda.staging import Staging
 from kvtierd.tiers import memfd
 from kvtierd.tiers.memfd import Memfd, near, node_of
 from tests.fake_cuda import load_fake
+from tests.mappings import kilobytes
 from tests.unit.service.rig import DEVICE, HOST, SLOT_BYTES, SPEC, attached, config, running
 
 MIB = 1 << 20
 NUMA_MAPS = Path("/proc/thread-self/numa_maps")
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_KERNEL = tuple(map(int, os.uname().release.split(".")[:2]))
+HUGE_PAGES = _KERNEL >= (6, 1) and _SETTING.exists() and "[deny]" not in _SETTING.read_text()
+"""Whether this kernel makes them of a memfd's pages."""
 needs_numa = pytest.mark.skipif(not NUMA_MAPS.exists(), reason="the kernel knows no NUMA nodes")
 
 
@@ -135,24 +140,24 @@ def test_staging_memory_is_near_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == ["prefer:0"]
 
 
-def asked_for_huge_pages(name: str) -> bool:
-    """Whether the mapping of a segment is to have them."""
-    (mapping,) = [each for each in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()) if name in each]
-    return " hg" in mapping
-
-
-@pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always advise [never]"])
-def test_huge_pages_are_asked_for_where_the_kernel_takes_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
-    file = tmp_path / "shmem_enabled"
-    file.write_text(setting)
-    monkeypatch.setattr(memfd, "_HUGE_PAGES", file)
+def test_a_segment_is_in_huge_pages_and_its_rest_in_small_ones() -> None:
     segment = Memfd.create("kvtier-huge", 5 * MIB)
     try:
         assert segment.array.shape == (5 * MIB,)
         assert not segment.array.any()
-        assert os.fstat(segment.fd).st_blocks * 512 >= 5 * MIB
-        assert asked_for_huge_pages("kvtier-huge") is ("[advise]" in setting)
+        assert os.fstat(segment.fd).st_blocks * 512 == 5 * MIB
+        if HUGE_PAGES:
+            assert sum(kilobytes("kvtier-huge", "ShmemPmdMapped")) == 4 * 1024
+    finally:
+        segment.close()
+
+
+def test_what_the_kernel_has_no_huge_pages_for_is_allocated_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_COLLAPSE", -1)  # no kernel knows this advice
+    segment = Memfd.create("kvtier-small", 5 * MIB)
+    try:
+        assert os.fstat(segment.fd).st_blocks * 512 == 5 * MIB
+        segment.prefault()
+        assert kilobytes("kvtier-small", "Rss") == [5 * 1024]
     finally:
         segment.close()
