@@ -288,11 +288,8 @@ class _Exposed:
         self.__array_interface__: dict[str, Any] = view.__array_interface__ | {"data": (address, False)}
 
 
-INLINE_BYTES: Final = 4 << 20
-"""Copies up to this size run on the event loop: to wake a thread takes as long."""
-
-_SHARED_BYTES: Final = 8 << 20
-"""From this size on two threads copy."""
+INLINE_BYTES: Final = 8 << 20
+"""Copies up to this size run on the event loop: to wake threads takes as long. Above it two threads copy."""
 _PARTS: Final = 8
 """Into so many parts such a copy is cut; each thread takes one after another."""
 
@@ -379,7 +376,7 @@ def checked(pools: Sequence[Bytes], slots: Slots) -> NDArray[np.intp]:
 def _in_parts(copy: Callable[[int, int], None], pools: Sequence[Bytes], blocks: int) -> None:
     """Makes a copy of ``blocks`` blocks; a large one with a second thread, which has ended when this returns."""
     nbytes = blocks * sum(pool.shape[1] for pool in pools)
-    if nbytes < _SHARED_BYTES or blocks < 2:
+    if nbytes <= INLINE_BYTES or blocks < 2:
         copy(0, blocks)
         return
     step = -(-blocks // _PARTS)

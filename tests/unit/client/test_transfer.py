@@ -102,8 +102,8 @@ async def test_a_copy_has_ended_when_its_caller_goes_on_however_often_it_is_canc
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copy is one of two threads."""
-    monkeypatch.setattr(buffers, "_SHARED_BYTES", 0)
+    """Every copy is made by two threads."""
+    monkeypatch.setattr(buffers, "INLINE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("shared")
