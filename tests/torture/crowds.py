@@ -35,8 +35,8 @@ async def health(stack: AsyncExitStack, size: int, address: str) -> None:
     ended = [asyncio.create_task(read(call)) for call in calls]
     for task in ended:
         stack.callback(task.cancel)
-    for task in itertools.islice(asyncio.as_completed(ended), max(0, size - KEPT)):
-        await task
+    for first in itertools.islice(asyncio.as_completed(ended), max(0, size - KEPT)):
+        await first
 
 
 async def read(watch: Any) -> None:
