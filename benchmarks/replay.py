@@ -1,0 +1,212 @@
+"""Real traffic through kvtier and its peers: the same trace, bytes and checks, in turn.
+
+    python -m benchmarks.replay conversation_trace.jsonl [--peers PYTHON --path FOLDER --path FOLDER] [--rounds 5]
+
+A request looks its prefix up, loads what is there and stores the rest. An engine is new in each round and has a process
+of its own; the order rotates. Only the three verbs are timed: rows are filled from a random pattern before a store, and
+compared with it after a load, outside of the clock, for all alike. A block that is not taken is not stored again, but
+Mooncake's, which says so, for up to 15 s. ``raw``: a file on the same disk, written past the page cache.
+
+The peers' interpreter, as ``make test-engines`` makes it, wants torch, numpy and beside them in folders of their own:
+``pip install --no-deps -t FOLDER mooncake-transfer-engine-non-cuda==0.3.13.post1`` and
+``pip install --no-deps -t FOLDER lmcache==0.5.6 sortedcontainers==2.4.0``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Final
+
+from benchmarks.replay_engines import ENGINES, LIMIT_S, Job, Record
+from kvtier.replay.trace import read
+
+ROOT: Final = Path(__file__).parents[1]
+_RAW_BYTES: Final = 1 << 30
+_RAW_CALL: Final = 8 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """``memory`` and ``disk`` in blocks; ``share``: of the trace's requests."""
+
+    block_kib: int
+    memory: int
+    disk: int
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        size = f"{self.block_kib} KiB" if self.block_kib < 1024 else f"{self.block_kib >> 10} MiB"
+        return f"{size}, {self.memory:,} blocks over {self.disk:,}" if self.disk else f"{size}, in memory"
+
+
+ROWS: Final[Mapping[str, Row]] = {
+    "64k-disk": Row(64, 2_000, 24_000),
+    "256k-disk": Row(256, 2_000, 24_000),
+    "1m-disk": Row(1024, 800, 9_000, 0.3),
+    "64k": Row(64, 28_000, 0),
+    "256k": Row(256, 28_000, 0),
+    "1m": Row(1024, 10_000, 0, 0.3),
+}
+"""Memory for all that is stored has room for a quarter more: both peers begin to evict before theirs is full."""
+
+
+@dataclass(slots=True, frozen=True)
+class Interpreter:
+    """``folders``: of packages, before its own."""
+
+    python: str
+    folders: Sequence[str]
+
+    def replay(self, job: Job, prompts: Sequence[Sequence[int]]) -> Record:
+        """Raises CalledProcessError if the engine fails."""
+        done = subprocess.run(
+            [self.python, ROOT / "benchmarks/replay_engines.py"],
+            input=f"{json.dumps(asdict(job))}\n{json.dumps(prompts)}\n",
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(self.folders)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S + 60,
+            check=False,
+        )
+        if done.returncode:
+            print(done.stderr[-4000:], file=sys.stderr)
+        done.check_returncode()
+        return Record(**json.loads(done.stdout))
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    """One replay. ``raw``: bytes a second that the disk took shortly before, None without a disk."""
+
+    requests: int
+    record: Record
+    raw: float | None
+
+    def rate(self) -> float:
+        return self.requests / self.record.seconds
+
+    def hits(self) -> float:
+        return self.record.loaded / self.record.asked
+
+    def put_ms(self, percent: int) -> float:
+        return _percentile([seconds * 1e3 for seconds, _ in self.record.stores], percent)
+
+    def put_ratio(self) -> float:
+        """p99 of its median, for the time that a block takes."""
+        each = [seconds / blocks for seconds, blocks in self.record.stores]
+        return _percentile(each, 99) / _percentile(each, 50)
+
+    def written(self) -> float | None:
+        """Of what the disk takes: bytes to disk from the first one to the last request."""
+        if self.raw is None:
+            return None
+        first = next((at for at, (_, nbytes) in enumerate(self.record.written) if nbytes > _RAW_CALL), None)
+        if first is None:
+            return 0.0
+        (began, before), (ended, after) = self.record.written[first], self.record.written[-1]
+        return (after - before) / (ended - began) / self.raw
+
+
+COLUMNS: Final[Mapping[str, tuple[Callable[[Result], float | None], str]]] = {
+    "requests a second": (Result.rate, ".0f"),
+    "hits": (Result.hits, ".3f"),
+    "wrong": (lambda result: result.record.wrong, ".0f"),
+    "put p50, ms": (lambda result: result.put_ms(50), ".2f"),
+    "put p99, ms": (lambda result: result.put_ms(99), ".1f"),
+    "a block's p99 of p50": (Result.put_ratio, ".1f"),
+    "written, of raw": (Result.written, ".2f"),
+}
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def raw_rate(home: Path) -> float:
+    """Bytes a second of a sequential write of new blocks, 8 MiB and one ``fdatasync`` at a time."""
+    with tempfile.NamedTemporaryFile(dir=home) as file:
+        fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        os.posix_fallocate(fd, 0, _RAW_BYTES)
+        with mmap.mmap(-1, _RAW_CALL) as block:
+            block[:] = os.urandom(_RAW_CALL)
+            began = time.perf_counter()
+            for place in range(0, _RAW_BYTES, _RAW_CALL):
+                os.pwrite(fd, block, place)
+                os.fdatasync(fd)
+            seconds = time.perf_counter() - began
+        os.close(fd)
+    return _RAW_BYTES / seconds
+
+
+def measure(
+    interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Sequence[int]], home: Path, first: int
+) -> dict[str, Result]:
+    """One round of one row: each engine once, beginning with the one of that number."""
+    prompts = prompts[: max(2, int(len(prompts) * row.share))]
+    longest = max(map(len, prompts))
+    distinct = 1 + max(map(max, prompts))
+    raw = raw_rate(home) if row.disk else None
+    results = {}
+    names = list(interpreters)
+    for name in names[first % len(names) :] + names[: first % len(names)]:
+        with tempfile.TemporaryDirectory(dir=home) as own:
+            job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own)
+            results[name] = Result(len(prompts), interpreters[name].replay(job, prompts), raw)
+        shown = ", ".join(f"{title} {_shown(title, results[name])}" for title in COLUMNS)
+        print(f"{row}: {name}: {shown}", file=sys.stderr, flush=True)
+    return results
+
+
+def _shown(title: str, *results: Result) -> str:
+    """The median."""
+    figure, form = COLUMNS[title]
+    values = [value for result in results if (value := figure(result)) is not None]
+    return format(median(values), form) if values else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=1_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--peers", metavar="PYTHON", help="the interpreter of the peers; none: kvtier alone")
+    parser.add_argument("--path", action="append", default=[], help="a folder of packages for the peers; repeatable")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--home", type=Path, help="where disk tiers go; by default where temporary files go")
+    asked = parser.parse_args()
+    numbers: dict[int, int] = {}
+    requests = asyncio.run(read(asked.trace, asked.requests))
+    prompts = [[numbers.setdefault(block, len(numbers)) for block in request.ids] for request in requests]
+    ours = Interpreter(sys.executable, [str(ROOT / "client"), str(ROOT / "daemon")])
+    chosen = {"kvtier": ours}
+    if asked.peers:
+        chosen |= dict.fromkeys(ENGINES.keys() - chosen, Interpreter(asked.peers, asked.path))
+    chosen = {name: chosen[name] for name in asked.engines if name in chosen}
+    results: dict[tuple[str, str], list[Result]] = {(row, name): [] for row in asked.rows for name in chosen}
+    with tempfile.TemporaryDirectory(prefix="kvtier-replay-", dir=asked.home) as home:
+        for number in range(asked.rounds):
+            for row in asked.rows:
+                for name, result in measure(chosen, ROWS[row], prompts, Path(home), number).items():
+                    results[row, name].append(result)
+    print(f"medians of {asked.rounds}\n\n| row | engine | {' | '.join(COLUMNS)} |")
+    print(f"| --- | --- |{' --- |' * len(COLUMNS)}")
+    for (row, name), each in results.items():
+        figures = " | ".join(_shown(title, *each) for title in COLUMNS)
+        print(f"| {ROWS[row]}, {each[0].requests:,} requests | {name} | {figures} |")
+
+
+if __name__ == "__main__":
+    main()
