@@ -41,7 +41,7 @@ _INSIST_S: Final = 15.0
 @dataclass(slots=True, frozen=True)
 class Job:
     """What to replay, with how many blocks of memory and of disk; ``disk`` = 0: without. ``home``: an empty directory
-    on the disk."""
+    on the disk. ``cold``: as soon as the servers answer, else once their memory no longer grows."""
 
     engine: str
     block_bytes: int
@@ -50,6 +50,7 @@ class Job:
     longest: int
     distinct: int
     home: str
+    cold: bool
 
 
 @dataclass(slots=True)
@@ -129,7 +130,8 @@ def kvtier(job: Job) -> Iterator[Engine]:
             with contextlib.closing(Kvtier(job, daemon.address, daemon.pid)) as engine:
                 yield engine
         finally:
-            runner.run(daemon.__aexit__(None, None, None))
+            with suppress(TimeoutError):  # it is killed then; the system needs long to free much memory
+                runner.run(daemon.__aexit__(None, None, None))
 
 
 class Mooncake:
@@ -317,9 +319,22 @@ def _leading(good: Iterator[bool]) -> int:
     return sum(1 for _ in takewhile(bool, good))
 
 
+def memory_is_ready(servers: Sequence[int]) -> None:
+    """Waits until the memory of the servers has not grown for a second."""
+    same, before = 0, 0
+    while same < 4:
+        time.sleep(0.25)
+        now = sum(_field(pid, "status", "VmRSS") for pid in servers)
+        same, before = (same + 1 if now <= before else 0), max(now, before)
+
+
 def _written(pid: int) -> int:
-    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    return int(fields["write_bytes"])
+    return _field(pid, "io", "write_bytes")
+
+
+def _field(pid: int, file: str, name: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/{file}").read_text().splitlines())
+    return int(fields[name].split()[0])
 
 
 def _free_port() -> int:
@@ -357,6 +372,8 @@ def main() -> None:
     job = Job(**json.loads(sys.stdin.readline()))
     prompts = json.loads(sys.stdin.readline())
     with ENGINES[job.engine](job) as engine:
+        if not job.cold:
+            memory_is_ready(engine.servers)
         record = replay(engine, job, prompts)
         print(json.dumps(asdict(record)), file=output, flush=True)
     os._exit(0)  # without the farewells of libraries whose servers are gone
