@@ -89,6 +89,9 @@ class Interpreter:
         return Record(**json.loads(done.stdout))
 
 
+OURS: Final = Interpreter(sys.executable, [str(ROOT / "client"), str(ROOT / "daemon")])
+
+
 @dataclass(slots=True, frozen=True)
 class Result:
     """One replay. ``raw``: bytes a second that the disk took shortly before, None without a disk."""
@@ -185,6 +188,15 @@ def _shown(title: str, *results: Result) -> str:
     return format(median(values), form) if values else ""
 
 
+def table(results: Mapping[tuple[Row, str], Sequence[Result]]) -> str:
+    """In Markdown."""
+    lines = [f"| row | engine | rounds | {' | '.join(COLUMNS)} |", f"| --- | --- | --- |{' --- |' * len(COLUMNS)}"]
+    for (row, name), each in results.items():
+        figures = " | ".join(_shown(title, *each) for title in COLUMNS)
+        lines.append(f"| {row}, {each[0].requests:,} requests | {name} | {len(each)} | {figures} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
@@ -200,23 +212,16 @@ def main() -> None:
     numbers: dict[int, int] = {}
     requests = asyncio.run(read(asked.trace, asked.requests))
     prompts = [[numbers.setdefault(block, len(numbers)) for block in request.ids] for request in requests]
-    ours = Interpreter(sys.executable, [str(ROOT / "client"), str(ROOT / "daemon")])
-    chosen = {"kvtier": ours}
+    chosen = {"kvtier": OURS}
     if asked.peers:
         chosen |= dict.fromkeys(ENGINES.keys() - chosen, Interpreter(asked.peers, asked.path))
     chosen = {name: chosen[name] for name in asked.engines if name in chosen}
     results: dict[tuple[str, str], list[Result]] = {(row, name): [] for row in asked.rows for name in chosen}
-    with tempfile.TemporaryDirectory(prefix="kvtier-replay-", dir=asked.home) as home:
-        with suppress(KeyboardInterrupt):  # medians of the rounds until then
-            for number, row in product(range(asked.rounds), asked.rows):
-                measured = measure(chosen, ROWS[row], prompts, Path(home), number, cold=asked.cold)
-                for name, result in measured.items():
-                    results[row, name].append(result)
-    print(f"medians of {min(map(len, results.values()))}\n\n| row | engine | {' | '.join(COLUMNS)} |")
-    print(f"| --- | --- |{' --- |' * len(COLUMNS)}")
-    for (row, name), each in results.items():
-        figures = " | ".join(_shown(title, *each) for title in COLUMNS)
-        print(f"| {ROWS[row]}, {each[0].requests:,} requests | {name} | {figures} |")
+    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvtier-replay-", dir=asked.home) as home:
+        for number, row in product(range(asked.rounds), asked.rows):
+            for name, result in measure(chosen, ROWS[row], prompts, Path(home), number, cold=asked.cold).items():
+                results[row, name].append(result)
+    print(table({(ROWS[row], name): each for (row, name), each in results.items() if each}))
 
 
 if __name__ == "__main__":
