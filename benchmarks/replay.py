@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Final
 
-from benchmarks.replay_engines import ENGINES, LIMIT_S, Job, Record
+from benchmarks.replay_engines import ENGINES, LIMIT_S, Job, Prompt, Record
 from kvtier.replay.trace import read
 
 ROOT: Final = Path(__file__).parents[1]
@@ -72,8 +72,8 @@ class Interpreter:
     python: str
     folders: Sequence[str]
 
-    def replay(self, job: Job, prompts: Sequence[Sequence[int]]) -> Record:
-        """Raises CalledProcessError if the engine fails."""
+    def replay(self, job: Job, prompts: Sequence[Prompt]) -> Record:
+        """Raises RuntimeError if the engine fails."""
         done = subprocess.run(
             [self.python, ROOT / "benchmarks/replay_engines.py"],
             input=f"{json.dumps(asdict(job))}\n{json.dumps(prompts)}\n",
@@ -84,8 +84,7 @@ class Interpreter:
             check=False,
         )
         if done.returncode:
-            print(done.stderr[-4000:], file=sys.stderr)
-        done.check_returncode()
+            raise RuntimeError(f"{job.engine} failed:\n{done.stderr[-4000:]}")
         return Record(**json.loads(done.stdout))
 
 
@@ -94,17 +93,11 @@ OURS: Final = Interpreter(sys.executable, [str(ROOT / "client"), str(ROOT / "dae
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """One replay. ``raw``: bytes a second that the disk took shortly before, None without a disk."""
+    """One replay. ``raw``: bytes a second that the disk took shortly before, 0 without a disk."""
 
     requests: int
     record: Record
-    raw: float | None
-
-    def rate(self) -> float:
-        return self.requests / self.record.seconds
-
-    def hits(self) -> float:
-        return self.record.loaded / self.record.asked
+    raw: float
 
     def put_ms(self, percent: int) -> float:
         return _percentile([seconds * 1e3 for seconds, _ in self.record.stores], percent)
@@ -114,114 +107,98 @@ class Result:
         each = [seconds / blocks for seconds, blocks in self.record.stores]
         return _percentile(each, 99) / _percentile(each, 50)
 
-    def written(self) -> float | None:
-        """Of what the disk takes: bytes to disk from the first one to the last request."""
-        if self.raw is None:
-            return None
-        first = next((at for at, (_, nbytes) in enumerate(self.record.written) if nbytes > _RAW_CALL), None)
-        if first is None:
+    def written(self) -> float:
+        """Of what the disk takes: bytes to disk from the first ones to the last request."""
+        rising = [each for each in self.record.written if each[1] > _RAW_CALL]
+        if not self.raw or len(rising) < 2:
             return 0.0
-        (began, before), (ended, after) = self.record.written[first], self.record.written[-1]
+        (began, before), (ended, after) = rising[0], rising[-1]
         return (after - before) / (ended - began) / self.raw
-
-
-COLUMNS: Final[Mapping[str, tuple[Callable[[Result], float | None], str]]] = {
-    "requests a second": (Result.rate, ".0f"),
-    "hits": (Result.hits, ".3f"),
-    "wrong": (lambda result: result.record.wrong, ".0f"),
-    "put p50, ms": (lambda result: result.put_ms(50), ".2f"),
-    "put p99, ms": (lambda result: result.put_ms(99), ".1f"),
-    "a block's p99 of p50": (Result.put_ratio, ".1f"),
-    "written, of raw": (Result.written, ".2f"),
-}
 
 
 def _percentile(values: Sequence[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
+COLUMNS: Final[Mapping[str, tuple[Callable[[Result], float], str]]] = {
+    "requests a second": (lambda result: result.requests / result.record.seconds, ".0f"),
+    "hits": (lambda result: result.record.loaded / result.record.asked, ".3f"),
+    "put p50, ms": (lambda result: result.put_ms(50), ".2f"),
+    "put p99, ms": (lambda result: result.put_ms(99), ".1f"),
+    "a block's p99 of p50": (Result.put_ratio, ".1f"),
+    "raw MB/s": (lambda result: result.raw / 1e6, ".0f"),
+    "written, of raw": (Result.written, ".2f"),
+}
+
+
+def table(results: Mapping[tuple[Row, str], Sequence[Result]]) -> str:
+    """In Markdown: medians, and the wrong blocks of all rounds."""
+    titles = ("row", "engine", "rounds", "wrong", *COLUMNS)
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for (row, name), each in results.items():
+        figures = (format(median(map(figure, each)), form) for figure, form in COLUMNS.values())
+        wrong = sum(result.record.wrong for result in each)
+        lines.append(
+            f"| {row}, {each[0].requests:,} requests | {name} | {len(each)} | {wrong} | {' | '.join(figures)} |"
+        )
+    return "\n".join(lines)
+
+
 def raw_rate(home: Path) -> float:
     """Bytes a second of a sequential write of new blocks, 8 MiB and one ``fdatasync`` at a time."""
-    with tempfile.NamedTemporaryFile(dir=home) as file:
+    with tempfile.NamedTemporaryFile(dir=home) as file, mmap.mmap(-1, _RAW_CALL) as block:
+        os.posix_fallocate(file.fileno(), 0, _RAW_BYTES)
+        block[:] = os.urandom(_RAW_CALL)
         fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        os.posix_fallocate(fd, 0, _RAW_BYTES)
-        with mmap.mmap(-1, _RAW_CALL) as block:
-            block[:] = os.urandom(_RAW_CALL)
-            began = time.perf_counter()
-            for place in range(0, _RAW_BYTES, _RAW_CALL):
-                os.pwrite(fd, block, place)
-                os.fdatasync(fd)
-            seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        for place in range(0, _RAW_BYTES, _RAW_CALL):
+            os.pwrite(fd, block, place)
+            os.fdatasync(fd)
+        seconds = time.perf_counter() - began
         os.close(fd)
     return _RAW_BYTES / seconds
 
 
 def measure(
-    interpreters: Mapping[str, Interpreter],
-    row: Row,
-    prompts: Sequence[Sequence[int]],
-    home: Path,
-    first: int,
-    *,
-    cold: bool,
+    interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Prompt], home: Path, turn: int, *, cold: bool
 ) -> dict[str, Result]:
     """One round of one row: each engine once, beginning with the one of that number."""
     prompts = prompts[: max(2, int(len(prompts) * row.share))]
-    longest = max(map(len, prompts))
-    distinct = 1 + max(map(max, prompts))
-    raw = raw_rate(home) if row.disk else None
+    longest, distinct = max(map(len, prompts)), 1 + max(map(max, prompts))
+    raw = raw_rate(home) if row.disk else 0.0
     results = {}
     names = list(interpreters)
-    for name in names[first % len(names) :] + names[: first % len(names)]:
+    for name in names[turn % len(names) :] + names[: turn % len(names)]:
         with tempfile.TemporaryDirectory(dir=home) as own:
             job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, cold)
             results[name] = Result(len(prompts), interpreters[name].replay(job, prompts), raw)
-        shown = ", ".join(f"{title} {_shown(title, results[name])}" for title in COLUMNS)
-        print(f"{row}: {name}: {shown}", file=sys.stderr, flush=True)
+        print(table({(row, name): [results[name]]}).splitlines()[-1], file=sys.stderr, flush=True)
     return results
-
-
-def _shown(title: str, *results: Result) -> str:
-    """The median."""
-    figure, form = COLUMNS[title]
-    values = [value for result in results if (value := figure(result)) is not None]
-    return format(median(values), form) if values else ""
-
-
-def table(results: Mapping[tuple[Row, str], Sequence[Result]]) -> str:
-    """In Markdown."""
-    lines = [f"| row | engine | rounds | {' | '.join(COLUMNS)} |", f"| --- | --- | --- |{' --- |' * len(COLUMNS)}"]
-    for (row, name), each in results.items():
-        figures = " | ".join(_shown(title, *each) for title in COLUMNS)
-        lines.append(f"| {row}, {each[0].requests:,} requests | {name} | {len(each)} | {figures} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=1_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="Ctrl-C ends them early")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--peers", metavar="PYTHON", help="the interpreter of the peers; none: kvtier alone")
     parser.add_argument("--path", action="append", default=[], help="a folder of packages for the peers; repeatable")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--cold", action="store_true", help="do not wait until an engine has its memory ready")
-    parser.add_argument("--home", type=Path, help="where disk tiers go; by default where temporary files go")
     asked = parser.parse_args()
     numbers: dict[int, int] = {}
     requests = asyncio.run(read(asked.trace, asked.requests))
     prompts = [[numbers.setdefault(block, len(numbers)) for block in request.ids] for request in requests]
-    chosen = {"kvtier": OURS}
-    if asked.peers:
-        chosen |= dict.fromkeys(ENGINES.keys() - chosen, Interpreter(asked.peers, asked.path))
-    chosen = {name: chosen[name] for name in asked.engines if name in chosen}
-    results: dict[tuple[str, str], list[Result]] = {(row, name): [] for row in asked.rows for name in chosen}
-    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvtier-replay-", dir=asked.home) as home:
-        for number, row in product(range(asked.rounds), asked.rows):
-            for name, result in measure(chosen, ROWS[row], prompts, Path(home), number, cold=asked.cold).items():
-                results[row, name].append(result)
-    print(table({(ROWS[row], name): each for (row, name), each in results.items() if each}))
+    theirs = Interpreter(asked.peers, asked.path) if asked.peers else None
+    interpreters = {name: OURS if name == "kvtier" else theirs for name in asked.engines}
+    chosen = {name: each for name, each in interpreters.items() if each is not None}
+    results: dict[tuple[Row, str], list[Result]] = {}
+    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvtier-replay-") as home:
+        for turn, row in product(range(asked.rounds), map(ROWS.__getitem__, asked.rows)):
+            for name, result in measure(chosen, row, prompts, Path(home), turn, cold=asked.cold).items():
+                results.setdefault((row, name), []).append(result)
+    print(table(results))
 
 
 if __name__ == "__main__":
