@@ -89,7 +89,7 @@ class Stubs:
     transfer: transfer_pb2_grpc.TransferAsyncStub
 
     @classmethod
-    def over(cls, channel: grpc.aio.Channel) -> Self:
+    def over(cls, channel: Any) -> Self:
         return cls(
             admin=cast("admin_pb2_grpc.AdminAsyncStub", admin_pb2_grpc.AdminStub(channel)),
             blocks=cast("blocks_pb2_grpc.BlocksAsyncStub", blocks_pb2_grpc.BlocksStub(channel)),
@@ -554,7 +554,7 @@ class Session:
         if old is not None and old.channel is not channel:
             self.spawn(_close_channel(old.channel))
         number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
-        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(channel))
+        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(attached.calls))
 
     async def _hello(self, old: Link | None) -> Attached:
         if old is None:

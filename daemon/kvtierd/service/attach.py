@@ -1,4 +1,5 @@
-"""The attach server: it identifies a client and hands out cache memory. ``kvtier.abi.attach`` has the protocol.
+"""The attach server: it identifies a client, hands out cache memory and takes calls. The protocol is that of
+``kvtier.abi.attach`` and ``kvtier.abi.calls``.
 
 Each connection is a task. The server closes the connection of a client that sends an unknown message, after an error
 reply, and of a client that does not read its replies. Other connections go on.
@@ -22,10 +23,12 @@ from typing import Any, Final
 import grpc
 
 from kvtier.abi import attach
+from kvtier.abi.calls import is_call
 from kvtierd.rights import Right
-from kvtierd.service.calls import Access
+from kvtierd.service.calls import Access, Dispatcher
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
+from kvtierd.service.local import LocalCalls
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry, this_task
 
@@ -62,6 +65,7 @@ class AttachServer:
         catalog: Catalog,
         identity: DaemonIdentity,
         access: Access,
+        dispatcher: Dispatcher,
         capacity: Capacity,
     ) -> None:
         """``capacity``: of connections, including those before their hello."""
@@ -69,6 +73,7 @@ class AttachServer:
         self._catalog = catalog
         self._identity = identity
         self._access = access
+        self._dispatcher = dispatcher
         self._capacity = capacity
         self._connections: dict[asyncio.Task[None], int] = {}
         """Each connection, also one whose last answers are not read yet, with its peer's uid."""
@@ -141,11 +146,15 @@ class AttachServer:
     async def _converse(self, sock: socket.socket) -> None:
         hello = await _hear_hello(sock)
         session = self._admit(sock, hello)
-        daemon = self._identity
+        daemon, local = self._identity, LocalCalls(sock, session, self._dispatcher)
         try:
             resumed = hello.token is not None
             _send(sock, attach.Welcome(session.token, session.id, resumed, **asdict(daemon)))
-            while (request := await _receive(sock)) is not None:
+            while packet := await _receive(sock):
+                if is_call(packet):
+                    await local.take(packet)
+                    continue
+                request = attach.decode_request(packet)
                 if isinstance(request, attach.Bye):
                     self._sessions.end(session, "goodbye")
                     return
@@ -155,6 +164,7 @@ class AttachServer:
                 await self._map(sock, session, request)
         finally:
             self._sessions.connection_lost(session, this_task())
+            await local.end()
 
     def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
         """The session of a hello. Raises :class:`AttachRefused`."""
@@ -208,18 +218,18 @@ def _peer(sock: socket.socket) -> Peer:
 async def _hear_hello(sock: socket.socket) -> attach.Hello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            hello = await _receive(sock)
+            packet = await _receive(sock)
     except TimeoutError:
         raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+    hello = attach.decode_request(packet) if packet else None
     if not isinstance(hello, attach.Hello):
         raise AttachRefused("NO_HELLO", "the first message must be a hello")
     return hello
 
 
-async def _receive(sock: socket.socket) -> attach.Request | None:
-    """The next request; None at the end. The kernel closes descriptors that the peer sends."""
-    data = await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
-    return attach.decode_request(data) if data else None
+async def _receive(sock: socket.socket) -> bytes:
+    """The next packet; empty at the end. The kernel closes descriptors that the peer sends."""
+    return await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
 
 
 async def _taken(sock: socket.socket) -> None:

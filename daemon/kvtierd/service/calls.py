@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -202,7 +202,7 @@ class OpenCalls:
         self._count = 0
         self._none = asyncio.Event()
 
-    def counted(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def counted(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
         """The same handler, counted until it returns a reply or has written a refusal."""
 
         async def counting(request: Any, context: Any) -> Any:
@@ -225,6 +225,19 @@ class OpenCalls:
                     await self._none.wait()
 
 
+@dataclass(slots=True, frozen=True)
+class LocalCall:
+    """``path``: of the method, as gRPC has it."""
+
+    session: Session
+    path: bytes
+    request: bytes
+
+
+_Perform = Callable[[Session, bytes], Awaitable[Message]]
+"""Does what the request of a session asks for. Raises what :class:`Translator` translates."""
+
+
 class Dispatcher:
     """Makes gRPC handlers of verbs. ``kept``: whether a reply names a live lease, and must stay remembered."""
 
@@ -244,6 +257,11 @@ class Dispatcher:
         self._stopping = False
         self._of: Counter[Identity] = Counter()
         """Open calls."""
+        self._local: dict[bytes, _Perform] = {}
+        """By the path of a unary method."""
+        self.local: Final = open_calls.counted(self._answer_locally)
+        """Answers a :class:`LocalCall`: hands the status, 0 or gRPC's number, and the reply or a google.rpc.Status to
+        the callable that is the second argument."""
 
     def stop(self) -> None:
         """Refuses every unary call and upload from now on: the verbs lose the engine."""
@@ -274,7 +292,9 @@ class Dispatcher:
                 call = self._open.counted(self._stream(method, verb, pace))
                 handlers[name] = grpc.stream_stream_rpc_method_handler(call)
             else:
-                call = self._open.counted(self._unary(method, verb))
+                perform = self._performing(method, verb)
+                self._local[f"/{service}/{name}".encode()] = perform
+                call = self._open.counted(self._unary(perform))
                 # Reads its one message itself: after the session is known, and not for ever.
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service, handlers)
@@ -300,28 +320,50 @@ class Dispatcher:
             if not self._of[who]:
                 del self._of[who]
 
-    def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[object, _Context], Awaitable[Message]]:
+    def _performing(self, method: MethodDescriptor, verb: Verb) -> _Perform:
         parse = parser(method)
         mutates = "seq" in method.input_type.fields_by_name
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
+        async def perform(session: Session, raw: bytes) -> Message:
+            request = parse(raw)
+            self._access.require(session, needs, request)
+            if not mutates or not request.seq:
+                return await verb(session, request)
+            digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, request)
+            return await session.replies.answer(request.seq, digest, run, self._kept)
+
+        return perform
+
+    def _unary(self, perform: _Perform) -> Callable[[object, _Context], Awaitable[Message]]:
         async def call(_: object, context: _Context) -> Message:
             try:
                 session = self._caller(context)
                 with self._counting(session):
-                    raw = await _only(session, context)
-                    request = parse(raw)
-                    self._access.require(session, needs, request)
-                    if not mutates or not request.seq:
-                        return await verb(session, request)
-                    digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, request)
-                    return await session.replies.answer(request.seq, digest, run, self._kept)
+                    return await perform(session, await _only(session, context))
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
         return call
+
+    async def _answer_locally(self, call: LocalCall, answer: Callable[[int, bytes], Awaitable[None]]) -> None:
+        status, body = 0, b""
+        with ExitStack() as counted:
+            try:
+                if self._stopping:
+                    raise shutting_down()
+                require_attached(call.session)
+                counted.enter_context(self._counting(call.session))
+                perform = self._local.get(call.path)
+                if perform is None:
+                    raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
+                body = (await perform(call.session, call.request)).SerializeToString()
+            except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
+                refusal = self._translate(error)
+                status, body = refusal.code.value[0], refusal.status()
+            await answer(status, body)
 
     def _stream(
         self, method: MethodDescriptor, verb: StreamVerb, pace: Pace | None

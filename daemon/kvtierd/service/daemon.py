@@ -296,6 +296,7 @@ class Daemon:
             self._catalog,
             self._identity,
             self._access,
+            self._dispatcher,
             _connection_capacity(config),
         )
         grace_s = config.tcp_grace_seconds

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 import kvtier
 from kvtier import Cache, arena
 from kvtier.arena import Arena
-from kvtier.transport import attach_socket
+from kvtier.transport.attached import attach_socket
 from kvtier.v1 import blocks_pb2
 from tests.integration.waiting import heard
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
@@ -144,7 +144,7 @@ async def test_a_client_without_a_descriptor_left_attaches_again_when_it_has_one
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return attach_socket()
 
-    monkeypatch.setattr("kvtier.transport.attach_socket", scarce)
+    monkeypatch.setattr("kvtier.transport.attached.attach_socket", scarce)
     daemon.answers["Match"] = match
     daemon.hang_up()
     await daemon.until(lambda: len(daemon.hellos) == 2)

@@ -1,0 +1,205 @@
+"""The ways to a daemon: the sockets in a runtime directory, or TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final, Protocol
+
+import grpc
+import grpc.aio
+
+from kvtier.abi import attach as protocol
+from kvtier.errors import DaemonUnavailable, InvalidArgument
+from kvtier.transport.attached import AttachConnection, LocalChannel, Segments
+from kvtier.transport.channels import open_channel, require_grpc
+from kvtier.transport.stream import StreamConnection
+
+TCP_SCHEME: Final = "tcp://"
+MAX_PORT: Final = 65535
+
+_HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+
+
+@dataclass(slots=True, frozen=True)
+class TlsFiles:
+    """PEM files: this client's certificate chain and key, and the authorities that vouch for daemons."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+class Connection(Protocol):
+    """A session's own connection. ``closed`` is set when either side hangs up."""
+
+    closed: asyncio.Event
+
+    async def map(self, cache_id: int, *, write: bool) -> Segments:
+        """A cache's segments, whose descriptors are the caller's then."""
+        ...
+
+    def forget(self, token: str) -> None:
+        """What an earlier life of the daemon lent to the session of this token is not touched any more."""
+        ...
+
+    async def say_bye(self) -> None:
+        """Ends the session with all that it holds."""
+        ...
+
+    def close(self) -> None:
+        """Hangs up. Closing twice is allowed."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Attached:
+    """A connection that was welcomed, and the channel that goes with it."""
+
+    connection: Connection
+    welcome: protocol.Welcome
+    channel: grpc.aio.Channel
+    calls: grpc.aio.Channel | LocalChannel
+    """What calls are made over."""
+
+
+class Transport(Protocol):
+    """``can_map``: whether the daemon's memory can be mapped."""
+
+    @property
+    def can_map(self) -> bool: ...
+
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        """A connection that says hello, with the token of an earlier session where there is one.
+
+        ``channel``: that session's, which may be used on. Raises :class:`kvtier.errors.KvtierError`; of a token that
+        the daemon does not know with the reason UNKNOWN_SESSION.
+        """
+        ...
+
+
+class LocalTransport:
+    """Over the sockets in a runtime directory."""
+
+    can_map: Final = True
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        require_grpc()  # before the daemon knows of anybody
+        connection = await AttachConnection.open(self._address)
+        try:
+            welcome = await connection.hello(token)
+        except BaseException:
+            connection.close()
+            raise
+        if channel is None or not welcome.resumed:
+            path = protocol.socket_path(self._address, protocol.RPC_SOCKET)
+            channel = open_channel(f"unix:{path}")
+        return Attached(connection, welcome, channel, LocalChannel(channel, connection))
+
+
+class TcpTransport:
+    """Over TCP, where a stream is the session's connection."""
+
+    can_map: Final = False
+
+    def __init__(self, target: str, tls: TlsFiles | None) -> None:
+        self._target = target
+        self._tls = tls
+        self._looked = False
+
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        """Always with a channel of its own: one that broke may sleep longer than the daemon is away."""
+        channel = self._channel()
+        try:
+            connection, welcome = await StreamConnection.open(channel, token)
+        except BaseException as error:
+            await channel.close()
+            if isinstance(error, DaemonUnavailable) and self._tls is not None:
+                message = f"{error}; a daemon that does not accept {self._tls.cert} hangs up in the same way"
+                raise DaemonUnavailable(message, reason=error.reason) from error
+            raise
+        return Attached(connection, welcome, channel, channel)
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._tls is None:
+            return open_channel(self._target)
+        credentials = grpc.ssl_channel_credentials(
+            _read("tls.ca", self._tls.ca), _read("tls.key", self._tls.key), _read("tls.cert", self._tls.cert)
+        )
+        if not self._looked:  # later they may be under way to others, and a link is tried again until it holds
+            _require_use(self._tls)
+            self._looked = True
+        return open_channel(self._target, credentials)
+
+
+def is_tcp(address: str) -> bool:
+    """Whether it says so, or looks like it: a runtime directory does not end in a colon and a number."""
+    return address.startswith(TCP_SCHEME) or _HOST_PORT.fullmatch(address) is not None
+
+
+def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Transport:
+    """``host:port``, with or without ``tcp://`` before it, is TCP; anything else a runtime directory.
+
+    Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for, and for an empty
+    address, which would be the working directory.
+    """
+    if not address:
+        raise InvalidArgument("address", address, "a runtime directory or host:port")
+    found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
+    if found is not None and int(found[3]) > MAX_PORT:  # gRPC would take what 16 bits leave of it
+        raise InvalidArgument("address", address, f"host:port with a port of at most {MAX_PORT}")
+    if found is None:
+        if address.startswith(TCP_SCHEME):
+            raise InvalidArgument("address", address, "tcp://host:port, or tcp://[host]:port for IPv6")
+        if tls is not None or insecure:
+            raise InvalidArgument("address", address, "host:port for tls or insecure: sockets need neither")
+        return LocalTransport(address)
+    host, target = found[1] or found[2], found[0]
+    if tls is None and not insecure:
+        raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")
+    if tls is not None and insecure:
+        raise InvalidArgument("insecure", insecure, "False where tls is given")
+    if tls is None and not _is_loopback(host):
+        raise InvalidArgument("address", address, "a loopback address where there is no TLS")
+    return TcpTransport(target, tls)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except TypeError as error:
+        raise InvalidArgument(field, path, "a path") from error
+    except OSError as error:
+        raise InvalidArgument(field, str(path), f"a file that can be read: {error.strerror}") from error
+
+
+def _require_use(files: TlsFiles) -> None:
+    """Raises :class:`InvalidArgument` for files that can be read and are of no use: gRPC would try them for as long as
+    the caller waits, and say of none of them that it is at fault."""
+    if not all(Path(path).is_file() for path in (files.cert, files.key, files.ca)):
+        return  # pipes, which have been read: a shell's <(…)
+    import ssl  # for clients of TCP alone
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise InvalidArgument("tls.ca", str(files.ca), f"certificates of authorities, PEM: {error}") from error
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")  # never asked for on a terminal
+    except (ssl.SSLError, ValueError) as error:
+        limit = f"a certificate, PEM, with its key in {files.key}: {error}"
+        raise InvalidArgument("tls.cert", str(files.cert), limit) from error

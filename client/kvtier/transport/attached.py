@@ -1,0 +1,307 @@
+"""The connection of a client of this host: its session, the memory it maps, and its calls."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final, Self, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from google.rpc import status_pb2
+
+from kvtier.abi import attach as protocol
+from kvtier.abi import calls
+from kvtier.errors import (
+    DETAILS_KEY,
+    CallerError,
+    DaemonError,
+    DaemonUnavailable,
+    InvalidArgument,
+    KvtierError,
+    NotFound,
+    PermissionDenied,
+    RetryableError,
+)
+
+_MAX_FDS: Final = len(protocol.SEGMENTS)
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+_REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
+    "PERMISSION_DENIED": PermissionDenied,
+    "TOO_MANY_SESSIONS": RetryableError,
+    "TOO_MANY_OF_IDENTITY": RetryableError,
+    "TOO_MANY_DESCRIPTORS": RetryableError,
+    "UNKNOWN_CACHE": NotFound,
+    "INTERNAL": DaemonError,
+}
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Answer:
+    data: bytes
+    fds: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class Segments:
+    """Descriptors by name, to be closed when they are mapped, and what the daemon said of them."""
+
+    fds: Mapping[str, int]
+    told: protocol.Mapped
+
+    def close(self) -> None:
+        _close_all(list(self.fds.values()))
+
+
+def attach_socket() -> socket.socket:
+    """Of the kind of the daemon's, non-blocking and not connected."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock.setblocking(False)
+    return sock
+
+
+_MOST_UNDER_WAY: Final = 128 << 10
+"""Bytes of unanswered calls: the socket's buffer holds more, so that there is always room for another message."""
+_MAX_U32: Final = 2**32 - 1
+_STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class AttachConnection:
+    """One connection. Requests but for calls are answered in order. :attr:`closed` is set when either side hangs up."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[asyncio.Future[_Answer]] = deque()
+        self._calls: dict[int, asyncio.Future[calls.Answer]] = {}
+        self._under_way = 0
+        self._numbers = count()
+        self.closed = asyncio.Event()
+        self._loop.add_reader(sock.fileno(), self._on_readable)
+
+    @classmethod
+    async def open(cls, address: str) -> Self:
+        """Connects. Raises :class:`DaemonUnavailable` where nobody listens, :class:`PermissionDenied`."""
+        try:
+            path = protocol.socket_path(address, protocol.ATTACH_SOCKET)
+        except protocol.AddressError as error:
+            raise InvalidArgument("address", address, str(error)) from error
+        try:
+            sock = attach_socket()
+        except OSError as error:  # this process has no descriptor left, or the host no memory: for now
+            raise DaemonUnavailable(f"no socket for {path}: {error.strerror}", reason="NO_SOCKET") from error
+        try:
+            sock.connect(path)  # at once, or never: asyncio would take a full backlog for a connection under way
+        except BlockingIOError as error:
+            sock.close()
+            message = f"too many clients wait for the daemon at {path}"
+            raise DaemonUnavailable(message, reason="TOO_MANY_SESSIONS") from error
+        except PermissionError as error:
+            sock.close()
+            raise PermissionDenied(f"{path}: {error.strerror}", reason="PERMISSION_DENIED") from error
+        except OSError as error:
+            sock.close()
+            raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON") from error
+        return cls(sock)
+
+    async def hello(self, token: str | None) -> protocol.Welcome:
+        """Introduces this process; ``token`` resumes an earlier session of it."""
+        answer = await self._ask(protocol.Hello(token=token))
+        _close_all(answer.fds)
+        return _accepted(_decoded(protocol.decode_welcome, answer.data))
+
+    async def map(self, cache_id: int, *, write: bool) -> Segments:
+        """The cache's segments, whose descriptors are the caller's then."""
+        answer = await self._ask(protocol.Map(cache_id=cache_id, write=write))
+        try:
+            mapped = _accepted(_decoded(protocol.decode_mapped, answer.data))
+            if len(mapped.fds) != len(answer.fds):
+                raise DaemonError(f"{len(answer.fds)} descriptors came for {mapped.fds}", reason="BAD_ANSWER")
+        except KvtierError:
+            _close_all(answer.fds)
+            raise
+        return Segments(dict(zip(mapped.fds, answer.fds, strict=True)), mapped)
+
+    def forget(self, token: str) -> None:
+        """Nothing that the session of this token had is touched any more: see :class:`kvtier.abi.attach.Forget`."""
+        if not self.closed.is_set():
+            with suppress(OSError):  # the next daemon is told again
+                self._sock.send(protocol.encode(protocol.Forget(token)))
+
+    async def say_bye(self) -> None:
+        """Ends the session, and gives back all that it holds, instead of leaving it for this process to resume."""
+        if not self.closed.is_set():
+            with suppress(OSError):  # without a daemon there is no session to end
+                self._sock.send(protocol.encode(protocol.Bye()))
+
+    async def call(self, path: bytes, request: bytes) -> bytes | None:
+        """The reply of a unary method; None where gRPC is to make the call.
+
+        Raises :class:`grpc.aio.AioRpcError` as gRPC does, :class:`DaemonUnavailable`.
+        """
+        number = next(self._numbers) & _MAX_U32
+        packet = calls.encode_call(number, path, request)
+        if packet is None or self.closed.is_set() or self._under_way + len(packet) > _MOST_UNDER_WAY:
+            return None
+        self._send(packet)
+        waiter: asyncio.Future[calls.Answer] = self._loop.create_future()
+        self._calls[number] = waiter
+        self._under_way += len(packet)
+        try:
+            answer = await waiter
+        except asyncio.CancelledError:
+            with suppress(OSError):  # the daemon hangs up, or finds nobody who waits
+                self._sock.send(calls.encode_give_up(number))
+            raise
+        finally:
+            del self._calls[number]
+            self._under_way -= len(packet)
+        if answer.status == calls.TOO_LONG:
+            return None
+        if answer.status:
+            status = status_pb2.Status.FromString(answer.body)
+            details = grpc.aio.Metadata((DETAILS_KEY, answer.body))
+            raise grpc.aio.AioRpcError(_STATUS[answer.status], grpc.aio.Metadata(), details, status.message)
+        return answer.body
+
+    def close(self) -> None:
+        """Hangs up. Whoever still waits for an answer gets :class:`DaemonUnavailable`. Closing twice is allowed."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        waiters: list[asyncio.Future[Any]] = [*self._waiting, *self._calls.values()]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(DaemonUnavailable("the daemon hung up", reason="HUNG_UP"))
+        self._waiting.clear()
+
+    async def _ask(self, request: protocol.Request) -> _Answer:
+        if self.closed.is_set():
+            raise DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
+        packet = protocol.encode(request)
+        waiter: asyncio.Future[_Answer] = self._loop.create_future()
+        self._waiting.append(
+            waiter
+        )  # from here on the request is sent, or the connection closed: answers have no names
+        try:
+            self._send(packet)
+        except DaemonUnavailable:
+            waiter.exception()
+            raise
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                _close_all(waiter.result().fds)
+            raise
+
+    def _send(self, packet: bytes) -> None:
+        try:
+            # What fits the socket's buffer beside the calls under way fits, or the peer has stopped reading.
+            self._sock.send(packet)
+        except OSError as error:
+            self.close()
+            raise DaemonUnavailable(f"the daemon hung up: {error.strerror}", reason="HUNG_UP") from error
+
+    def _on_readable(self) -> None:
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(
+                protocol.MAX_MESSAGE + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            data, ancillary, flags = b"", [], 0
+        fds = _received_fds(ancillary)
+        if data and calls.is_call(data) and not flags & socket.MSG_TRUNC:
+            _close_all(fds)
+            self._answered(data)
+            return
+        if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not self._waiting:
+            _close_all(fds)
+            self.close()
+            return
+        waiter = self._waiting.popleft()
+        if waiter.done():
+            # Its caller was cancelled; the answer still had to be taken off the queue.
+            _close_all(fds)
+        else:
+            waiter.set_result(_Answer(data, fds))
+
+    def _answered(self, packet: bytes) -> None:
+        try:
+            answer = calls.decode_answer(packet)
+        except protocol.AttachProtocolError:
+            self.close()
+            return
+        waiter = self._calls.get(answer.number)
+        if waiter is not None and not waiter.done():  # else whoever called has given up
+            waiter.set_result(answer)
+
+
+class LocalChannel:
+    """What stubs are made over: unary calls go by the attach socket, streams and what is too long by gRPC."""
+
+    def __init__(self, channel: grpc.aio.Channel, connection: AttachConnection) -> None:
+        self._channel = channel
+        self._connection = connection
+        self.unary_stream = channel.unary_stream
+        self.stream_unary = channel.stream_unary
+        self.stream_stream = channel.stream_stream
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Message], bytes],
+        response_deserializer: Callable[[bytes], Message],
+        **options: Any,
+    ) -> Callable[..., Awaitable[Message]]:
+        """As a channel of gRPC's does, but for the result: it can be awaited, no more."""
+        path = method.encode()
+        over_grpc: Any = self._channel.unary_unary(method, request_serializer, response_deserializer, **options)
+
+        async def call(request: Message, metadata: Sequence[tuple[str, str]]) -> Message:
+            reply = await self._connection.call(path, request_serializer(request))
+            if reply is None:
+                return cast("Message", await over_grpc(request, metadata=metadata))
+            return response_deserializer(reply)
+
+        return call
+
+
+def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
+    try:
+        return decode(data)
+    except protocol.AttachProtocolError as error:
+        raise DaemonError(f"the daemon's answer is not part of the protocol: {error}", reason="BAD_ANSWER") from error
+
+
+def _accepted(reply: T | protocol.Failure) -> T:
+    if isinstance(reply, protocol.Failure):
+        raise _REFUSALS.get(reply.reason, CallerError)(reply.message, reason=reply.reason)
+    return reply
+
+
+def _received_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,96 @@
+"""The connection of a client of another host: a stream with heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any, Final, Self
+
+import grpc
+import grpc.aio
+
+from kvtier.abi import attach as protocol
+from kvtier.errors import CallerError, DaemonError, error_of, fault_of
+from kvtier.transport.attached import Segments
+from kvtier.v1 import session_pb2, session_pb2_grpc
+
+SILENT_BEATS: Final = 3
+"""Heartbeats missed before the daemon counts as gone."""
+
+_BYE_S: Final = 2.0
+
+_BROKEN: Final = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+"""What gRPC raises on a stream that has ended."""
+
+
+class StreamConnection:
+    """Sends heartbeats, and hears the daemon's; see :class:`kvtier.transport.Connection`."""
+
+    def __init__(self, call: Any, heartbeat_s: float) -> None:
+        self._call = call
+        self._heartbeat_s = heartbeat_s
+        self.closed = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._listen())]
+
+    @classmethod
+    async def open(cls, channel: grpc.aio.Channel, token: str | None) -> tuple[Self, protocol.Welcome]:
+        """Says hello and hears the welcome. Raises :class:`kvtier.errors.KvtierError`."""
+        stub: Any = session_pb2_grpc.SessionsStub(channel)
+        call = stub.Session()
+        hello = session_pb2.Hello(version=protocol.VERSION, token=token or "")
+        try:
+            await call.write(session_pb2.SessionRequest(hello=hello))
+            reply = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise error_of(fault_of(error)) from error
+        except BaseException:
+            call.cancel()
+            raise
+        if reply is grpc.aio.EOF or reply.WhichOneof("message") != "welcome":
+            call.cancel()
+            raise DaemonError("the daemon's answer to a hello is no welcome", reason="BAD_ANSWER")
+        said = reply.welcome
+        welcome = protocol.Welcome(
+            said.token, said.session_id, said.resumed, said.epoch, said.boot, said.pid, said.history
+        )
+        return cls(call, said.heartbeat_ns / 1e9), welcome
+
+    async def map(self, cache_id: int, *, write: bool) -> Segments:
+        raise CallerError(f"cache {cache_id}: memory cannot be mapped over TCP", reason="CANNOT_MAP")
+
+    def forget(self, token: str) -> None:
+        """Nothing: over TCP no memory is lent."""
+
+    async def say_bye(self) -> None:
+        if self.closed.is_set():
+            return
+        with suppress(TimeoutError, *_BROKEN):  # without a daemon there is no session to end
+            async with asyncio.timeout(_BYE_S):
+                await self._call.write(session_pb2.SessionRequest(bye=session_pb2.Bye()))
+                await self.closed.wait()
+
+    def close(self) -> None:
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        for task in self._tasks:
+            task.cancel()
+        self._call.cancel()
+
+    async def _beat(self) -> None:
+        with suppress(*_BROKEN):
+            while True:
+                await asyncio.sleep(self._heartbeat_s)
+                await self._call.write(session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat()))
+
+    async def _listen(self) -> None:
+        """Until the stream ends, or says nothing for too long."""
+        try:
+            while True:
+                async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
+                    if await self._call.read() is grpc.aio.EOF:
+                        return
+        except (TimeoutError, *_BROKEN):
+            return
+        finally:
+            self.close()

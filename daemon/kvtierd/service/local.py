@@ -1,0 +1,66 @@
+"""Calls of a client of this host over its attach socket. ``kvtier.abi.calls`` has the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from typing import Final
+
+from kvtier.abi import calls
+from kvtier.abi.attach import AttachProtocolError
+from kvtierd.service.calls import Dispatcher, LocalCall
+from kvtierd.service.sessions import Session
+
+TURN: Final = 64
+"""Packets of a connection after which others have their turn."""
+
+
+class LocalCalls:
+    """Those of one connection. A call is open until its answer is written: so a client that reads no answers has soon
+    as many open as it may."""
+
+    def __init__(self, sock: socket.socket, session: Session, dispatcher: Dispatcher) -> None:
+        self._sock: Final = sock
+        self._session: Final = session
+        self._dispatcher: Final = dispatcher
+        self._open: Final[dict[int, asyncio.Task[None]]] = {}
+        self._writing: Final = asyncio.Lock()
+        self._taken = 0
+
+    async def take(self, packet: bytes) -> None:
+        """Begins a call, or ends one whose caller has given up. Raises :class:`AttachProtocolError`.
+
+        Packets that are there already are received in one turn of the loop: a call that was given up while the daemon
+        was stopped does not even begin.
+        """
+        self._taken += 1
+        if self._taken % TURN == 0:
+            await asyncio.sleep(0)
+        request = calls.decode_request(packet)
+        number = request.number
+        if isinstance(request, calls.GiveUp):
+            if number in self._open:
+                self._open[number].cancel()
+            return
+        if number in self._open:
+            raise AttachProtocolError("BAD_MESSAGE", f"call {number} is open already")
+        call = LocalCall(self._session, request.path, request.request)
+        task: asyncio.Task[None] = asyncio.create_task(
+            self._dispatcher.local(call, lambda status, body: self._answer(number, status, body))
+        )
+        self._open[number] = task
+        task.add_done_callback(lambda _: self._open.pop(number))
+
+    async def end(self) -> None:
+        """Ends all: the connection is over."""
+        while self._open:
+            for task in self._open.values():
+                task.cancel()
+            await asyncio.wait(self._open.values())
+
+    async def _answer(self, number: int, status: int, body: bytes) -> None:
+        packet = calls.encode_answer(number, status, body)
+        with suppress(OSError):  # the peer has hung up; whoever receives finds that, too
+            async with self._writing:
+                await asyncio.get_running_loop().sock_sendall(self._sock, packet)
