@@ -42,7 +42,7 @@ def test_client():
 
 def test_tiers():
     found = results("host.tiers((65536,), 1, 32 << 20, None)")
-    assert set(found) == {f"tiers.{edge}" for edge in ("host>disk", "disk>host")}
+    assert set(found) == {f"tiers.{edge}" for edge in ("host>disk", "disk>host", "sustained")}
     assert all(result["floor"] > 0 for each in found.values() for result in each)
 
 

@@ -239,12 +239,11 @@ async def test_what_is_written_down_by_policy(client, books, policy):
 
 @drives((UPDATED, Cause.WATERMARK))
 async def test_slots_are_kept_clean(start_fresh):
-    flags = ("--clean-fraction", "0.8")
-    async with kept(start_fresh(*flags, **SLOTS)) as (client, books):
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         for name, below in (("with-host", HOST), ("without-host", DISK)):
             budgets = sizes(device=8, host=8) if below is HOST else sizes(device=8, disk=8)
             cache = await client.open_cache(name, SPEC, budgets=budgets)
-            for number in range(7):
+            for number in range(8):
                 await put(cache, str(number))
             await eventually(lambda: books.causes(moved(DEVICE, below)), bool)  # noqa: B023
             await books.agree(cache)

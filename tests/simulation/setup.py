@@ -87,10 +87,8 @@ class Setup:
             )
             for number in range(count)
         )
-        clean_low, clean_high = choose.pick(((0.0, 0.0), (0.0, 0.0), (0.3, 0.6), (1.0, 1.0)))
         policy = Policy(
-            clean_low=clean_low,
-            clean_high=clean_high,
+            clean_most=choose.pick((0.0, 0.0, 0.5, 1.0)),
             thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
             write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             eviction=choose.pick(tuple(EVICTORS)),

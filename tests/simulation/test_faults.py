@@ -14,7 +14,7 @@ from tests.simulation.walk import WalkFailed, walk
 STEPS_A_WALK: Final = 1_000
 MOST_STEPS: Final = 40_000
 RARE: Final = dict.fromkeys(
-    ("stuck_parents_kept", "lost_block_waited_for", "lost_disk_waited_for", "new_holders_overlooked"), 80_000
+    ("stuck_parents_kept", "lost_block_waited_for", "lost_disk_waited_for", "new_holders_overlooked"), 120_000
 )
 """More steps, where what the fault breaks is done in one walk of many: a whole subtree that has to go, bytes or a disk
 that are lost while a call waits for them, a lease that comes while a subtree goes."""

@@ -12,7 +12,7 @@ MODES = {
     "back": (),
     "checked": ("--debug-checks",),
     "through": ("--write-policy", "through"),
-    "selective": ("--write-policy", "selective", "--eviction", "2q", "--clean-fraction", "0.25"),
+    "selective": ("--write-policy", "selective", "--eviction", "2q"),
     "synced": ("--sync", "commit"),
 }
 KILLS = scaled(200 // len(MODES), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import mmap
 import multiprocessing
 import os
 import random
@@ -234,13 +235,14 @@ async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[R
 
 
 async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int, directory: Path | None) -> AsyncIterator[Result]:
-    """Moves of 64 blocks to and from disk, against a raw file."""
+    """Moves of 64 blocks to and from disk, and stores into full tiers, against a raw file."""
     for block_bytes in sizes:
-        slots = TierSlots(0, 4 * BATCH, disk_bytes // block_bytes)
+        slots = TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes)
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
             async with place(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
                 for result in await _disk_edges(here, Path(kept) / "raw", rounds):
                     yield result
+                yield await _sustained(here, Path(kept) / "raw", min(rounds, 5))
 
 
 async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
@@ -294,6 +296,34 @@ async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
         ]
         os.close(fd)
         return results
+
+
+async def _sustained(here: Place, raw: Path, rounds: int) -> Result:
+    """Stores four times what the host tier holds into full tiers, so that each block stored sends one to disk; against
+    the raw file written from its start to its end and synced once."""
+    block_bytes, slots = here.cache.block_bytes, here.cache.slots(Tier.DISK)
+    batches = 4 * here.cache.slots(Tier.HOST) // BATCH
+    rows, fresh = _rows(block_bytes), chains()
+    places = cycle(range(0, slots - BATCH + 1, BATCH))
+    fd = os.open(raw, os.O_RDWR | os.O_DIRECT)
+    with mmap.mmap(-1, BATCH * block_bytes) as pages:
+        pages[:] = b"".join(row.tobytes() for row in rows)
+
+        async def store() -> float:
+            started = time.perf_counter()
+            for chain in islice(fresh, batches):
+                await here.cache.put(chain, rows, tier=Tier.HOST)
+            return time.perf_counter() - started
+
+        def write_raw() -> None:
+            for place in islice(places, batches):
+                os.pwrite(fd, pages, place * block_bytes)
+            os.fdatasync(fd)
+
+        ours, floor = await interleaved(rounds, store, lambda: timed(asyncio.to_thread(write_raw)))
+    os.close(fd)
+    params = {"block_bytes": block_bytes, "host_bytes": here.cache.slots(Tier.HOST) * block_bytes}
+    return Result.rate("tiers.sustained", params, batches * BATCH * block_bytes, ours, floor)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

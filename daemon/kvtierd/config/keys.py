@@ -295,13 +295,6 @@ class Config(BaseSettings):
         le=NEVER,
         description="Least effective priority with which a block goes down to a lower tier: 0 = always, 101 = never.",
     )
-    clean_fraction: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share of a tier's slots to keep clean (free, or READY below as well). Where less than half of it "
-        "is clean, blocks are copied down ahead of need; 0 = never.",
-    )
 
     wait_seconds: float = Field(
         30.0, gt=0, le=3600, description="How long a call that does not say waits for room in a tier."
@@ -405,7 +398,6 @@ class Config(BaseSettings):
             thresholds=dict.fromkeys(edges, self.demotion_threshold),
             write_policy=self.write_policy,
             eviction=self.eviction,
-            clean_low=self.clean_fraction / 2,
-            clean_high=self.clean_fraction,
+            clean_most=1 / 8,
             remote=None if self.remote is None else self.remote.writes,
         )

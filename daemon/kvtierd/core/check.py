@@ -351,17 +351,16 @@ class _Checker:
         if copy.reads:
             return ["demotable"] if copy.reads == DOWNWARDS else []
         mask = block.residency
-        up = mask & (tier.bit - 1) != 0
+        up = mask & (tier.bit - 1) != 0 and not any(block in self.state.ahead[t] for t in self.state.above[tier])
         low = mask >= 2 * tier.bit
         redundant = up and not (tier is Tier.DISK and block.disk_children)
         below = self.state.below[tier]
         fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
         kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
-        watermarks = self.state.policy.clean_high > 0
         remote = self.state.remote
         belongs = {
             "unsettled": remote is not None and remote.is_candidate(block, tier),
-            "dirty": watermarks and kept and not low and not redundant and all(block.copies[t] is None for t in below),
+            "dirty": kept and not low and not redundant and all(block.copies[t] is None for t in below),
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),
             "clean": low,

@@ -275,10 +275,10 @@ class Candidates:
     ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
     ``demotable``: not redundant, and its priority or a copy below lets it go down; one copy downwards may read it.
     ``clean``: valid in a tier below: may go without a copy. ``leaf``: resident nowhere else and without indexed
-    children: may be dropped. ``dirty``: demotable, unread, and neither in a tier below nor on the way there; only of a
-    cache with watermarks. ``unsettled``: of the lowest tier, those that a store beyond the host is to have. ``cleans``:
-    how many are clean or redundant. Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for
-    good; kept above as well, they would take places twice.
+    children: may be dropped. ``dirty``: demotable, unread, and neither in a tier below nor on the way there.
+    ``unsettled``: of the lowest tier, those that a store beyond the host is to have. ``cleans``: how many are clean or
+    redundant. Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for good; kept above as
+    well, they would take places twice.
     """
 
     __slots__ = ("_blocks", "_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")

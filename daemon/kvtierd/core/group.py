@@ -7,6 +7,7 @@ event, generations and owners into the recorder in the same step, so no caller c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
@@ -52,6 +53,8 @@ class GroupState:
         """Blocks of this call that may belong on other candidate lists."""
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
+        self.ahead: dict[Tier, set[Block]] = {tier: set() for tier in self.tiers}
+        """By source: blocks that were copied down ahead of their eviction and have neither gone nor been used since."""
         self.residencies = Residencies()
         self.disk_lost = False
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
@@ -69,7 +72,6 @@ class GroupState:
             tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
         }
         """Priority from which on a block goes down from the tier."""
-        self._watermarks = policy.clean_high > 0
         self.reused: set[Block] = set()
         """Where the cache writes selectively: those that have been used again since they were committed."""
         self._selective = policy.write_policy is WritePolicy.SELECTIVE
@@ -138,17 +140,40 @@ class GroupState:
         residency = block.residency
         low = residency > 2 * bit - 1
         lists = CLEAN if low else 0
-        if residency & (bit - 1) and (tier is not DISK or block.disk_children == 0):
+        if self.redundant(block, tier):
             lists |= REDUNDANT
         elif self.below[tier] and (low or not self.expendable(block, tier)):
             lists |= DEMOTABLE
-        if self._watermarks and lists == DEMOTABLE and all(block.copies[t] is None for t in self.below[tier]):
+        if lists == DEMOTABLE and all(block.copies[t] is None for t in self.below[tier]):
             lists |= DIRTY
         if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
         if self.remote is not None and self.remote.is_candidate(block, tier):
             lists |= UNSETTLED
         return lists
+
+    def redundant(self, block: Block, tier: Tier) -> bool:
+        """It is valid above, too, where it is not about to leave; and no child needs this copy."""
+        above = block.residency & (BITS[tier] - 1) != 0 and (tier is not DISK or block.disk_children == 0)
+        return above and not any(block in self.ahead[high] for high in self.above[tier])
+
+    def copied_ahead(self, block: Block, tier: Tier) -> None:
+        """The tier's slot is clean from now on, and what that took is kept."""
+        self.ahead[tier].add(block)
+
+    def forget_ahead(self) -> bool:
+        """What was copied ahead may go, where nothing else can. Returns whether there was any."""
+        found = list(chain.from_iterable(self.ahead.values()))
+        for block in found:
+            self.needed(block)
+        return bool(found)
+
+    def needed(self, block: Block) -> None:
+        """It leaves no tier soon after all, or has left one."""
+        for blocks in self.ahead.values():
+            if block in blocks:
+                blocks.discard(block)
+                self._changed[block] = None
 
     def expendable(self, block: Block, tier: Tier) -> bool:
         """It goes down no edge from ``tier``: it is dropped rather than demoted."""
@@ -286,6 +311,7 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
         block.copies[tier] = None
+        self.needed(block)
         self.residencies.change(block, (block.residency | BITS[tier]) ^ BITS[tier])
         if copy.holds:
             self._end_pin(tier, copy)
@@ -410,6 +436,7 @@ class GroupState:
 
     def _use(self, block: Block) -> None:
         self.evictor.use(block)
+        self.needed(block)
         self._changed[block] = None
         if block.copies[DISK] is not None:
             self._used_on_disk.pop(block, None)

@@ -93,9 +93,8 @@ class Policy:
     write_policy: WritePolicy = WritePolicy.BACK
     eviction: str = "lru"
     """Who goes first inside a priority, by its name in ``core/eviction.py``."""
-    clean_low: float = 0.0
-    clean_high: float = 0.0
-    """Where fewer than the low share is clean, the background copies down until the high share is; 0: never."""
+    clean_most: float = 0.0
+    """At most this share of a tier is kept clean, i.e. free, or valid in a lower tier too; how much, demand says."""
     max_pinned: float = 0.5
     reserve_shift: int = 5
     reserve_max: int = 512

@@ -126,7 +126,7 @@ class Room:
         """One slot of the tier is freed, or on its way to be."""
         state, lists = self._state, self._state.victims(tier)
         spared = self._spared
-        if not self._sparing and (block := lists.redundant.victim(spared)) is not None:
+        if (block := lists.redundant.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)
             return True
         if (block := lists.leaf.victim(spared)) is not None and state.expendable(block, tier):
@@ -140,7 +140,7 @@ class Room:
         if (block := lists.leaf.victim(spared)) is not None:
             state.remove(block, CAPACITY)
             return True
-        return False
+        return not self._sparing and state.forget_ahead() and self._vacate(tier)
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
@@ -174,17 +174,42 @@ class Room:
                 self._to_disk.update(fresh)
         return prospect is not NEVER
 
-    def copy_down(self, block: Block, tier: Tier, low: Tier, cause: Cause, *, sparing: bool = False) -> Prospect:
+    def copy_down(self, block: Block, tier: Tier, low: Tier, cause: Cause) -> Prospect:
         """Copies a block down, and those of its ancestors that must be there first; their sources stay. COMING: there
-        will be room, but not yet. ``sparing``: room is not made of what makes slots above clean."""
+        will be room, but not yet."""
         if not self._flights.usable(tier, low, self._now):
             return NEVER
-        self._sparing = sparing
         prospect, missing, _ = self._secure_below(block, low)
-        self._sparing = False
         if prospect is NOW:
             self._copy(block, tier, low, missing, cause)
         return prospect
+
+    def clean(self, block: Block, tier: Tier, low: Tier, most: int) -> int | None:
+        """Copies a block down ahead of need, after those of its ancestors that must be there first: ``most`` of them
+        at most, the root first, so that a chain lies in one piece. Room is not made of what makes slots above clean.
+
+        Returns:
+            How many are on their way; 0: there will be room, but not yet; None: there will be none.
+        """
+        if not self._flights.usable(tier, low, self._now):
+            return None
+        found = self._missing_ancestors(block, low)
+        if found is None:
+            return None
+        missing, anchor = found
+        guarded = [block] if anchor is None else [block, anchor]
+        chain = [*missing, block][:most]
+        self._sparing = True
+        prospect = self._secure_guarded(low, len(chain), guarded)
+        self._sparing = False
+        if prospect is not NOW or self._promised_only(low, guarded):
+            return None if prospect is NEVER else 0
+        for member in chain:
+            here = member.copies[tier]
+            source = tier if here is not None and here.valid else self.source(member)
+            self._flights.start(member, source, low, WATERMARK if source is tier else WRITE_THROUGH)
+        self._older.pop(low, None)
+        return len(chain)
 
     def _secure_below(self, block: Block, low: Tier) -> tuple[Prospect, list[Block], list[Block]]:
         """Slots in a lower tier for a block and those of its ancestors that must be there first.
@@ -231,7 +256,7 @@ class Room:
             return
         policy, slots = self._state.policy, self._state.slots[DISK]
         reserve = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
-        self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
+        self._sparing = True
         for _ in range(reserve - slots.free - slots.retiring):
             if not self._vacate(DISK):
                 break
@@ -297,8 +322,30 @@ class Room:
         return block.claims == 0 and all(copy is None or copy.still for copy in block.copies)
 
 
-MOST_IN_FLIGHT: Final = 64
-"""Background copies of a group."""
+MOST_IN_FLIGHT: Final = 256
+"""Background copies of a group, and"""
+BYTES_IN_FLIGHT: Final = 64 << 20
+"""their bytes, of which a quarter is enough for a disk to write at its full speed."""
+WINDOW_BITS: Final = 27
+"""Demand is counted by windows of so many bits of nanoseconds: an eighth of a second."""
+
+
+class Demand:
+    """How many slots of a tier are taken in a window of time: the most of late, which fades by an eighth a window."""
+
+    __slots__ = ("_before", "_most", "_window")
+
+    def __init__(self) -> None:
+        self._window = 0
+        self._before = 0
+        self._most = 0
+
+    def slots(self, taken: int, now: int) -> int:
+        """What to be ready for. ``taken``: slots since the start."""
+        if now >> WINDOW_BITS != self._window:
+            self._most = max(self._most - (self._most >> 3), taken - self._before)
+            self._window, self._before = now >> WINDOW_BITS, taken
+        return max(self._most, taken - self._before)
 
 
 class Background:
@@ -310,7 +357,11 @@ class Background:
         self._room = room
         self._due: OrderedDict[Block, None] = OrderedDict()
         """To be copied to the lowest tier, in this order."""
-        self._cleaning = dict.fromkeys(state.tiers, False)
+        self._demand = {tier: Demand() for tier in state.tiers}
+        self._most = {
+            tier: max(1, min(MOST_IN_FLIGHT, BYTES_IN_FLIGHT // state.shape.slot_bytes[tier])) for tier in state.tiers
+        }
+        """Copies in flight from each tier."""
 
     def committed(self, blocks: Sequence[Block]) -> None:
         if self._state.policy.write_policy is WritePolicy.THROUGH:
@@ -328,54 +379,55 @@ class Background:
             fresh = self._state.reuse(blocks)
             self._due.update(dict.fromkeys(fresh))
 
-    def work(self) -> None:
+    def work(self, now: int) -> None:
         """Plans some copies. What finds no room now waits for what is in flight; what cannot go down is forgotten."""
-        left = self._write_down(MOST_IN_FLIGHT - self._flights.background)
-        if self._state.policy.clean_high > 0:
-            for tier in self._state.tiers[:-1]:
-                left = self._clean(tier, left)
+        self._write_down(self._most[self._state.tiers[-1]] - self._flights.background)
+        for tier in self._state.tiers[:-1]:
+            self._clean(tier, now)
 
-    def _write_down(self, left: int) -> int:
+    def _write_down(self, left: int) -> None:
         low = self._state.tiers[-1]
         while self._due and left > 0:
             block = next(iter(self._due))
             if self._wanted(block, low):
                 prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH)
                 if prospect is COMING:
-                    return left
+                    return
                 left -= prospect is NOW
             del self._due[block]
-        return left
 
     def _wanted(self, block: Block, low: Tier) -> bool:
         if not block.indexed or block.copies[low] is not None:
             return False
         return self._state.goes_down(block, self._room.source(block), low)
 
-    def _clean(self, tier: Tier, left: int) -> int:
-        """Below the low watermark the tier is cleaned up to the high one, in the order of eviction."""
-        state, policy = self._state, self._state.policy
-        slots = state.slots[tier].capacity
-        clean = state.slots[tier].free + state.victims(tier).cleans + self._flights.cleaning[tier]
-        if clean >= policy.clean_high * slots:
-            self._cleaning[tier] = False
-        elif clean < policy.clean_low * slots:
-            self._cleaning[tier] = True
-        while self._cleaning[tier] and left > 0 and clean < policy.clean_high * slots:
+    def _clean(self, tier: Tier, now: int) -> None:
+        """Where fewer slots are clean than demand takes, some more become so, in the order of eviction and as many at
+        once as a disk writes well."""
+        state, slots = self._state, self._state.slots[tier]
+        below = max(state.slots[low].capacity for low in state.below[tier])
+        most = int(state.policy.clean_most * min(slots.capacity, below))
+        wanted = min(self._demand[tier].slots(slots.taken, now), most)
+        short = wanted - slots.free - len(state.ahead[tier]) - self._flights.cleaning[tier]
+        left, batch = self._most[tier] - self._flights.background, self._most[tier] // 4
+        if short <= 0 or left < batch:
+            return
+        left = min(left, short + min(batch, wanted // 4))
+        while left > 0:
             block = state.victims(tier).dirty.victim()
-            if block is None or not self._clean_one(block, tier):
-                break
-            clean += 1
-            left -= 1
-        return left
+            planned = 0 if block is None else self._clean_some(block, tier, left)
+            if not planned:
+                return
+            left -= planned
 
-    def _clean_one(self, block: Block, tier: Tier) -> bool:
+    def _clean_some(self, block: Block, tier: Tier, most: int) -> int:
+        """Sends some of a block's chain down the first edge that it may go. Returns how many."""
         for low in self._state.below[tier]:
             if self._state.goes_down(block, tier, low):
-                prospect = self._room.copy_down(block, tier, low, WATERMARK, sparing=True)
-                if prospect is not NEVER:
-                    return prospect is NOW
-        return False
+                planned = self._room.clean(block, tier, low, most)
+                if planned is not None:
+                    return planned
+        return 0
 
 
 def pin(state: GroupState, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> tuple[BlockResult, ...]:

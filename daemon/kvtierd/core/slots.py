@@ -49,7 +49,7 @@ class SlotTable:
     Four bytes a free slot: a tier may have millions.
     """
 
-    __slots__ = ("_counts", "_free", "_states", "capacity")
+    __slots__ = ("_counts", "_free", "_states", "capacity", "taken")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -57,6 +57,8 @@ class SlotTable:
         self._free = array("I", range(capacity - 1, -1, -1))
         self._counts = [0] * len(SlotState)
         self._counts[SLOT_FREE] = capacity
+        self.taken = 0
+        """How many slots have been handed out since the start."""
 
     @property
     def free(self) -> int:
@@ -78,6 +80,7 @@ class SlotTable:
         if self._states[slot] != SLOT_FREE:
             raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
         self._move(slot, SLOT_FREE, state)
+        self.taken += 1
         return slot
 
     def take_many(self, count: int, state: SlotState) -> list[SlotId]:
@@ -91,6 +94,7 @@ class SlotTable:
         del free[len(free) - count :]
         self._counts[SLOT_FREE] -= count
         self._counts[state] += count
+        self.taken += count
         return taken
 
     def claim(self, slots: Collection[SlotId], state: SlotState) -> None:

@@ -198,6 +198,8 @@ class Flights:
             state.detach(block, src)
             if cause in _BACKGROUND:
                 cause = CAPACITY  # it would have stayed, had its slot not been wanted since
+        elif cause is WATERMARK:
+            state.copied_ahead(block, src)
         elif self._promoted(flight):
             state.detach(block, src)
         if flight.purge:

@@ -155,7 +155,7 @@ class WindowManager:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
         self.room.serve(LAST)
-        self.background.work()
+        self.background.work(now)
         self.room.refill_disk()
         self.room.end()
 

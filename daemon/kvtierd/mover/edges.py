@@ -49,8 +49,8 @@ LANES: Final = (
         "disk-writer",
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),
         threads=1,  # in order: ancestors are committed before descendants, deletions before reuse
-        batch_blocks=32,
-        batch_bytes=8 << 20,
+        batch_blocks=256,
+        batch_bytes=32 << 20,  # a disk writes no faster in larger pieces; the next batch is checksummed meanwhile
         carry_out=_write,
         concerns=disk_io.concerns,
         halves=True,

@@ -44,7 +44,7 @@ class Lane:
     edges: tuple[Edge, ...]
     threads: int
     batch_blocks: int
-    """The most copies in a batch, unless all are no more than ``batch_bytes``: bounds the time between heartbeats."""
+    """The most copies in a batch: with ``batch_bytes``, their most bytes, it bounds the time between heartbeats."""
     carry_out: CarryOut
     concerns: Callable[[Piece], Concerns] | None = None
     """Slots and blocks that no two pieces of a batch may share."""
@@ -52,16 +52,19 @@ class Lane:
     """Another thread does the second half of a batch's work while the next batch begins."""
     finish_all: Callable[[Sequence[Finish]], Faults] | None = None
     """Does the second halves of several batches as one."""
-    batch_bytes: int = 0
+    batch_bytes: int = 1 << 62
+    """A single block may be more."""
     in_turn: bool = False
     """Moves take turns, a piece each: a small move does not wait for a large one. Else first come, first served."""
 
     def blocks_at_once(self, runtime: CacheRuntime, move: Move) -> int:
         """How many items of a move a piece may have, so that it is no more than a batch."""
-        if runtime.cuda is None or DEVICE not in (move.src, move.dst):
+        if move.dst is None:
             return self.batch_blocks
-        fit = runtime.cuda.batch_bytes // runtime.spec.record_bytes(move.group)
-        return max(1, min(self.batch_blocks, fit))
+        nbytes = self.batch_bytes
+        if runtime.cuda is not None and DEVICE in (move.src, move.dst):
+            nbytes = min(nbytes, runtime.cuda.batch_bytes)
+        return max(1, min(self.batch_blocks, nbytes // runtime.spec.record_bytes(move.group)))
 
 
 class Gathering:
@@ -92,7 +95,7 @@ class Gathering:
         copies, retires = self._copies + more._copies, self._retires + more._retires
         copied_bytes, device_bytes = self._copied_bytes + more._copied_bytes, self._device_bytes + more._device_bytes
         blocks = size * lane.batch_blocks
-        if copies > blocks and copied_bytes > size * lane.batch_bytes:
+        if copies > blocks or copied_bytes > size * lane.batch_bytes:
             return False
         if retires > blocks * RETIRES_PER_COPY:
             return False

@@ -59,11 +59,11 @@ def test_writing_through_drops_the_least_recently_used_below() -> None:
 
 
 def test_many_blocks_go_down_a_few_at_a_time() -> None:
-    names = [chr(0x4E00 + n) for n in range(100)]
-    bench = Bench(host=100, disk=128, policy=THROUGH)
+    names = [chr(0x4E00 + n) for n in range(300)]
+    bench = Bench(host=300, disk=400, policy=THROUGH)
     for name in names:
         bench.put(name, HOST)
-    assert len(bench.in_flight()) == 64
+    assert len(bench.in_flight()) == 256
     bench.land()
     assert all(bench.where(name) == {HOST, DISK} for name in names)
 
@@ -128,22 +128,54 @@ def test_what_was_found_on_disk_is_worth_keeping() -> None:
     assert HOST in bench.where("a")
 
 
-# -- watermarks --------------------------------------------------------------------------------------------------------
+# -- copies ahead of need ----------------------------------------------------------------------------------------------
 
 
-def test_below_the_low_mark_slots_are_cleaned_up_to_the_high_one() -> None:
-    bench = Bench(device=10, host=20, policy=Policy(clean_low=0.3, clean_high=0.5))
-    for name in "abcdefg":
+def test_where_less_is_clean_than_demand_took_the_next_to_go_are_copied_down() -> None:
+    bench = Bench(device=10, host=20, policy=Policy(clean_most=0.5))
+    for name in "abcde":
         bench.put(name)
     assert bench.moves == []
-    bench.put("h")
-    assert bench.in_flight() == [(name, DEVICE, HOST, Cause.WATERMARK) for name in "abc"]
+    bench.put("f")
+    assert bench.in_flight() == [(name, DEVICE, HOST, Cause.WATERMARK) for name in "ab"]
     bench.land()
-    assert [bench.where(name) for name in "abcd"] == [{DEVICE, HOST}] * 3 + [{DEVICE}]
+    assert [bench.where(name) for name in "abc"] == [{DEVICE, HOST}] * 2 + [{DEVICE}]
+
+
+def test_what_a_burst_took_is_not_kept_ready_for_ever() -> None:
+    bench = Bench(host=100, disk=200, policy=Policy(clean_most=0.5))
+    for number in range(40):
+        bench.put(chr(0x4E00 + number), HOST)
+    for _ in range(40):
+        bench.pass_ms(1000)
+    for number in range(40, 90):
+        bench.put(chr(0x4E00 + number), HOST)
+        bench.pass_ms(1000)
+    assert bench.moves == []
+
+
+def test_a_chain_is_copied_root_first_into_one_piece_of_the_disk() -> None:
+    bench = Bench(host=8, disk=16, policy=Policy(clean_most=1.0))
+    bench.put("abcdefg", HOST)
+    copied = [item for move in bench.moves for item in move.items]
+    assert [item.key for item in copied] == keys("abcdefg")
+    assert [item.dst for item in copied] == list(range(7))
+
+
+def test_a_disk_gives_up_what_is_hot_above_before_what_is_about_to_come_down() -> None:
+    bench = Bench(host=8, disk=4, policy=Policy(clean_most=1.0))
+    for name in "abcdefgh":
+        bench.put(name, HOST)
+        bench.land()
+    bench.touch("a", HOST)
+    bench.put("i", HOST)
+    bench.land()
+    assert bench.where("a") == {HOST}
+    assert [bench.where(name) for name in "cdef"] == [{HOST, DISK}] * 4
 
 
 def test_a_clean_slot_is_had_without_a_copy() -> None:
-    bench = Bench(device=4, host=8, policy=Policy(clean_low=0.5, clean_high=0.5))
+    bench = Bench(device=4, host=8, policy=Policy(clean_most=0.5))
     for name in "abcd":
         bench.put(name)
         bench.land()
@@ -154,7 +186,7 @@ def test_a_clean_slot_is_had_without_a_copy() -> None:
 
 def test_cleaning_does_not_chase_its_own_tail() -> None:
     """The host is full of what keeps device slots clean: no copy is given up for another of its kind."""
-    bench = Bench(device=8, host=2, policy=Policy(clean_low=1.0, clean_high=1.0))
+    bench = Bench(device=8, host=2, policy=Policy(clean_most=1.0))
     for name in "abcdefgh":
         bench.put(name)
         bench.land()
@@ -164,7 +196,7 @@ def test_cleaning_does_not_chase_its_own_tail() -> None:
 
 
 def test_cleaning_sends_the_hosts_oldest_down_for_its_room() -> None:
-    bench = Bench(device=2, host=2, disk=4, policy=Policy(clean_low=0.5, clean_high=0.5))
+    bench = Bench(device=2, host=2, disk=4, policy=Policy(clean_most=0.5))
     bench.put("ab", HOST)
     bench.put("x")
     bench.put("y")
@@ -172,7 +204,7 @@ def test_cleaning_sends_the_hosts_oldest_down_for_its_room() -> None:
     assert {name: bench.where(name) for name in "xb"} == {"x": {DEVICE, HOST}, "b": {DISK}}
 
 
-@pytest.mark.parametrize("policy", [THROUGH, SELECTIVE, Policy(clean_low=0.9, clean_high=0.9)])
+@pytest.mark.parametrize("policy", [THROUGH, SELECTIVE, Policy(clean_most=0.9)])
 def test_an_edge_that_fails_does_not_hold_anything_up(policy: Policy) -> None:
     bench = Bench(device=2, host=2, policy=policy)
     for name in "abcdef":
