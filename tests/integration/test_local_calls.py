@@ -43,13 +43,19 @@ async def test_what_is_too_long_for_a_packet_goes_over_grpc(start_fresh):
         assert (await cache.match(keys)).blocks == 2
 
 
+def call(number, path, request):
+    packet = calls.encode_call(number, path, request)
+    assert packet is not None
+    return packet
+
+
 def answer(raw):
     return calls.decode_answer(raw.socket.receive()[0])
 
 
 async def test_refusals_say_what_those_of_grpc_say(raw):
-    raw.socket.send(calls.encode_call(7, b"/kvtier.v1.Blocks/None", b""))
-    raw.socket.send(calls.encode_call(8, b"/kvtier.v1.Blocks/Match", b"\xff\xff\xff"))
+    raw.socket.send(call(7, b"/kvtier.v1.Blocks/None", b""))
+    raw.socket.send(call(8, b"/kvtier.v1.Blocks/Match", b"\xff\xff\xff"))
     said = [answer(raw), answer(raw)]
     statuses = {each.number: status_pb2.Status.FromString(each.body) for each in said}
     assert [(each.number, each.status) for each in sorted(said, key=lambda each: each.number)] == [(7, 12), (8, 3)]
@@ -79,11 +85,11 @@ async def test_a_call_is_given_up_and_made_again(start_fresh):
             cache_id=opened.cache_id, to=tier_to_wire(Tier.DISK), keys=b"".join(keys), timeout_ns=60 * 10**9
         )
         with stuck_disk(daemon, "c"):
-            raw.socket.send(calls.encode_call(1, MOVE, asked.SerializeToString()))
-            raw.socket.send(calls.encode_call(2, STATS, b""))
+            raw.socket.send(call(1, MOVE, asked.SerializeToString()))
+            raw.socket.send(call(2, STATS, b""))
             assert answer(raw).number == 2
             raw.socket.send(calls.encode_give_up(1))
-            raw.socket.send(calls.encode_call(3, MOVE, asked.SerializeToString()))
+            raw.socket.send(call(3, MOVE, asked.SerializeToString()))
         again = answer(raw)
         assert (again.number, again.status) == (3, 0)
         assert blocks_pb2.MoveResponse.FromString(again.body).results == bytes([BlockResult.OK]) * 4
@@ -101,7 +107,7 @@ async def test_two_open_calls_of_one_number_end_the_connection(start_fresh):
         )
         with stuck_disk(daemon, "c"):
             for _ in range(2):
-                raw.socket.send(calls.encode_call(1, MOVE, asked.SerializeToString()))
+                raw.socket.send(call(1, MOVE, asked.SerializeToString()))
             assert b"BAD_MESSAGE" in raw.socket.receive()[0]
         come_back(raw)
 
@@ -118,7 +124,7 @@ async def test_who_reads_no_answers_keeps_nobody_waiting(raw, client, name):
     sent = 0
     while sent < 100_000:
         try:
-            raw.socket.send(calls.encode_call(sent, STATS, asked))
+            raw.socket.send(call(sent, STATS, asked))
         except BlockingIOError:
             if sent > 100 and not (await client.stats()).problems:
                 break

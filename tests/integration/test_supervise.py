@@ -62,7 +62,7 @@ async def orphaned(client):
 @pytest.mark.parametrize(("end", "epochs"), [(SupervisedDaemon.kill, 1), (SupervisedDaemon.upgrade, 0)])
 async def test_blocks_in_memory_survive_where_they_are(daemon, end, epochs):
     """And so do the cache's options, whoever opens it then."""
-    options = CacheOptions(write_policy=WritePolicy.SELECTIVE, eviction="2q", checksum="commit")
+    options = CacheOptions(write_policy=WritePolicy.SELECTIVE, eviction="lfuda", checksum="commit")
     async with await patient(daemon.address) as client:
         await client.open_cache("c", SPEC, options=options)
         cache, keys = await stored(client, "kept", 10)

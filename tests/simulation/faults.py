@@ -18,7 +18,7 @@ from kvtierd.core import outcome, removal
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
-from kvtierd.core.eviction import LEAF, TwoQueues
+from kvtierd.core.eviction import LEAF, Lfuda
 from kvtierd.core.group import GroupState
 from kvtierd.core.groups import AcrossGroups, AcrossTicket
 from kvtierd.core.holds import Holding
@@ -158,13 +158,13 @@ def _touches_parents_first(right: Method, state: GroupState, blocks: Iterable[Bl
     for member in sorted(chains, key=lambda block: (block.depth, block.key)):
         right(state, [member])
         touched = [member, *member.ancestors()]
-        latest_first = sorted((block.last_use for block in touched), reverse=True)
+        latest_first = sorted((block.order for block in touched), reverse=True)
         for block, moment in zip(touched, latest_first, strict=True):
             block.used(moment)
             state.reconsider(block)
 
 
-def _leaves_parents_cold(right: Method, evictor: TwoQueues, block: Block) -> None:
+def _leaves_parents_down(right: Method, evictor: Lfuda, block: Block) -> None:
     parent, block.parent = block.parent, None
     right(evictor, block)
     block.parent = parent
@@ -339,8 +339,7 @@ FAULTS: Final = {
         Fault("rest_of_a_climb_forgotten", ((Ancestry, "climb", _forgets_the_rest),), outside=False),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
         Fault("never_written_down", ((Background, "_wanted", _answers(False)),)),
-        Fault("parents_stay_cold", ((TwoQueues, "use", _leaves_parents_cold),), outside=False),
-        Fault("all_are_protected", ((TwoQueues, "settle", _answers(())),), outside=False),
+        Fault("children_lifted_alone", ((Lfuda, "use", _leaves_parents_down),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
         Fault("expiry_untold", ((Ancestry, "give", _expires_untold),)),

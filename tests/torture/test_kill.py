@@ -12,7 +12,7 @@ MODES = {
     "back": (),
     "checked": ("--debug-checks",),
     "through": ("--write-policy", "through"),
-    "selective": ("--write-policy", "selective", "--eviction", "2q"),
+    "selective": ("--write-policy", "selective", "--eviction", "lfuda"),
     "synced": ("--sync", "commit"),
 }
 KILLS = scaled(200 // len(MODES), 2)

@@ -130,10 +130,10 @@ async def all_verbs(address):
         assert gone.dropped >= DEPTH - SPARE
         yield "drop"
 
-        wide = await client.open_cache("wide", SPEC, budgets=WIDE, options=CacheOptions(eviction="2q"))
+        wide = await client.open_cache("wide", SPEC, budgets=WIDE, options=CacheOptions(eviction="lfuda"))
         wide_id = (await raw.open("wide", SPEC)).cache_id
         root, *leaves = chain("wide", 1 + WIDTH)
-        for _ in range(2):  # what comes back is what 2q protects
+        for _ in range(2):  # what comes back is what lfuda keeps longer
             await commit(wide, [root, *leaves], [None, *[root] * WIDTH])
             yield "commit to a fan"
             await touch(raw, wide_id, leaves)

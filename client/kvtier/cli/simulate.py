@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,17 +30,31 @@ def simulate() -> None:
     """Run a request trace through the daemon's core alone: no daemon, no bytes, seconds a run."""
 
 
-def _host_counts(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    parts: list[Any] = text.split(",")
-    return tuple(_HOST_COUNT.convert(part, parameter, context) for part in parts)
+class _Counts(click.ParamType[tuple[int, ...]]):
+    """Numbers with commas in between."""
+
+    name = "N,..."
+
+    def __init__(self, each: click.IntRange) -> None:
+        self._each = each
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        parts: Any = value.split(",") if isinstance(value, str) else value
+        return tuple(self._each.convert(part, param, ctx) for part in parts)
+
+
+_trace = click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_requests = click.option(
+    "--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace."
+)
+_json = json_option("One JSON list, an object a row.")
 
 
 @simulate.command()
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_trace
 @click.option(
     "--hosts",
-    callback=_host_counts,
-    metavar="N,...",
+    type=_Counts(_HOST_COUNT),
     default="1,2,4,8,16,32,64",
     show_default=True,
     help=f"Sizes of the fleet, each up to {_HOST_COUNT.max}.",
@@ -58,8 +73,8 @@ def _host_counts(context: click.Context, parameter: click.Parameter, text: str) 
 @click.option(
     "--block-bytes", type=click.IntRange(min=1), metavar="BYTES", default=1 << 20, show_default=True, help="Of a block."
 )
-@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
-@json_option("One JSON list, an object a row.")
+@_requests
+@_json
 def fleet(
     trace: Path,
     hosts: tuple[int, ...],
@@ -96,6 +111,42 @@ def fleet(
         click.echo(json.dumps([_plain(name, report, block_bytes) for name, report in reports.items()], indent=1))
     else:
         console().print(_table(reports, block_bytes))
+
+
+@simulate.command()
+@_trace
+@click.option(
+    "--slots",
+    type=_Counts(click.IntRange(min=1)),
+    default="1000,2000,5000,10000,20000",
+    show_default=True,
+    help="Host blocks, of one host after another.",
+)
+@_requests
+@_json
+def policy(trace: Path, slots: tuple[int, ...], requests: int | None, as_json: bool) -> None:
+    """Send the request TRACE to one host under each policy of eviction.
+
+    Beside them, belady knows the future: no policy finds more. A prompt longer than the host is cut.
+    """
+    from kvtierd.simulate.policy import POLICIES, blocks_found  # nothing else here needs the daemon
+
+    chains = run(_chains(trace, requests))
+    rows: list[dict[str, Any]] = []
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        for count, name in bar.track(list(product(slots, POLICIES)), description="hosts"):
+            found = blocks_found(name, {Tier.HOST: count}, chains)
+            asked = sum(min(len(chain), count) for chain in chains)
+            rows.append({"slots": count, "policy": name, "asked": asked, "found": found})
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    table = slim_table(("slots", "policy", "hit ratio", "to lru"), left=("policy",))
+    for row in rows:
+        lru = next(other["found"] for other in rows if (other["slots"], other["policy"]) == (row["slots"], "lru"))
+        ratio, to_lru = row["found"] / (row["asked"] or 1), row["found"] / (lru or 1) - 1
+        table.add_row(f"{row['slots']:,}", row["policy"], f"{ratio:.3f}", f"{to_lru:+.1%}" if lru else "")
+    console().print(table)
 
 
 async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:

@@ -288,7 +288,9 @@ class Config(BaseSettings):
         description="When blocks are copied down: when their slot is wanted, at once, or at their second use. A cache "
         "can choose its own when it is made; so for the next two keys.",
     )
-    eviction: Literal["lru", "2q"] = Field("lru", description="How the block of a priority that goes first is chosen.")
+    eviction: Literal["lru", "lfuda"] = Field(
+        "lru", description="How the block of a priority that goes first is chosen."
+    )
     demotion_threshold: int = Field(
         DEFAULT_THRESHOLD,
         ge=0,

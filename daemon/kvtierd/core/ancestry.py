@@ -90,9 +90,8 @@ class Ancestry:
         if block.parent is not None:
             self._child_leaves(block.parent, block.priority, cause)
 
-    def climb(self) -> bool:
-        """Does what is due, within the slice of a call. Returns whether anything was used."""
-        used = False
+    def climb(self) -> None:
+        """Does what is due, within the slice of a call."""
         while self.due and self._left:
             block = heapq.heappop(self._heap)[2]
             owed = self.due.pop(block, None)
@@ -101,7 +100,6 @@ class Ancestry:
             self._left -= 1
             uses, cause = owed
             if uses:
-                used = True
                 self._used(block)
                 if block.parent is not None:
                     self._owe(block.parent, True, None)
@@ -109,7 +107,6 @@ class Ancestry:
                 self._reckon(block, cause)
         if not self.due:
             self._heap.clear()
-        return used
 
     def end_call(self) -> None:
         """The next slice begins."""

@@ -15,12 +15,6 @@ from kvtierd.core.ids import TIERS, Key, SlotId, Traits, shared
 _ORDER_BITS: Final = 52
 """So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
 _ORDER: Final = (1 << _ORDER_BITS) - 1
-_HOT: Final = 1 << (_ORDER_BITS - 1)
-_LAST_USE: Final = _HOT - 1
-WHOLE_RANK: Final = -1
-COLD_RANK: Final = ~_HOT
-"""What counts of a rank where nothing is protected."""
-
 
 _DEPTHS: Final = [0]
 """One object for all blocks of a depth: an integer of their own would be 32 bytes each."""
@@ -96,7 +90,7 @@ class Block:
     """One block of a window group. There are millions, so it has no container that most do without.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
-    ``rank``: eviction order inside a group, lowest first: priority, then whether it is hot, then last use; unique.
+    ``rank``: eviction order inside a group, lowest first: priority, then uses as the policy counts them; unique.
     ``copies``: by tier. ``residency``: the tiers whose copy is valid, as a bit set. ``claims``: fetches that matched it
     and wait for room; nothing of it is given up meanwhile. ``disk_children``: indexed children with a copy on disk, or
     on the way there. ``traits``: as they are now, ``own_priority`` among them. ``parent``: what it stands on;
@@ -151,25 +145,18 @@ class Block:
         return self.traits[0]
 
     @property
-    def last_use(self) -> int:
-        return self.rank & _LAST_USE
+    def order(self) -> int:
+        """Its rank inside its priority."""
+        return self.rank & _ORDER
 
     @property
     def held(self) -> bool:
         """Somebody holds a copy of it."""
         return any(copy is not None and copy.holds for copy in self.copies)
 
-    @property
-    def hot(self) -> bool:
-        """Its policy of eviction protects it: it goes after those of its priority that are not."""
-        return self.rank & _HOT != 0
-
-    def used(self, clock: int) -> None:
-        """``clock``: rises with every use in the group."""
-        self.rank = self.priority << _ORDER_BITS | self.rank & _HOT | clock
-
-    def heat(self, *, hot: bool) -> None:
-        self.rank = self.rank | _HOT if hot else self.rank & ~_HOT
+    def used(self, order: int) -> None:
+        """``order``: another one than that of any block of the group."""
+        self.rank = self.priority << _ORDER_BITS | order
 
     def reprioritise(self, priority: int) -> None:
         """Sets the effective priority."""

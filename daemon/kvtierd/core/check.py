@@ -199,12 +199,9 @@ class _Checker:
     def order(self) -> None:
         """5: effective priority is the highest of own and children's; no parent ranks under its child. Both but for
         blocks whose turn to hear of their children has not come."""
-        ancestry, evictor = self.state.ancestry, self.state.evictor
+        ancestry = self.state.ancestry
         if not all(block.indexed for block in ancestry.due):
             raise _broken(5, "a block that has gone is still to hear of its children")
-        hot = sum(block.hot for block in self.state.index)
-        if not hot == evictor.hot <= evictor.most_hot:
-            raise _broken(5, f"{hot} blocks are hot, counted as {evictor.hot}")
         for block in self.state.index:
             children = [child.priority for child in block.children]
             if ancestry.miscounted(block):
@@ -216,8 +213,6 @@ class _Checker:
             for child in block.children:
                 if child.rank >= block.rank:
                     raise _broken(5, f"block {block} ranks under its child {child}")
-                if child.hot and not block.hot:
-                    raise _broken(5, f"block {block} is cold under its hot child {child}")
 
     def disk_closure(self) -> None:
         """5: the disk is prefix-closed by itself."""

@@ -8,23 +8,18 @@ rank.
 from __future__ import annotations
 
 import heapq
-from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
-from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy
-from kvtierd.core.ids import Key, SlotId, Tier
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.ids import SlotId, Tier
+from kvtierd.core.shadow import LEVELS, LFUDA, LRU, REMEMBERED, Departed, Shadows
 
-PROTECTED: Final = 0.5
-"""At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
-STAY: Final = 3
-"""A hot block that is not used while so many times the slots of its lowest tier have left is hot no more."""
-WORTH: Final = 2
-"""Unless protecting has lately saved more than so many misses for each that it has caused."""
-SETTLED_AT_ONCE: Final = 64
-"""Hot blocks that cool in one call because they have outstayed."""
+USES: Final = 2.5
+"""Of a block by a request: when it finds or stores it, and when it lets go of it."""
+_LEVEL_STEP: Final = 8
+"""Orders apart of two uses: room for the level."""
 _SLOT_BITS: Final = 32
 _SLOT: Final = (1 << _SLOT_BITS) - 1
 SWEPT_AN_OFFER: Final = 2
@@ -35,17 +30,16 @@ class Lru:
     """Ranks the blocks of one group, lowest priority first; inside a priority, the least recently used first. Other
     policies are its subclasses.
 
-    Ranks are unique, and after :meth:`settle` none of a parent is under its child's. ``hot``: how many blocks it
-    protects now, :attr:`Block.hot` each, their ancestors among them; never more than ``most_hot``: here none.
+    Orders inside a priority are unique, and no parent's is under its child's once both have been used.
     """
 
-    __slots__ = ("_clock", "hot", "most_hot")
+    __slots__ = ("_clock", "lift")
 
-    def __init__(self, slots: int) -> None:
-        """``slots``: of the group's lowest tier."""
+    def __init__(self, slots: int, shadows: Shadows) -> None:
+        """``slots``: of the group's lowest tier. ``shadows``: say what each policy would find."""
         self._clock = 0
-        self.hot = 0
-        self.most_hot = 0
+        self.lift = 0
+        """How much later in the order a block is for each level, which its last bits say."""
 
     def use(self, block: Block) -> None:
         """It is used. Always with all that it stands on, children before parents."""
@@ -56,128 +50,74 @@ class Lru:
         """The block is indexed: its first use."""
         self.use(block)
 
-    def settle(self) -> Iterable[Block]:
-        """Such a prefix has been used whole. Gives the blocks whose rank has changed besides."""
-        return ()
+    def found(self, blocks: Sequence[Block]) -> None:
+        """A request has found these blocks: one more use of each, however often it touches them."""
+
+    def settle(self) -> None:
+        """Every prefix has been used whole: the moment to change what a use does."""
 
     def leave(self, block: Block) -> None:
         """It is indexed no more."""
 
 
-class TwoQueues(Lru):
-    """Blocks that come back after they have left go after all others, each kind least recently used first: 2Q (Johnson
-    and Shasha, VLDB 1994) for chains.
+class Lfuda(Lru):
+    """Blocks used more often stay longer: LFU with dynamic aging (Arlitt et al., 2000) for chains.
 
-    All that a hot block stands on is hot, too; a new block is kept by its last use. A bounded ring of keys remembers
-    who has left. Beyond their share, the hot blocks used least recently are hot no more. Hot blocks that nobody wants
-    any more would take others' places: they cool once they have waited for :data:`STAY`, except where protecting is
-    seen to be worth it. A use of a hot block older than the last cold one to leave is a miss saved. The return of a key
-    after fewer departures than there are hot blocks is a miss caused.
+    Each use after the first, up to :data:`LEVELS`, moves a block as far back in the order as one use of every slot
+    would. Uses are remembered after a block has left. Where the shadows say that last use alone finds more, it
+    decides alone. A block's level, at most its parent's, is the last bits of its order, so orders are unique.
     """
 
-    __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_saved", "_slots", "_warming")
+    __slots__ = ("_departed", "_least", "_levels", "_lifts", "_shadows")
 
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        self._slots = slots
-        self._departed = Departed(slots)
-        self._order: OrderedDict[Block, int] = OrderedDict()
-        """The hot blocks, the least recently used first, and how many had left when each was used."""
-        self._warming: set[Block] = set()
-        """Parents of blocks that were hot when used: they are at their own use, which is to come."""
-        self._last_to_leave = 0
-        """When the cold block that left last had been used."""
-        self._saved = 0
-        self._caused = 0
-        self.most_hot = int(PROTECTED * slots)
-
-    def enter(self, block: Block) -> None:
-        departures = self._departed.recall(block.key)
-        if departures is not None:
-            self._caused += departures < self.hot
-            self._heat(block)
-        super().use(block)
-        self._follow(block)
+    def __init__(self, slots: int, shadows: Shadows) -> None:
+        super().__init__(slots, shadows)
+        self.lift = int(USES * slots) * _LEVEL_STEP
+        self._lifts = False
+        self._shadows = shadows
+        self._levels: dict[Block, int] = {}
+        """Of those that have been used more than once."""
+        self._least: dict[Block, int] = {}
+        """Of parents of blocks that have just been used, whose own use is to come."""
+        self._departed = Departed(slots + REMEMBERED)
 
     def use(self, block: Block) -> None:
-        if block in self._warming:
-            self._warming.discard(block)
-            if not block.hot:
-                self._heat(block)
-        if block.hot:
-            self._saved += block.last_use < self._last_to_leave
-        super().use(block)
-        self._follow(block)
+        self._clock += 1
+        level = self._levels.get(block, 0) if self._lifts else 0
+        if self._least:
+            level = max(level, self._least.pop(block, 0))
+        order = self._order(level)
+        while order <= block.order:  # children that are not used now must stay under it
+            level += 1
+            order = self._order(level)
+        block.used(order)
+        if level and block.parent is not None:
+            self._least[block.parent] = max(level, self._least.get(block.parent, 0))
 
-    def _follow(self, block: Block) -> None:
-        if block.hot:
-            self._order[block] = self._departed.count
-            self._order.move_to_end(block)
-            if block.parent is not None:
-                self._warming.add(block.parent)
+    def _order(self, level: int) -> int:
+        return self._clock * _LEVEL_STEP + level * (self.lift + 1)
 
-    def settle(self) -> Iterator[Block]:
-        if self._saved + self._caused > self._slots:
-            self._saved, self._caused = self._saved // 2, self._caused // 2
-        cooled = 0
-        while self.hot > self.most_hot or (cooled < SETTLED_AT_ONCE and self._outstayed()):
-            block = next(iter(self._order))
-            self._cool(block)
-            cooled += 1
-            yield block
+    def enter(self, block: Block) -> None:
+        level = self._departed.recall(block.key)
+        if level is not None:
+            self._levels[block] = min(level + 1, LEVELS - 1)
+        block.used(0)
+        self.use(block)
 
-    def _outstayed(self) -> bool:
-        """The hot block used least recently is hot no more."""
-        departures = next(iter(self._order.values()), self._departed.count)
-        return self._saved <= WORTH * self._caused and self._departed.count - departures > STAY * self._slots
+    def found(self, blocks: Sequence[Block]) -> None:
+        levels = self._levels
+        for block in blocks:
+            levels[block] = min(levels.get(block, 0) + 1, LEVELS - 1)
+
+    def settle(self) -> None:
+        self._lifts = self._shadows.favour(LFUDA)
 
     def leave(self, block: Block) -> None:
-        self._departed.add(block.key)
-        self._warming.discard(block)
-        if block.hot:
-            self._cool(block)
-        else:
-            self._last_to_leave = block.last_use
-
-    def _heat(self, block: Block) -> None:
-        block.heat(hot=True)
-        self.hot += 1
-
-    def _cool(self, block: Block) -> None:
-        block.heat(hot=False)
-        del self._order[block]
-        self.hot -= 1
+        self._least.pop(block, None)
+        self._departed.add(block.key, self._levels.pop(block, 0))
 
 
-class Departed:
-    """The last keys that were added, ``most`` of them at most, as digests of 8 bytes. ``count``: all that ever were."""
-
-    __slots__ = ("_next", "_places", "_ring", "count")
-
-    def __init__(self, most: int) -> None:
-        self.count = 0
-        self._ring = array("q", bytes(8 * most))
-        self._next = 0
-        self._places: dict[int, int] = {}
-        """By digest: where in the ring."""
-
-    def add(self, key: Key) -> None:
-        place, digest = self._next, hash(key)
-        oldest = self._ring[place]
-        if self._places.get(oldest) == place:
-            del self._places[oldest]
-        self._ring[place] = digest
-        self._places[digest] = place
-        self._next = (place + 1) % len(self._ring)
-        self.count += 1
-
-    def recall(self, key: Key) -> int | None:
-        """How many were added after the key; None if it is not remembered. From now on it is not."""
-        place = self._places.pop(hash(key), None)
-        return None if place is None else (self._next - place - 1) % len(self._ring)
-
-
-EVICTORS: Final[Mapping[str, type[Lru]]] = {"lru": Lru, "2q": TwoQueues}
+EVICTORS: Final[Mapping[str, type[Lru]]] = {LRU: Lru, LFUDA: Lfuda}
 """By the name that a cache's options give."""
 
 
@@ -277,14 +217,14 @@ class Candidates:
     ``clean``: valid in a tier below: may go without a copy. ``leaf``: resident nowhere else and without indexed
     children: may be dropped. ``dirty``: demotable, unread, and neither in a tier below nor on the way there.
     ``unsettled``: of the lowest tier, those that a store beyond the host is to have. ``cleans``: how many are clean or
-    redundant. Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for good; kept above as
-    well, they would take places twice.
+    redundant. Only the lowest tier, which blocks leave for good, follows their levels: kept above as well, they would
+    take places twice. ``lift``: what a level adds to the order of blocks, 0 in the lowest tier.
     """
 
-    __slots__ = ("_blocks", "_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")
+    __slots__ = ("_blocks", "_lift", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")
 
-    def __init__(self, tier: Tier, slots: int, *, lowest: bool) -> None:
-        self._counts = WHOLE_RANK if lowest else COLD_RANK
+    def __init__(self, tier: Tier, slots: int, lift: int) -> None:
+        self._lift = lift
         self._blocks: list[Block | None] = [None] * slots
         self.redundant = Ranked(tier, REDUNDANT, self._blocks)
         self.demotable = Ranked(tier, DEMOTABLE, self._blocks)
@@ -297,8 +237,8 @@ class Candidates:
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
         before, rank = copy.listed, block.rank
-        if rank & ~self._counts:
-            rank &= self._counts  # else the block's own integer does, and takes no memory
+        if self._lift and rank % _LEVEL_STEP:
+            rank -= rank % _LEVEL_STEP * self._lift
         unchanged = before if rank == copy.ranked else 0
         if lists == unchanged and lists == before:
             return

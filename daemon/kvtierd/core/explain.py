@@ -113,6 +113,7 @@ def _group(window: WindowManager) -> GroupCounts:
         misses=window.uses.misses,
         stored=state.stored,
         removed=state.removed,
+        shadow_misses=state.shadows.misses,
     )
 
 

@@ -6,7 +6,7 @@ event, generations and owners into the recorder in the same step, so no caller c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from kvtierd.core.ancestry import Ancestry
@@ -20,6 +20,7 @@ from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
 from kvtierd.core.remote import Remote
 from kvtierd.core.retention import Clocks
+from kvtierd.core.shadow import Shadows
 from kvtierd.core.slots import (
     SLOT_BLANK,
     SLOT_FILLING,
@@ -44,10 +45,13 @@ class GroupState:
         self.above = {tier: tuple(t for t in self.tiers if t < tier) for tier in self.tiers}
         self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
+        slots = shape.slots[self.tiers[-1]]
+        self.shadows = Shadows(slots)
+        self.evictor = EVICTORS[policy.eviction](slots, self.shadows)
         self._candidates = {
-            tier: Candidates(tier, shape.slots[tier], lowest=not self.below[tier]) for tier in self.tiers
+            tier: Candidates(tier, shape.slots[tier], self.evictor.lift if self.below[tier] else 0)
+            for tier in self.tiers
         }
-        self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
         self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
         self._changed: dict[Block, None] = {}
         """Blocks of this call that may belong on other candidate lists."""
@@ -429,10 +433,16 @@ class GroupState:
         self.ancestry.use(blocks)
         self._climb()
 
+    def ask(self, found: Sequence[Block], made: Sequence[Block]) -> None:
+        """A request has found some blocks and made others, parents before children."""
+        self.evictor.found(found)
+        self.shadows.see(reversed(made))
+        self.shadows.see(reversed(found))
+
     def _climb(self) -> None:
-        if self.ancestry.climb():
-            for block in self.evictor.settle():
-                self._changed[block] = None
+        self.ancestry.climb()
+        if not self.ancestry.due:
+            self.evictor.settle()
 
     def _use(self, block: Block) -> None:
         self.evictor.use(block)

@@ -48,6 +48,7 @@ class Holding:
         results: list[BlockResult] = []
         used: list[Block] = []
         made: list[Block] = []
+        found: list[Block] = []
         for slot, key, parent, priority, duration_ms, label in items:
             parent_key = None if state.shape.flat else parent
             block = state.index.get(key)
@@ -56,6 +57,7 @@ class Holding:
                     results.append(PARENT_CONFLICT)
                     continue
                 self._keep(lease, slot, block)
+                found.append(block)
                 results.append(EXISTS)
             elif state.unsupported(parent_key):
                 results.append(PARENT_MISSING)
@@ -76,6 +78,7 @@ class Holding:
                 results.append(OK)
             used.append(block)
         self._background.committed(made)
+        state.ask(found, made)
         state.touch(reversed(used))
         return tuple(results)
 
@@ -210,4 +213,5 @@ class Uses:
         for residency, times in Counter(found_in).items():
             self.hits[next(tier for tier in self._state.tiers if residency & tier.bit)] += times
         self._background.used_again(blocks)
+        self._state.ask(blocks, ())
         self._state.clocks.start(*blocks)

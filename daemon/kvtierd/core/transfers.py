@@ -339,7 +339,8 @@ class TierCount:
 
 @dataclass(slots=True, frozen=True)
 class GroupCounts:
-    """One window group. ``pinned``: slots. ``hits``: blocks, by the tier that they were found in at the match."""
+    """One window group. ``pinned``: slots. ``hits``: blocks, by the tier that they were found in at the match.
+    ``shadow_misses``: blocks that each policy of eviction would have missed, an estimate."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
@@ -348,6 +349,7 @@ class GroupCounts:
     misses: int
     stored: int
     removed: int
+    shadow_misses: Mapping[str, int]
 
 
 @dataclass(slots=True, frozen=True)

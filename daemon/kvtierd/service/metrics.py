@@ -60,6 +60,10 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_blocks": ("Blocks that can be found by their key", _GROUP),
     "kvtier_hit_blocks_total": ("Blocks found, by the fastest tier they were in", _PLACE),
     "kvtier_missed_blocks_total": ("Blocks asked for that were not stored", _GROUP),
+    "kvtier_shadow_missed_blocks_total": (
+        "Blocks stored that a policy of eviction would have missed, estimated from a sample of the keys",
+        (*_GROUP, "policy"),
+    ),
     "kvtier_stored_blocks_total": ("Blocks that were committed", _GROUP),
     "kvtier_removed_blocks_total": ("Blocks that left the last tier", _GROUP),
     "kvtier_waiting_requests": ("Calls that wait for room in a tier", ("cache",)),
@@ -280,6 +284,8 @@ def _of_group(name: str, group: GroupId, counts: GroupCounts) -> Iterator[Sample
     yield "kvtier_missed_blocks_total", labels, counts.misses
     yield "kvtier_stored_blocks_total", labels, counts.stored
     yield "kvtier_removed_blocks_total", labels, counts.removed
+    for policy, misses in counts.shadow_misses.items():
+        yield "kvtier_shadow_missed_blocks_total", (*labels, policy), misses
     for tier, count in counts.tiers.items():
         place = (*labels, str(tier))
         yield "kvtier_hit_blocks_total", place, counts.hits.get(tier, 0)

@@ -139,7 +139,7 @@ def test_caches_that_cannot_come_back_are_forgotten(tmp_path: Path, stored: set[
 
 def test_options_outlive_their_cache_until_it_is_forgotten(tmp_path: Path) -> None:
     remembered = RememberedSlots(tmp_path)
-    past = PastOptions("aa", {"eviction": "2q"})
+    past = PastOptions("aa", {"eviction": "lfuda"})
     remembered.put("volatile", {Tier.HOST: (9,)}, past)
     remembered.forget_gone(set())
     again = RememberedSlots(tmp_path)

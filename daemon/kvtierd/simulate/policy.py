@@ -1,0 +1,65 @@
+"""One host under each policy of eviction, and under the best that there could be."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvtierd.core.eviction import EVICTORS
+from kvtierd.core.ids import Key, Tier
+from kvtierd.core.policy import Policy
+from kvtierd.simulate.host import Host
+
+BELADY: Final = "belady"
+"""Knows the future: what is asked for again last goes first (Belady, 1966). No policy finds more."""
+POLICIES: Final = (*EVICTORS, BELADY)
+_NEVER: Final = 1 << 62
+
+
+def blocks_found(policy: str, slots: Mapping[Tier, int], chains: Sequence[Sequence[bytes]]) -> int:
+    """Sends every request, a chain of keys, to a host.
+
+    Args:
+        policy: one of :data:`POLICIES`.
+        slots: by tier. A longer prompt is cut to what the fastest of these has.
+
+    Returns:
+        Blocks of prefixes that the host had.
+    """
+    longest = slots[min(slots)]
+    cut = [[Key(key) for key in chain[:longest]] for chain in chains]
+    if policy == BELADY:
+        return _belady(sum(slots.values()), cut)
+    host = Host(slots, Policy(eviction=policy))
+    return sum(host.request(chain).found for chain in cut)
+
+
+def _belady(slots: int, chains: Sequence[Sequence[Key]]) -> int:
+    """A prefix stays whole without more ado: no block is asked for later than one that stands on it, and of those that
+    are asked for together the deepest goes first."""
+    stored: dict[Key, int] = {}
+    order: list[tuple[int, int, Key]] = []
+    """A heap of (-next request, -depth, key), with stale entries."""
+    found = 0
+    for chain, following in zip(chains, _next_requests(chains), strict=True):
+        here = next((depth for depth, key in enumerate(chain) if key not in stored), len(chain))
+        found += here
+        while len(stored) + len(chain) - here > slots:
+            request, _, key = heapq.heappop(order)
+            if stored.get(key) == -request:
+                del stored[key]
+        for depth, (key, request) in enumerate(zip(chain, following, strict=True)):
+            stored[key] = request
+            heapq.heappush(order, (-request, -depth, key))
+    return found
+
+
+def _next_requests(chains: Sequence[Sequence[Key]]) -> list[list[int]]:
+    """The number of the next request for each block of each chain."""
+    later: dict[Key, int] = {}
+    following: list[list[int]] = []
+    for number in range(len(chains) - 1, -1, -1):
+        following.append([later.get(key, _NEVER) for key in chains[number]])
+        later.update(dict.fromkeys(chains[number], number))
+    return following[::-1]

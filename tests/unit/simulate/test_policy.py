@@ -1,0 +1,96 @@
+"""``kvtier simulate policy``, and what the policies find on generated traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.cli import main
+from kvtier.replay.trace import key_of, read
+from kvtierd.core.ids import Key, Tier
+from kvtierd.core.policy import Policy
+from kvtierd.simulate.host import GROUP, Host
+from kvtierd.simulate.policy import BELADY, POLICIES, blocks_found
+from tests.unit.client.test_oracle import EXTRACT
+from tests.unit.simulate import traffic
+
+
+def keyed(chains: Sequence[Sequence[int]]) -> list[list[bytes]]:
+    return [[key_of(block) for block in chain] for chain in chains]
+
+
+def simulated(tmp_path, requests, *options):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in requests))
+    return CliRunner().invoke(main, ["simulate", "policy", str(path), *options])
+
+
+@pytest.mark.parametrize(
+    ("requests", "found"),
+    [
+        ([[1], [2], [3], [1], [2], [3]], {"lru": 0, "lfuda": 0, "belady": 2}),  # belady keeps 1, then 3
+        ([[1], [1], [2], [3], [1]], {"lru": 1, "lfuda": 2, "belady": 2}),  # 1 was used twice when 3 comes
+        ([[1, 2], [3], [1, 2]], {"lru": 1, "lfuda": 1, "belady": 1}),  # 2 makes room, not 1, which it stands on
+        ([[1, 2, 3], [1, 2]], {"lru": 2, "lfuda": 2, "belady": 2}),  # the first is cut to two
+    ],
+)
+def test_what_each_policy_finds_with_two_slots(tmp_path, requests, found):
+    outcome = simulated(tmp_path, requests, "--slots", "2", "--json")
+    assert {row["policy"]: row["found"] for row in json.loads(outcome.stdout)} == found
+
+
+def test_the_table_as_a_person_reads_it(tmp_path):
+    outcome = simulated(tmp_path, [[1], [1], [2], [3], [1], [9, 9]], "--slots", "1,2", "--requests", "5")
+    lines = [line.split() for line in outcome.stdout.splitlines()]
+    assert ["1", "lru", "0.200", "+0.0%"] in lines
+    assert ["2", "lfuda", "0.400", "+100.0%"] in lines
+
+
+def test_a_size_that_makes_no_sense_is_refused(tmp_path):
+    outcome = simulated(tmp_path, [[1]], "--slots", "5,0")
+    assert outcome.exit_code == 2 and "0 is not in the range x>=1" in outcome.output
+
+
+TREE = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=40)
+
+
+@given(TREE, st.integers(4, 9))
+def test_none_finds_more_than_belady(paths, slots):
+    """A block is the path that leads to it."""
+    chains = [[bytes(path[: depth + 1]).ljust(32, b"\xff") for depth in range(len(path))] for path in paths]
+    best = blocks_found(BELADY, {Tier.HOST: slots}, chains)
+    assert all(blocks_found(policy, {Tier.HOST: slots}, chains) <= best for policy in POLICIES)
+
+
+@pytest.mark.parametrize("slots", [500, pytest.param(2_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kinds", [*((kind,) for kind in traffic.KINDS), ("chat", "agents", "documents"), ("chat", "scan")], ids=" and ".join
+)
+def test_lfuda_finds_hardly_less_than_lru_whatever_the_traffic(kinds, slots):
+    chains = keyed(traffic.requests(*kinds))
+    lru, lfuda = (blocks_found(policy, {Tier.HOST: slots}, chains) for policy in ("lru", "lfuda"))
+    assert lfuda >= 0.97 * lru
+
+
+@cache
+def extract() -> list[list[bytes]]:
+    return keyed([request.ids for request in asyncio.run(read(EXTRACT))])
+
+
+@pytest.mark.parametrize("slots", [1_000, 2_000, 6_000])
+def test_a_shadow_misses_what_a_tier_under_its_policy_does(slots):
+    """Within 0.03 of the blocks asked for, whatever policy the tier has."""
+    asked = sum(min(len(chain), slots) for chain in extract())
+    misses = asked - blocks_found("lru", {Tier.HOST: slots}, extract())
+    host = Host({Tier.HOST: slots}, Policy(eviction="lfuda"))
+    for chain in extract():
+        host.request([Key(key) for key in chain[:slots]])
+    estimate = host.core.stats().groups[GROUP].shadow_misses["lru"]
+    assert abs(estimate - misses) < 0.03 * asked
