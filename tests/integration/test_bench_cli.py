@@ -32,7 +32,11 @@ def results(measurement):
 
 def test_client():
     found = results("host.client((4096, 4 << 20), 1, 128)")
-    assert set(found) == {"client.first_fill", "client.store", "client.get", "client.prefix_length"}
+    one = {f"client.put_one{step}" for step in ("", ".reserve", ".copy", ".commit")}
+    assert set(found) == one | {
+        f"client.{name}" for name in ("first_fill", "store", "get", "daemon_cpu", "prefix_length")
+    }
+    assert [result["params"]["as"] for result in found["client.prefix_length"]] == ["bytes", "list"]
     assert [result["params"]["block_bytes"] for result in found["client.first_fill"]] == [4096, 4 << 20]
     for name in ("client.store", "client.get"):
         rows = [(result["params"]["block_bytes"], result["params"]["checksum"]) for result in found[name]]

@@ -34,6 +34,7 @@ from kvtier.memory.arrays import Bytes
 from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
 from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
+from kvtier.wire import Keys
 
 CACHE: Final = "kvtier-bench"
 BATCH: Final = 64
@@ -46,6 +47,8 @@ _FILL: Final = 1024
 """Blocks of a call that only fills."""
 _FRESH: Final = 5
 """Rounds that each start a daemon."""
+_FEW: Final = 20
+"""Puts of a round that is too short by itself."""
 _WARM_UP: Final = 2
 """Rounds that do not count: they map pages and fill caches."""
 _SYNC_BLOCKS: Final = 32
@@ -157,6 +160,10 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
         async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0), options=options) as here:
             for result in await _copies(here, {"block_bytes": block_bytes, "checksum": checksum}, rounds):
                 yield result
+    for block_bytes in sizes:
+        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
+            for result in await _one_put(here, max(rounds, _FEW)):
+                yield result
     async with place(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
         stored = list(islice(chains(keys), 2))
         for chain in stored:
@@ -164,17 +171,18 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
         with sync.Client(here.client.address) as client:
             opened = client.open_cache(CACHE)
 
-            async def length() -> float:
-                packed = b"".join(random.choice(stored))
+            async def length(pack: Callable[[list[bytes]], Keys]) -> float:
+                asked = pack(random.choice(stored))
                 started = time.perf_counter()
-                found = opened.prefix_length(packed)
+                found = opened.prefix_length(asked)
                 seconds = time.perf_counter() - started
                 if found != keys:
                     raise DaemonError(f"{found} of {keys} stored keys are found", reason="BENCH")
                 return seconds
 
-            (seconds,) = await interleaved(rounds, length)
-        yield Result("client.prefix_length", {"keys": keys}, 1e6 * seconds, "us")
+            packed, listed = await interleaved(rounds, lambda: length(b"".join), lambda: length(list))
+        yield Result("client.prefix_length", {"keys": keys, "as": "bytes"}, 1e6 * packed, "us")
+        yield Result("client.prefix_length", {"keys": keys, "as": "list"}, 1e6 * listed, "us")
 
 
 async def _first_fill(block_bytes: int, rounds: int) -> Result:
@@ -228,6 +236,48 @@ async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[R
     return [
         Result.rate("client.store", params, nbytes, *await interleaved(rounds, store, bare_store)),
         Result.rate("client.get", params, nbytes, *await interleaved(rounds, get, bare_get)),
+    ]
+
+
+async def _one_put(here: Place, rounds: int) -> list[Result]:
+    """A put of one block, and by itself each step of it; then the daemon's CPU for each of 64 blocks. The floor of a
+    call is one that finds nothing to do, of the whole two of those and the copy."""
+    rows, fresh = _rows(here.cache.block_bytes), chains(1)
+    many, steps = chains(), deque[tuple[float, float, float]]()
+
+    async def put() -> float:
+        return await timed(here.cache.put(next(fresh), rows[:1], tier=Tier.HOST))
+
+    async def in_steps() -> float:
+        began = time.perf_counter()
+        async with here.cache.reserve(1, Tier.HOST) as lease:
+            reserved = time.perf_counter()
+            copied = reserved + _memcpy(rows[:1], here.slots(Tier.HOST, lease.slots))
+            told = time.perf_counter()
+            await lease.commit(next(fresh), release=True)
+            steps.append((reserved - began, copied - reserved, time.perf_counter() - told))
+        return time.perf_counter() - began
+
+    async def bare() -> float:
+        return await timed(here.cache.set_retention([], 0))
+
+    async def daemon_cpu() -> float:
+        clock = ~here.daemon.pid << 3 | 2  # clock_getcpuclockid(3)
+        before = time.clock_gettime(clock)
+        for _ in range(_FEW):
+            await here.cache.put(next(many), rows, tier=Tier.HOST)
+        return (time.clock_gettime(clock) - before) / _FEW / BATCH
+
+    params = {"block_bytes": here.cache.block_bytes}
+    whole, _, call = await interleaved(rounds, put, in_steps, bare)
+    (cpu,) = await interleaved(_FEW, daemon_cpu)
+    reserve, copy, commit = (1e6 * statistics.median(step) for step in zip(*steps, strict=True))
+    return [
+        Result("client.put_one", params, 1e6 * whole, "us", copy + 2e6 * call),
+        Result("client.put_one.reserve", params, reserve, "us", 1e6 * call),
+        Result("client.put_one.commit", params, commit, "us", 1e6 * call),
+        Result("client.put_one.copy", params, copy, "us"),
+        Result("client.daemon_cpu", params, 1e6 * cpu, "us/block"),
     ]
 
 
