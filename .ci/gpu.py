@@ -96,7 +96,7 @@ def environment() -> dict[str, str]:
 
 def works(arguments: Sequence[str]) -> list[str]:
     if arguments[0] == "bench":
-        return ["-c", "from kvtier.cli import main; main()", "bench", "gpu", "--json", *arguments[1:]]
+        return ["-c", "from kvtier.cli import main; main()", "bench", "gpu", "-o", "json", *arguments[1:]]
     # tests/limits.py ends a test that hangs, and not the run with it.
     options = ["-v", "--durations=10", "-o", "faulthandler_timeout=0"]
     return ["-m", "pytest", "tests/gpu", "-m", "gpu", *options, *arguments[1:]]

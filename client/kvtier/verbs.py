@@ -234,7 +234,7 @@ class GroupVerbs:
         return await self._pin(keys, tier, False, timeout)
 
     async def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """Undoes one pin of each. Result NOT_READY where there is none."""
+        """Undoes one pin of each. Result NOT_PINNED where there is none."""
         return await self._pin(keys, tier, True, timeout)
 
     async def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:

@@ -24,7 +24,7 @@ import click
 
 from kvtierd import logs
 from kvtierd.config import ENV_PREFIX, ConfigError, Loaded, read
-from kvtierd.config.load import as_json, given, reference, with_flags
+from kvtierd.config.load import Command, as_json, given, reference, with_flags
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
@@ -37,7 +37,8 @@ _M_MMAP_THRESHOLD: Final = -3
 _log = logging.getLogger(__name__)
 
 
-@click.command()
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvtier", prog_name="kvtierd")
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), envvar=f"{ENV_PREFIX}CONFIG", help="Configuration file (TOML)."
 )

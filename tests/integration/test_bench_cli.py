@@ -18,7 +18,7 @@ FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
 def results(measurement):
     """Of a measurement of sizes that the command does not take."""
     imports = "from kvtier.bench import engine, gpu, host, remote; from kvtier.cli.bench import tell"
-    code = f"{imports}; tell({measurement}, True)"
+    code = f"{imports}; tell({measurement}, 'json')"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     by_name: dict[str, list[dict[str, Any]]] = {}
     for result in json.loads(done.stdout):

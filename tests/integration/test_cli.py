@@ -52,7 +52,7 @@ async def test_status(daemon, client, cache):
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys))
     async with cache.reserve(2, Tier.HOST):
-        shown = json.loads(kvtier("status", "--json", "--address", daemon.address).stdout)
+        shown = json.loads(kvtier("status", "-o", "json", "--address", daemon.address).stdout)
         assert (shown["pid"], shown["problems"]) == (daemon.pid, [])
         (one,) = [each for each in shown["caches"] if each["name"] == cache.name]
         assert (one["blocks"], one["stored"]) == (3, 3)
@@ -69,7 +69,7 @@ async def test_status(daemon, client, cache):
 async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
     start = await last_event(client)
     (key,) = await a_life(cache)
-    watch = ("watch", "--json", "--address", daemon.address, "--cache", cache.name)
+    watch = ("watch", "-o", "json", "--address", daemon.address, "--cache", cache.name)
     everything = lines(kvtier(*watch, "--since", str(start), "--limit", "4").stdout)
     assert [event["type"] for event in everything] == ["stored", "updated", "updated", "removed"]
     assert [event["event_id"] for event in everything] == list(range(start.id + 1, start.id + 5))
@@ -139,7 +139,7 @@ async def test_replay_of_more_than_fits(tmp_path):
     trace = conversations(tmp_path / "trace.jsonl", count=8, turns=5)
     async with PrivateDaemon(TierSlots(device=14, host=16, disk=200).as_bytes(replay_spec(4096))) as daemon:
         at = ("--address", daemon.address, "--block-bytes", "4096")
-        done = await asyncio.to_thread(kvtier, "replay", str(trace), *at, "--json")
+        done = await asyncio.to_thread(kvtier, "replay", str(trace), *at, "-o", "json")
     report = json.loads(done.stdout)
     assert (report["requests"], report["block_refs"]) == (40, 8 * (3 + 5 + 7 + 9 + 11))
     assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
@@ -150,7 +150,7 @@ async def test_replay_of_more_than_fits(tmp_path):
 async def test_replay_against_a_daemon_that_runs(daemon, client, name, tmp_path):
     """Twice: what the first has stored, the second finds."""
     trace = conversations(tmp_path / "trace.jsonl", count=3, turns=2)
-    replay = ("replay", str(trace), "--address", daemon.address, "--cache", name, "--block-bytes", "4096", "--json")
+    replay = ("replay", str(trace), "--address", daemon.address, "--cache", name, "--block-bytes", "4096", "-o", "json")
     first, second = (json.loads(kvtier(*replay).stdout) for _ in range(2))
     assert (first["stored"], second["stored"], second["misses"]) == (13, 0, 0)
     assert second["hits"]["device"] == second["block_refs"]

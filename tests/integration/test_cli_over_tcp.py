@@ -57,7 +57,7 @@ async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(dae
         await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
         tls = ("--tls-ca", str(operator.ca), "--tls-cert", str(operator.cert), "--tls-key", str(operator.key))
         at = ("--address", f"tcp://{daemon.tcp_address}", *tls)
-        shown = json.loads(kvtier("status", "--json", *at, env=plain).stdout)
+        shown = json.loads(kvtier("status", "-o", "json", *at, env=plain).stdout)
         assert shown["pid"] == daemon.pid
         variables = {
             "KVTIER_ADDRESS": daemon.tcp_address,
@@ -66,12 +66,14 @@ async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(dae
             "KVTIER_TLS_KEY": str(operator.key),
         }
         env = {**plain, **variables}
-        assert json.loads(kvtier("move", "far", "disk", "--all", "--json", env=env).stdout)["done"] == 2
+        assert json.loads(kvtier("move", "far", "disk", "--all", "-o", "json", env=env).stdout)["done"] == 2
         assert [place.residency for place in await cache.locate(KEYS)] == [Tier.DISK.bit] * 2
-        said = kvtier("watch", "--oldest", "--json", "--limit", "1", env=env).stdout
+        said = kvtier("watch", "--oldest", "-o", "json", "--limit", "1", env=env).stdout
         assert json.loads(said.splitlines()[0])["cache"] == "far"
         # The environment's files are for its own daemon: another one is named with what it takes.
-        assert json.loads(kvtier("status", "--json", "--address", daemon.address, env=env).stdout)["pid"] == daemon.pid
+        assert (
+            json.loads(kvtier("status", "-o", "json", "--address", daemon.address, env=env).stdout)["pid"] == daemon.pid
+        )
 
 
 def test_what_is_missing_or_makes_no_sense_is_named(daemon, operator, plain):

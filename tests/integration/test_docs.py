@@ -148,7 +148,7 @@ def run_page(page, environment, directory):
 
 def test_the_readme_s_tour(environment, tmp_path):
     said = run_page("README.md", environment, tmp_path)
-    for each in ("cache my-cache: 4 blocks", "stored", "no leases", "float16", "move 4 blocks: 4 ok"):
+    for each in ("healthy", "4 blocks are stored", "no leases", "float16", "move 4 blocks: 4 ok"):
         assert each in said, said
 
 

@@ -26,7 +26,7 @@ async def cache(client, name):
 
 def told_by_cli(daemon, key, *more, status=0):
     said: dict[str, Any] = json.loads(
-        kvtier("explain", key.hex(), "--json", "--address", daemon.address, *more, status=status).stdout
+        kvtier("explain", key.hex(), "-o", "json", "--address", daemon.address, *more, status=status).stdout
     )
     return said
 

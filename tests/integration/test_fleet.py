@@ -75,7 +75,7 @@ async def until_told(daemon, *states):
 
 
 def located(daemon, *arguments, status=0):
-    return json.loads(kvtier("locate", *arguments, "--json", "--address", daemon.address, status=status).stdout)
+    return json.loads(kvtier("locate", *arguments, "-o", "json", "--address", daemon.address, status=status).stdout)
 
 
 async def test_what_is_stored_on_one_is_located_from_another(served):

@@ -112,7 +112,7 @@ async def test_orphaned_leases_are_told_from_live_ones(daemon, client):
         )
         assert seen.value("kvtier_leases", cache="c", state="live") == 0
         assert seen.value("kvtier_slots", state="orphaned") == 2
-        assert seen.value("kvtier_sessions", state="detached") == 1
+        assert seen.value("kvtier_sessions", state="orphaned") == 1
 
 
 async def test_the_loop_is_timed(daemon):

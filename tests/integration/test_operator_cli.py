@@ -24,7 +24,7 @@ def kvtier(*arguments, status=0):
 
 
 def answer(*arguments, status=0):
-    return json.loads(kvtier(*arguments, "--json", status=status).stdout)
+    return json.loads(kvtier(*arguments, "-o", "json", status=status).stdout)
 
 
 @pytest.fixture

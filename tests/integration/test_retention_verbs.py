@@ -89,7 +89,7 @@ async def test_what_is_pinned_stays_and_is_listed(cache):
     assert [block.pinned async for block in cache.blocks()] == [1, 1, 0, 0]
     assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
     assert await cache.unpin(KEYS[:2], Tier.DEVICE) == [OK, OK]
-    assert await cache.unpin(KEYS[:1], Tier.DEVICE) == [BlockResult.NOT_READY]
+    assert await cache.unpin(KEYS[:1], Tier.DEVICE) == [BlockResult.NOT_PINNED]
     assert (await cache.drop(KEYS[:1])).dropped == 4
 
 

@@ -230,4 +230,4 @@ async def test_all_goes_by_calls_and_leases_there(foreign):
             assert lease.blocks == 3
         assert cache.reads.calls > 0
         assert cache.reads == ReadCounts(calls=cache.reads.calls, hits=cache.reads.hits), "nothing in shared memory"
-    assert "lookups by calls" in kvtier("status", "--address", foreign.address).stdout
+    assert "by calls" in kvtier("status", "--address", foreign.address).stdout

@@ -69,7 +69,18 @@ async def ended(process):
 async def test_keys_cut_events_down_to_their_blocks(daemon, client, cache):
     start = await last_event(client)
     keys = await stored(cache, "cut", 4)
-    watch = ["watch", "--address", daemon.address, "--since", str(start), "--no-follow", "--json", "--type", "stored"]
+    watch = [
+        "watch",
+        "--address",
+        daemon.address,
+        "--since",
+        str(start),
+        "--no-follow",
+        "-o",
+        "json",
+        "--type",
+        "stored",
+    ]
     prefixes = ["--key", keys[1].hex(), "--key", keys[3].hex()[:10], "--group", "0"]
     found = lines(kvtier(*watch, *prefixes).stdout)
     assert [block["block_hash"] for each in found for block in each["blocks"]] == [keys[1].hex(), keys[3].hex()]
@@ -84,7 +95,7 @@ async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(dae
 
     def ids(*more):
         """Of what was stored, which nothing in the background adds to."""
-        only = ("--json", "--cache", cache.name, "--type", "stored", "--no-follow")
+        only = ("-o", "json", "--cache", cache.name, "--type", "stored", "--no-follow")
         return [each["event_id"] for each in lines(kvtier("watch", "--address", daemon.address, *only, *more).stdout)]
 
     whole = ids("--since", str(start))
@@ -102,14 +113,14 @@ async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists(start_
         for name in ("shared", "secret"):
             await stored(await client.open_cache(name, SPEC, budgets=sizes(host=4)), "one")
     for more in ([], ["--cache", "shared"]):
-        command = ["watch", "--address", daemon.tcp_address, "--insecure", "--oldest", "--json", "--no-follow"]
+        command = ["watch", "--address", daemon.tcp_address, "--insecure", "--oldest", "-o", "json", "--no-follow"]
         found = lines(kvtier(*command, *more).stdout)
         assert {each["cache"] for each in found} == {"shared"}, more
 
 
 async def test_a_snapshot_alone(daemon, cache):
     keys = await stored(cache, "there")
-    command = ["watch", "--address", daemon.address, "--snapshot", "--no-follow", "--json", "--cache", cache.name]
+    command = ["watch", "--address", daemon.address, "--snapshot", "--no-follow", "-o", "json", "--cache", cache.name]
     start, *slices, end = lines(kvtier(*command).stdout)
     assert [start["type"], end["type"]] == ["snapshot_start", "snapshot_end"]
     assert {block["block_hash"] for each in slices for block in each["blocks"]} == {key.hex() for key in keys}
@@ -120,7 +131,7 @@ READ_TWO = "import json, sys\nfor _ in range(2): print(json.loads(sys.stdin.read
 
 async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon, cache):
     """And when it has what it wants, the watch ends by itself, with status 0."""
-    command = [*KVTIER, "watch", "--address", daemon.address, "--json", "--type", "stored", "--oldest"]
+    command = [*KVTIER, "watch", "--address", daemon.address, "-o", "json", "--type", "stored", "--oldest"]
     script = 'set -o pipefail; "$@" | ' + f"{shlex.quote(sys.executable)} -c {shlex.quote(READ_TWO)}"
     both = asyncio.create_task(
         asyncio.to_thread(
@@ -139,7 +150,7 @@ async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon,
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_signals_end_it_with_a_status_of_their_own(daemon, cache, number, status):
-    with watching(daemon, "--json", "--oldest", "--cache", cache.name) as process:
+    with watching(daemon, "-o", "json", "--oldest", "--cache", cache.name) as process:
         await stored(cache, "one")
         await next_line(process)
         process.send_signal(number)
@@ -150,7 +161,9 @@ async def test_signals_end_it_with_a_status_of_their_own(daemon, cache, number, 
 
 async def test_a_background_job_does_not_heed_the_ctrl_c_of_others(daemon, cache):
     heedless = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
-    with watching(daemon, "--json", "--oldest", "--type", "stored", "--cache", cache.name, before=heedless) as process:
+    with watching(
+        daemon, "-o", "json", "--oldest", "--type", "stored", "--cache", cache.name, before=heedless
+    ) as process:
         await stored(cache, "one", 1)
         await next_line(process)
         process.send_signal(signal.SIGINT)
@@ -167,7 +180,7 @@ async def test_a_signal_ends_it_even_where_nobody_reads(daemon, cache):
     inside, outside = os.pipe()
     try:
         fcntl.fcntl(outside, fcntl.F_SETPIPE_SZ, 4096)
-        with watching(daemon, "--json", "--oldest", stdout=outside) as process:
+        with watching(daemon, "-o", "json", "--oldest", stdout=outside) as process:
             await asyncio.to_thread(_wait_until_full, outside)
             process.terminate()
             assert await ended(process) == 143
@@ -219,7 +232,7 @@ async def test_a_restart_is_reported_and_survived(start_daemon, unclean):
     async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await stored(cache, "before")
-        with watching(daemon, "--json", "--oldest") as process, watching(daemon, "--oldest") as people:
+        with watching(daemon, "-o", "json", "--oldest") as process, watching(daemon, "--oldest") as people:
             while (await next_line(process))["type"] != "stored":
                 pass
             said = await asyncio.to_thread(_line, people)
@@ -283,7 +296,7 @@ RANK = ("--attention-dp-rank", "5")
 
 
 def watched(daemon, *arguments):
-    return lines(kvtier("watch", "--address", daemon.address, "--format", "trtllm", *arguments).stdout)
+    return lines(kvtier("watch", "--address", daemon.address, "-o", "trtllm", *arguments).stdout)
 
 
 async def first_slice(watch):
@@ -356,7 +369,7 @@ async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
 
 
 def test_one_cache_is_asked_for(daemon):
-    said = kvtier("watch", "--address", daemon.address, "--format", "trtllm", status=2)
+    said = kvtier("watch", "--address", daemon.address, "-o", "trtllm", status=2)
     assert "needs one --cache" in said.stderr
     said = kvtier("watch", "--address", daemon.address, "--attention-dp-rank", "1", status=2)
-    assert "needs --format trtllm" in said.stderr
+    assert "needs -o trtllm" in said.stderr

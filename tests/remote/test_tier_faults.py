@@ -121,7 +121,7 @@ def told(daemon):
         yield Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     yield daemon.log
     yield text_of(daemon)
-    for command in (["status"], ["status", "--json"], ["leases"]):
+    for command in (["status"], ["status", "-o", "json"], ["leases"]):
         yield kvtier(*command, "--address", daemon.address).stdout
     for path in daemon.state_dir.rglob("*"):
         if path.is_file():

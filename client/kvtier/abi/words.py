@@ -92,9 +92,11 @@ class BlockResult(IntEnum):
     PARENT_CONFLICT = 7
     """commit: an equal key is indexed under another parent; the slot stays blank and leased."""
     NOT_READY = 8
-    """pin: it has no READY copy in the tier; unpin: it is not pinned there."""
+    """pin: it has no READY copy in the tier."""
     OVER_CAP = 9
     """pin: too many slots of the tier are pinned."""
+    NOT_PINNED = 10
+    """unpin: nobody pinned it in the tier."""
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -13,17 +13,23 @@ from typing import Final
 
 import click
 
+from kvtier.cli.options import Group, connection_options
+
 _MODULES: Final[Mapping[str, str]] = {
     "bench": "bench",
+    "blocks": "blocks",
     "bridge": "bridge",
     "cache": "caches",
     "doctor": "doctor",
     "drop": "blocks",
     "explain": "explain",
+    "get": "payload",
     "kick": "status",
     "leases": "status",
     "locate": "locate",
     "move": "blocks",
+    "ping": "status",
+    "put": "payload",
     "remote": "remote",
     "replay": "replay",
     "reset": "caches",
@@ -36,7 +42,7 @@ _MODULES: Final[Mapping[str, str]] = {
 """Of this package: where each command is, under its own name."""
 
 
-class _Commands(click.Group):
+class _Commands(Group):
     """Imports a command when it is asked for: `kvtier status` does not wait for what `kvtier bench` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -51,11 +57,16 @@ class _Commands(click.Group):
         return command
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    commands={name: click.Command(name) for name in _MODULES},  # their names, for click's suggestions
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@connection_options
 @click.version_option(package_name="kvtier")
 def main() -> None:
     """Look at a kvtier daemon, follow what it does, step in by hand, and put it under real load.
 
-    Exit status: 0 done; 1 refused, failed, only partly done, or no daemon answers; 2 the command line makes no sense.
-    Watch has more: see kvtier watch --help.
+    Exit status: 0 done; 1 refused, failed, partly done, or no daemon answers; 2 usage error. `kvtier watch` and
+    `kvtier explain` have more: see their help.
     """

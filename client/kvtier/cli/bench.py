@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +16,12 @@ from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
 from kvtier.bench import remote as remote_bench
 from kvtier.bench.host import Result
-from kvtier.cli.common import console, json_option, run, slim_table
+from kvtier.cli.common import run
+from kvtier.cli.options import Group, output_option
+from kvtier.cli.output import show, table
 from kvtier.types import size
 
-_JSON: Final = json_option("One list of {name, params, value, unit, floor, ratio}.")
+_OUTPUT: Final = output_option()
 _ROUNDS: Final = click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 _SIZES: Final = click.option(
     "--block-bytes",
@@ -37,39 +38,44 @@ _DISK_DIR: Final = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def bench() -> None:
-    """Compare kvtier with plain memcpy and the raw disk on this machine.
+    """Compare kvtier with plain memcpy and the raw disk.
 
     Every figure is the median of rounds in a private daemon. Its floor, the same work without kvtier, is measured in
-    turn with it; the ratio is value / floor.
+    turn with it; the ratio is value / floor. Of a rate more is better, of a time or a size less.
     """
 
 
-def tell(results: AsyncIterator[Result], as_json: bool) -> None:
+def tell(results: AsyncIterator[Result], form: str) -> None:
     """Measures, and prints all figures at the end."""
 
     async def collect() -> list[Result]:
         return [result async for result in results]
 
     found = run(collect())
-    if as_json:
-        click.echo(json.dumps([{**asdict(result), "ratio": result.ratio} for result in found], indent=1))
-    else:
-        console().print(_table(found))
+    show(form, [{**asdict(result), "ratio": result.ratio} for result in found], _table(found))
 
 
 def _table(results: list[Result]) -> Table:
-    rows = slim_table(("measured", "of", "value", "floor", "ratio"), left=("measured", "of"))
-    for result in results:
-        rows.add_row(
+    rows = (
+        (
             result.name,
             ", ".join(f"{name} {_shown(name, value)}" for name, value in result.params.items()),
-            f"{result.value:,.4g} {result.unit}",
-            "" if result.floor is None else f"{result.floor:,.4g}",
+            f"{_figure(result.value)} {result.unit}",
+            "" if result.floor is None else _figure(result.floor),
             "" if result.ratio is None else f"{result.ratio:.2f}",
+            "" if result.ratio is None else "more" if result.unit.endswith("/s") else "less",
         )
-    return rows
+        for result in results
+    )
+    columns = ("measured", "of", "value", "floor", "ratio", "better is")
+    return table(columns, rows, left=("measured", "of", "better is"))
+
+
+def _figure(number: float) -> str:
+    """Four digits or more, without an exponent."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def _shown(name: str, value: Any) -> str:
@@ -81,46 +87,52 @@ def _shown(name: str, value: Any) -> str:
 @bench.command()
 @_SIZES
 @_ROUNDS
-@_JSON
-def client(block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
-    """Fill fresh slots, store and get 64 blocks of host memory, and look up a prefix of 8,192 keys."""
-    tell(host.client(block_bytes, rounds, keys=8192), as_json)
+@_OUTPUT
+def client(block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
+    """Fill, store, get and look up blocks of host memory.
+
+    64 blocks are stored and read, and one by itself; the prefix looked up has 8,192 keys.
+    """
+    tell(host.client(block_bytes, rounds, keys=8192), form)
 
 
 @bench.command()
 @_SIZES
 @_ROUNDS
 @_DISK_DIR
-@_JSON
-def tiers(block_bytes: tuple[int, ...], rounds: int, disk_dir: Path | None, as_json: bool) -> None:
-    """Move 64 blocks between host and a disk tier of 2 GiB; a smaller one would measure the disk's caches."""
-    tell(host.tiers(block_bytes, rounds, 2 << 30, disk_dir), as_json)
+@_OUTPUT
+def tiers(block_bytes: tuple[int, ...], rounds: int, disk_dir: Path | None, form: str) -> None:
+    """Move 64 blocks between host and disk. The disk tier has 2 GiB: a smaller one would measure the disk's caches."""
+    tell(host.tiers(block_bytes, rounds, 2 << 30, disk_dir), form)
 
 
 @bench.command()
 @_ROUNDS
-@_JSON
-def events(rounds: int, as_json: bool) -> None:
-    """Count the block changes a second that a daemon makes and eight watchers decode."""
-    tell(host.events(8, rounds, puts=200), as_json)
+@_OUTPUT
+def events(rounds: int, form: str) -> None:
+    """Count block changes a second, with eight watchers. The daemon makes the changes, and the watchers decode them."""
+    tell(host.events(8, rounds, puts=200), form)
 
 
 @bench.command()
 @_ROUNDS
 @_DISK_DIR
-@_JSON
-def scale(rounds: int, disk_dir: Path | None, as_json: bool) -> None:
-    """Measure what a block of 4 KiB costs among 10^4 and 10^6, and a restart with 10^5. Takes 5 GiB of memory."""
-    tell(host.scale((10_000, 1_000_000), rounds, 100_000, disk_dir), as_json)
+@_OUTPUT
+def scale(rounds: int, disk_dir: Path | None, form: str) -> None:
+    """Measure many blocks: memory, calls and a restart.
+
+    A block of 4 KiB among 10^4 and 10^6, and a restart with 10^5. Takes 5 GiB of memory.
+    """
+    tell(host.scale((10_000, 1_000_000), rounds, 100_000, disk_dir), form)
 
 
 @bench.command()
 @click.option("--device", default="cuda", show_default=True, metavar="NAME", help="cuda, cuda:1 or GPU-<uuid>.")
 @_ROUNDS
-@_JSON
-def gpu(device: str, rounds: int, as_json: bool) -> None:
+@_OUTPUT
+def gpu(device: str, rounds: int, form: str) -> None:
     """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
-    tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), as_json)
+    tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
 
 
 @bench.command()
@@ -134,10 +146,10 @@ def gpu(device: str, rounds: int, as_json: bool) -> None:
     help="Repeatable.",
 )
 @_ROUNDS
-@_JSON
-def remote(url: str | None, block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
-    """Write 64 MiB of blocks through to a store, and read them by another daemon."""
-    tell(remote_bench.remote(url, block_bytes, rounds), as_json)
+@_OUTPUT
+def remote(url: str | None, block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
+    """Write blocks through to a store, and read them. 64 MiB, which another daemon reads."""
+    tell(remote_bench.remote(url, block_bytes, rounds), form)
 
 
 @bench.command()
@@ -156,9 +168,9 @@ def remote(url: str | None, block_bytes: tuple[int, ...], rounds: int, as_json: 
     help="That the model computes of a prompt.  Repeatable.",
 )
 @_ROUNDS
-@_JSON
-def engine(blocks: int, rounds: int, as_json: bool, **shape: Any) -> None:
-    """Time an engine's scheduler and worker: a step, saves and loads, and the prefix from which on a load wins."""
+@_OUTPUT
+def engine(blocks: int, rounds: int, form: str, **shape: Any) -> None:
+    """Time an engine's scheduler and worker. A step, saves and loads, and the prefix from which on a load wins."""
 
     async def results() -> AsyncIterator[Result]:
         async for result in engine_bench.steps(blocks, rounds):
@@ -166,4 +178,4 @@ def engine(blocks: int, rounds: int, as_json: bool, **shape: Any) -> None:
         async for result in engine_bench.copies(**shape, rounds=rounds):
             yield result
 
-    tell(results(), as_json)
+    tell(results(), form)

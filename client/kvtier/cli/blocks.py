@@ -1,4 +1,4 @@
-"""Blocks by hand: ``kvtier move``, ``drop`` and ``unpin``."""
+"""Blocks by hand: ``kvtier blocks``, ``move``, ``drop`` and ``unpin``, and what a KEY is on the command line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ import click
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
-from kvtier.cli.common import (
-    DaemonAt,
-    address_option,
-    confirmed,
-    dry_run_option,
-    json_option,
-    show,
-    yes_option,
-)
-from kvtier.client import AsyncClient
-from kvtier.types import TIERS, BlockResult, Tier
+from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.options import Group, command, dry_run_option, output_option, yes_option
+from kvtier.cli.output import show
+from kvtier.client import SHORTEST_PREFIX, AsyncClient
+from kvtier.errors import NotFound
+from kvtier.types import TIERS, BlockResult, Tier, tiers_of
+from kvtier.wire import ListedBlock
 
 PIECE: Final = 256
 """Keys of one call: each of them gets its slots in one step, so a piece must be small beside any tier worth having."""
@@ -33,7 +29,7 @@ class KeyType(click.ParamType[bytes]):
 
     name = "key"
 
-    def __init__(self, shortest: int = KEY_BYTES) -> None:
+    def __init__(self, shortest: int = SHORTEST_PREFIX) -> None:
         self.shortest = shortest
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
@@ -42,9 +38,24 @@ class KeyType(click.ParamType[bytes]):
         except ValueError:
             key = b""
         if not self.shortest <= len(key) <= KEY_BYTES:
-            digits = f"{2 * self.shortest} to {2 * KEY_BYTES}" if self.shortest < KEY_BYTES else f"{2 * KEY_BYTES}"
-            self.fail(f"{value!r} is not a key: {digits} hexadecimal digits, an even number", param, ctx)
+            digits = f"{2 * self.shortest} to {2 * KEY_BYTES} hexadecimal digits, an even number"
+            self.fail(f"{value!r} is not a key: {digits}", param, ctx)
         return key
+
+
+async def whole_key(client: AsyncClient, cache: str, key: bytes) -> bytes:
+    """The one key of a block of ``cache`` that begins with ``key``. A whole key is not looked for.
+
+    Raises: :class:`NotFound`, and :class:`click.ClickException` where several begin so.
+    """
+    if len(key) == KEY_BYTES:
+        return key
+    found = (await client.explain(key, cache=cache, past=False)).keys
+    if not found:
+        raise NotFound(f"no block of {cache} has a key that begins with {key.hex()}", reason="UNKNOWN_KEY")
+    if len(found) > 1:
+        raise click.ClickException("\n  ".join([f"several keys begin with {key.hex()}:", *(k.hex() for k in found)]))
+    return found[0]
 
 
 @dataclass(slots=True)
@@ -82,68 +93,67 @@ class Outcome:
         lines = [f"{self.cache}:{would} {self.verb} {len(self.results)} blocks: {numbers}"]
         return "\n".join([*lines, *(f"  {key.hex()}  {result}" for key, result in self.not_done)])
 
-    def tell(self, as_json: bool) -> None:
+    def tell(self, form: str) -> None:
         """Prints it; exit status 1 where any block was refused."""
-        show(as_json, self.to_json(), self.in_words())
+        show(form, self.to_json(), self.in_words())
         if self.not_done:
             raise SystemExit(1)
 
 
 _TIER: Final = click.argument("tier", type=click.Choice([str(tier) for tier in TIERS], case_sensitive=False))
-_GROUP: Final = click.option(
+GROUP_OPTION: Final = click.option(
     "--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group."
 )
-_JSON: Final = json_option("One JSON object.")
+_OUTPUT: Final = output_option()
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("cache")
 @_TIER
 @click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]...")
 @click.option("--all", "everything", is_flag=True, help="Every block of the cache.")
-@_GROUP
-@_JSON
+@GROUP_OPTION
+@_OUTPUT
 def move(
-    daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], everything: bool, group: int, as_json: bool
+    daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], everything: bool, group: int, form: str
 ) -> None:
-    """Make blocks of CACHE ready in TIER (device, host or disk), without holding them.
+    """Make blocks of a cache ready in a tier (device, host or disk).
 
-    Up is a prefetch; down is a demotion, which frees the copies above. Exit status 1 where any block could not be
-    moved.
+    Up is a prefetch; down is a demotion, which frees the copies above. A KEY is 64 hexadecimal digits, or the first 8
+    or more. Exit status 1 where any block could not be moved.
     """
     if bool(keys) == everything:
         raise click.UsageError("name the blocks in one way: KEYs or --all")
     outcome = Outcome("move", cache)
 
-    async def moved(at: Cache) -> None:
-        chosen = [block.key async for block in at.blocks()] if everything else dict.fromkeys(keys)
+    async def moved(client: AsyncClient, at: Cache) -> None:
+        chosen = [block.key async for block in at.blocks()] if everything else await _whole(client, cache, keys)
         for piece in _pieces(chosen):
             outcome.add(piece, await at.move(piece, Tier[tier.upper()]))
 
     daemon.ask(lambda client: _in_group(client, cache, group, moved))
-    outcome.tell(as_json)
+    outcome.tell(form)
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("cache")
 @click.argument("keys", nargs=-1, required=True, type=KeyType(), metavar="KEY...")
-@_GROUP
-@_JSON
+@GROUP_OPTION
+@_OUTPUT
 @dry_run_option
 @yes_option
-def drop(
-    daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_run: bool, yes: bool, as_json: bool
-) -> None:
-    """Forget blocks of CACHE and everything below them, in every tier. `kvtier reset` forgets all.
+def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_run: bool, yes: bool, form: str) -> None:
+    """Forget blocks of a cache and everything below them.
 
-    What is leased or pinned, or has such a block below it, stays. Exit status 1 where any block was not dropped.
+    They go from every tier; `kvtier reset` forgets all. A KEY is 64 hexadecimal digits, or the first 8 or more. What is
+    leased or pinned, or has such a block below it, stays. Exit status 1 where any block was not dropped.
     """
 
     def dropped(outcome: Outcome) -> Outcome:
-        async def verb(at: Cache) -> None:
-            for piece in _pieces(dict.fromkeys(keys)):
+        async def verb(client: AsyncClient, at: Cache) -> None:
+            for piece in _pieces(await _whole(client, cache, keys)):
                 report = await at.drop(piece, dry_run=outcome.dry_run)
                 outcome.add(piece, report.results)
                 outcome.besides["dropped"] += report.dropped
@@ -155,31 +165,78 @@ def drop(
     if not dry_run:
         confirmed(f"{outcome.in_words()}\nGo on?", yes)
         outcome = dropped(Outcome("drop", cache))
-    outcome.tell(as_json)
+    outcome.tell(form)
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("cache")
 @_TIER
-@_GROUP
-@_JSON
-def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, as_json: bool) -> None:
-    """Undo every pin of blocks of CACHE in TIER, whoever made it. Exit status 1 where any could not be undone."""
+@GROUP_OPTION
+@_OUTPUT
+def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> None:
+    """Undo every pin in a tier of a cache, whoever made it. Exit status 1 where any could not be undone."""
     place, outcome = Tier[tier.upper()], Outcome("unpin", cache)
 
-    async def unpinned(at: Cache) -> None:
+    async def unpinned(_: AsyncClient, at: Cache) -> None:
         """Round after round: a listing says that a block is pinned, not how often."""
         while pinned := [block.key async for block in at.blocks() if block.pinned & place.bit]:
             for piece in _pieces(pinned):
                 outcome.add(piece, await at.unpin(piece, place))
 
     daemon.ask(lambda client: _in_group(client, cache, group, unpinned))
-    outcome.tell(as_json)
+    outcome.tell(form)
 
 
-async def _in_group(client: AsyncClient, cache: str, group: int, verb: Callable[[Cache], Awaitable[None]]) -> None:
-    await verb((await client.open_cache(cache, write=False)).in_group(group))
+@click.group(cls=Group)
+def blocks() -> None:
+    """List the blocks of a cache."""
+
+
+@blocks.command("ls")
+@address_option
+@click.argument("cache")
+@GROUP_OPTION
+@output_option()
+def list_blocks(daemon: DaemonAt, cache: str, group: int, form: str) -> None:
+    """List the blocks of CACHE: key and tiers, and where a block is pinned."""
+    found: list[ListedBlock] = []
+
+    async def listed(_: AsyncClient, at: Cache) -> None:
+        found.extend([block async for block in at.blocks()])
+
+    daemon.ask(lambda client: _in_group(client, cache, group, listed))
+    show(form, [_as_object(block) for block in found], "\n".join(map(_line, found)) or "no blocks")
+
+
+def _as_object(block: ListedBlock) -> dict[str, Any]:
+    return {
+        "key": block.key.hex(),
+        "parent": None if block.parent is None else block.parent.hex(),
+        "tiers": _names(block.residency),
+        "pinned": _names(block.pinned),
+        "priority": block.priority,
+    }
+
+
+def _line(block: ListedBlock) -> str:
+    pinned = f"  pinned in {' '.join(_names(block.pinned))}" if block.pinned else ""
+    return f"{block.key.hex()}  {' '.join(_names(block.residency))}{pinned}"
+
+
+def _names(tiers: int) -> list[str]:
+    return [str(tier) for tier in tiers_of(tiers)]
+
+
+async def _whole(client: AsyncClient, cache: str, keys: Iterable[bytes]) -> Iterable[bytes]:
+    """Each key once, in order."""
+    return dict.fromkeys([await whole_key(client, cache, key) for key in keys])
+
+
+async def _in_group(
+    client: AsyncClient, cache: str, group: int, verb: Callable[[AsyncClient, Cache], Awaitable[None]]
+) -> None:
+    await verb(client, (await client.open_cache(cache, write=False)).in_group(group))
 
 
 def _pieces(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -12,11 +12,12 @@ import click
 
 from kvtier.bridge import Encoding, Options
 from kvtier.cli.common import DaemonAt, address_option, run
+from kvtier.cli.options import command
 from kvtier.errors import InvalidArgument
 from kvtier.events import Gap
 
 
-@click.command()
+@command()
 @address_option
 @click.option("--cache", required=True, metavar="NAME", help="The cache whose events to publish.")
 @click.option("--group", type=click.IntRange(min=0), metavar="N", help="Only this window group. Default: all.")
@@ -51,11 +52,11 @@ from kvtier.events import Gap
 )
 @click.option("--data-parallel-rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
 def bridge(daemon: DaemonAt, cache: str, encoding: str, loras: Sequence[tuple[int, str]], **others: Any) -> None:
-    """Publish a cache's events as vLLM does, over ZeroMQ, for routers such as Dynamo's, llm-d's and AIBrix's.
+    """Publish a cache's events over ZeroMQ, as vLLM does.
 
-    Begins with the present blocks, goes on over restarts of the daemon, and publishes after a gap what it changed.
-    Readers that missed batches get them from the last 64 MiB, or else the present blocks. Says on standard output where
-    it listens, on standard error what was lost.
+    Routers such as Dynamo's, llm-d's and AIBrix's read them. Begins with the present blocks, goes on over restarts of
+    the daemon, and publishes after a gap what it changed. Readers that missed batches get them from the last 64 MiB, or
+    else the present blocks. Says on standard output where it listens, on standard error what was lost.
     """
     try:
         options = Options(encoding=Encoding(encoding), lora_names=dict(loras), **others)

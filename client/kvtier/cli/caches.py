@@ -1,39 +1,63 @@
-"""``kvtier cache`` and ``kvtier reset``: the caches there are, and an end for one or for its blocks."""
+"""``kvtier cache`` and ``kvtier reset``: the caches there are, a new one, and an end for one or for its blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
+from rich.console import RenderableType
 from rich.table import Table
 
-from kvtier.cli.common import (
-    DaemonAt,
-    address_option,
-    confirmed,
-    dry_run_option,
-    json_option,
-    show,
-    slim_table,
-    yes_option,
-)
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.options import Group, SizeType, command, dry_run_option, output_option, yes_option
+from kvtier.cli.output import compact, nonzero, show, table
 from kvtier.client import AsyncClient
-from kvtier.types import CacheInfo, RemovalReport, size
+from kvtier.types import TIERS, CacheInfo, GroupInfo, RemovalReport, Tier, size
 from kvtier.wire import ResetReport
 
 
-@click.group()
+@click.group(cls=Group)
 def cache() -> None:
-    """List the caches of a daemon, or remove one."""
+    """List the caches of a daemon, create one, or remove one."""
 
 
 @cache.command("ls")
 @address_option
-@json_option("One JSON list.")
-def list_caches(daemon: DaemonAt, as_json: bool) -> None:
-    """List the caches, what their bytes mean and what they were given of each tier."""
+@output_option()
+def list_caches(daemon: DaemonAt, form: str) -> None:
+    """List the caches and what they have of each tier."""
     found = daemon.ask(lambda client: client.caches())
-    show(as_json, [as_object(info) for info in found], table(found))
+    show(form, [as_object(info) for info in found], _table(found))
+
+
+@cache.command("create")
+@address_option
+@click.argument("name")
+@click.option("--block-bytes", type=SizeType(), metavar="SIZE", default="64KiB", show_default=True, help="Of a block.")
+@click.option("--device-bytes", type=SizeType(), metavar="SIZE", help="Of the device tier.")
+@click.option("--host-bytes", type=SizeType(), metavar="SIZE", help="Of the host tier.")
+@click.option("--disk-bytes", type=SizeType(), metavar="SIZE", help="Of the disk tier.")
+@output_option()
+def create_cache(daemon: DaemonAt, name: str, block_bytes: int, form: str, **sizes: int | None) -> None:
+    """Create a cache of plain blocks, for `kvtier put` and `get`.
+
+    Each block stands for itself: it has no parent. Without sizes the cache takes what the daemon gives a cache that
+    asks for none. Engines create their own caches.
+    """
+    budgets = {tier: nbytes for tier in TIERS if (nbytes := sizes[f"{tier}_bytes"]) is not None}
+    group = WindowGroupSpec(pools=(PoolSpec.opaque(block_bytes),), flat=True)
+    spec = CacheSpec("kvtier-plain", "uint8", tokens_per_block=1, groups=(group,))
+
+    async def created(client: AsyncClient) -> CacheInfo:
+        if any(info.name == name for info in await client.caches()):
+            raise click.ClickException(f"cache {name} exists already: see kvtier cache ls, or remove it first")
+        return (await client.open_cache(name, spec, budgets=budgets or None)).info
+
+    info = daemon.ask(created)
+    slots = ", ".join(f"{tier.slots} in {tier.tier}" for tier in info.groups[0].tiers)
+    show(form, as_object(info), f"{name}: room for blocks of {size(block_bytes)}: {slots}")
 
 
 @cache.command("rm")
@@ -42,9 +66,9 @@ def list_caches(daemon: DaemonAt, as_json: bool) -> None:
 @click.option("--force", is_flag=True, help="Although sessions have it open, or its directory is damaged.")
 @dry_run_option
 @yes_option
-@json_option("One JSON object.")
-def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Forget the cache NAME: its blocks, its budgets and its bytes on disk.
+@output_option()
+def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, form: str) -> None:
+    """Remove a cache: its blocks, its budgets and its bytes on disk.
 
     Refused while any session has it open, unless forced; in any case while anybody holds a lease there.
     """
@@ -54,7 +78,7 @@ def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: b
         report = daemon.ask(lambda client: client.remove_cache(name, force=force))
     freed = {str(tier): nbytes for tier, nbytes in report.freed.items()}
     value = {"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}
-    show(as_json, value, f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
+    show(form, value, f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
 
 
 def _gone(name: str, report: RemovalReport) -> str:
@@ -62,15 +86,15 @@ def _gone(name: str, report: RemovalReport) -> str:
     return f"{name}: {report.blocks} blocks and {freed or 'nothing else'}"
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("name", metavar="CACHE")
 @click.option("--force", is_flag=True, help="Forget the rest where some blocks are leased or pinned.")
 @dry_run_option
 @yes_option
-@json_option("One JSON object.")
-def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Forget all blocks of CACHE, in every tier. The cache stays.
+@output_option()
+def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, form: str) -> None:
+    """Forget all blocks of a cache, in every tier; the cache stays.
 
     While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
     """
@@ -84,7 +108,7 @@ def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as
         report = daemon.ask(lambda client: done(client, dry_run=False))
     value = {"cache": name, "dry_run": dry_run, "dropped": report.dropped, "kept": report.kept}
     would = " would be" if dry_run else ""
-    show(as_json, value, f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
+    show(form, value, f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
 
 
 def as_object(info: CacheInfo) -> dict[str, Any]:
@@ -116,22 +140,28 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
     }
 
 
-def table(found: list[CacheInfo]) -> Table | str:
-    if not found:
-        return "no caches"
-    columns = ("cache", "model", "group", "window", "block", "blocks", "open", "device", "host", "disk")
-    rows = slim_table(columns, left=("cache", "model"))
-    for info in found:
-        for group in info.groups:
-            tiers = {str(tier.tier): f"{tier.slots} ({size(tier.slots * tier.slot_bytes)})" for tier in group.tiers}
-            rows.add_row(
-                info.name,
-                f"{info.spec.model} {info.spec.dtype}",
-                str(group.group),
-                str(group.window_tokens or ("flat" if info.spec.groups[group.group].flat else "full")),
-                size(info.spec.block_bytes(group.group)),
-                str(info.blocks),
-                str(info.sessions),
-                *(tiers.get(tier, "") for tier in ("device", "host", "disk")),
-            )
-    return rows
+def _table(found: list[CacheInfo]) -> Table | str:
+    rows: list[Sequence[RenderableType]] = [
+        (
+            info.name,
+            _window(info, group.group),
+            str(info.blocks),
+            nonzero(info.sessions),
+            compact(info.spec.block_bytes(group.group)),
+            *(_bytes(group, tier) for tier in TIERS),
+            f"{info.spec.model} {info.spec.dtype}",
+        )
+        for info in found
+        for group in info.groups
+    ]
+    columns = ("cache", "window", "blocks", "open", "block", *map(str, TIERS), "model")
+    return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no caches"
+
+
+def _window(info: CacheInfo, group: int) -> str:
+    spec = info.spec.groups[group]
+    return "flat" if spec.flat else nonzero(spec.window_tokens)
+
+
+def _bytes(group: GroupInfo, tier: Tier) -> str:
+    return next((compact(each.slots * each.slot_bytes) for each in group.tiers if each.tier is tier), "")

@@ -1,39 +1,27 @@
-"""What the commands share: the address, running a coroutine, and errors as a person wants to read them."""
+"""What the commands share: the daemon, running a coroutine, and errors as a person wants to read them."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
-import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
-from click.core import ParameterSource
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
-from rich.table import Table
 
 from kvtier import client as aio
-from kvtier.abi import attach
+from kvtier.cli.options import KEPT, Decorated, connection_options
 from kvtier.client import AsyncClient
 from kvtier.errors import DaemonUnavailable, KvtierError, TierFull
 from kvtier.transport import TlsFiles, is_tcp
-from kvtier.types import Tier
 
 T = TypeVar("T")
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_NANOSECONDS: Final = {"s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 
 CONNECT_WAIT_S = 2.0
 """A daemon that is just starting is waited for."""
@@ -61,85 +49,40 @@ class DaemonAt:
         return run(asked())
 
 
-def address_option(command: Command) -> Command:
-    """The options that say where the daemon is. The command gets a :class:`DaemonAt` as ``daemon``."""
+def address_option(command: Decorated) -> Decorated:
+    """:func:`connection_options`, of which the command gets a :class:`DaemonAt` as ``daemon``."""
 
     @wraps(command)
-    def with_place(
-        address: str, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, insecure: bool, **others: Any
-    ) -> Any:
-        if is_tcp(address):
-            daemon = DaemonAt(address, _tls(tls_ca, tls_cert, tls_key, insecure=insecure), insecure)
-        elif _said("tls_ca", "tls_cert", "tls_key", "insecure"):
-            raise click.UsageError(f"{address} is a runtime directory: the options of TLS are for tcp://host:port")
-        else:
-            daemon = DaemonAt(address)  # the environment speaks of another daemon
-        return command(daemon=daemon, **others)
+    def with_place(**others: Any) -> Any:
+        return command(daemon=_place(), **others)
 
-    options = (
-        click.option(
-            "--address",
-            metavar="PLACE",
-            envvar=attach.ADDRESS_VARIABLE,
-            default=attach.DEFAULT_ADDRESS,
-            show_default=True,
-            show_envvar=True,
-            help="The daemon's runtime directory, or tcp://host:port.",
-        ),
-        _file_option("--tls-ca", "Over TCP: the authorities that vouch for the daemon, PEM."),
-        _file_option("--tls-cert", "Over TCP: this client's certificate chain, PEM."),
-        _file_option("--tls-key", "Over TCP: its private key, PEM."),
-        click.option(
-            "--insecure",
-            is_flag=True,
-            envvar="KVTIER_INSECURE",
-            show_envvar=True,
-            help="Over TCP, to this host only: no TLS.",
-        ),
-    )
-    for option in reversed(options):
-        with_place = option(with_place)
-    return cast(Command, with_place)
+    return connection_options(cast(Decorated, with_place))
 
 
-def _said(*options: str) -> bool:
-    """Whether any of them is on the command line."""
-    context = click.get_current_context()
-    return any(context.get_parameter_source(option) is ParameterSource.COMMANDLINE for option in options)
+def _place() -> DaemonAt:
+    """Where the kept options say that the daemon is. Raises :class:`click.UsageError`."""
+    kept: dict[str, tuple[Any, bool]] = dict(click.get_current_context().meta[KEPT])
+    address, _ = kept.pop("address")
+    files = {name: value for name, (value, _) in kept.items()}
+    if is_tcp(address):
+        return DaemonAt(address, _tls(**files), files["insecure"])
+    if any(typed for _, typed in kept.values()):
+        raise click.UsageError(f"{address} is a runtime directory: the options of TLS are for tcp://host:port")
+    return DaemonAt(address)  # the environment speaks of another daemon
 
 
-def _file_option(flag: str, says: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    variable = f"KVTIER_{flag.removeprefix('--').replace('-', '_').upper()}"
-    kind = click.Path(path_type=Path)
-    return click.option(flag, metavar="FILE", type=kind, envvar=variable, show_envvar=True, help=says)
-
-
-def _tls(ca: Path | None, cert: Path | None, key: Path | None, *, insecure: bool) -> TlsFiles | None:
+def _tls(*, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, insecure: bool) -> TlsFiles | None:
     """All three files, or None with ``insecure``. Raises :class:`click.UsageError` for anything else."""
-    files = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
+    files = {"--tls-ca": tls_ca, "--tls-cert": tls_cert, "--tls-key": tls_key}
     given = [flag for flag, path in files.items() if path is not None]
     if insecure and given:
         raise click.UsageError(f"--insecure is without TLS: take it away, or {', '.join(given)}")
     if insecure:
         return None
-    if ca is not None and cert is not None and key is not None:
-        return TlsFiles(cert, key, ca)
+    if tls_ca is not None and tls_cert is not None and tls_key is not None:
+        return TlsFiles(tls_cert, tls_key, tls_ca)
     missing = ", ".join(flag for flag in files if flag not in given)
     raise click.UsageError(f"TLS takes three files: {missing} missing; or --insecure, if the daemon is on this host")
-
-
-def json_option(what: str) -> Callable[[Command], Command]:
-    return click.option("--json", "as_json", is_flag=True, help=what)
-
-
-def dry_run_option(command: Command) -> Command:
-    return click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")(command)
-
-
-def yes_option(command: Command) -> Command:
-    return click.option("--yes", is_flag=True, help="Do not ask. Nobody is asked where standard input is no terminal.")(
-        command
-    )
 
 
 def confirmed(question: str, yes: bool) -> None:
@@ -212,38 +155,3 @@ def explained(error: KvtierError) -> str:
         return str(error)
     holders = [f"  {h.slots} slots: pid {h.pid} {h.command}" for h in error.holders]
     return "\n".join([str(error), "held by:", *holders])
-
-
-def show(as_json: bool, value: Any, text: RenderableType) -> None:
-    """Prints an answer: ``value`` as JSON, or ``text``."""
-    if as_json:
-        click.echo(json.dumps(value, indent=2))
-    else:
-        console().print(text, soft_wrap=isinstance(text, str), markup=False)
-
-
-def plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them; tiers by name."""
-    named = dataclasses.asdict(
-        value, dict_factory=lambda pairs: {name: str(each) if isinstance(each, Tier) else each for name, each in pairs}
-    )
-    return cast(dict[str, Any], named)
-
-
-def ago_ns(text: str) -> int | None:
-    """Nanoseconds of ``30s``, ``5m``, ``2h`` or ``1.5d``; None for anything else."""
-    found = _AGO.fullmatch(text)
-    return None if found is None else int(float(found[1]) * _NANOSECONDS[found[2]])
-
-
-def console() -> Console:
-    """Standard output; wide enough for a table where it is no terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def slim_table(columns: Sequence[str], *, left: Collection[str] = ()) -> Table:
-    """For many columns, none of which is cut: numbers to the right, the columns of ``left`` to the left."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    return table

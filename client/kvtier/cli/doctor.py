@@ -26,7 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import client as aio
-from kvtier.cli.common import console, json_option
+from kvtier.cli.options import command, output_option
+from kvtier.cli.output import show
 from kvtier.errors import KvtierError
 from kvtier.types import DaemonStats, RemoteStats, size
 
@@ -137,8 +138,8 @@ def read_needs(flags: Sequence[str]) -> Needs:
 def _asked(*arguments: str) -> str:
     """What a Python program prints. It runs in a process of its own. Raises :class:`Refused`."""
     try:
-        command = [sys.executable, *arguments]
-        answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+        command_line = [sys.executable, *arguments]
+        answer = subprocess.run(command_line, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refused(str(error)) from error
     if answer.returncode != 0:
@@ -260,22 +261,20 @@ def _raise_unless_missing(error: OSError) -> None:
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@json_option("One JSON list with all findings.")
+@command(context_settings={"ignore_unknown_options": True})
+@output_option()
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[KVTIERD OPTIONS]")
-def doctor(flags: tuple[str, ...], as_json: bool) -> None:
-    """Check whether this machine gives the daemon what its configuration needs, and say what to do where it does not.
+def doctor(flags: tuple[str, ...], form: str) -> None:
+    """Check this machine against the daemon's configuration.
 
-    All other options are those of kvtierd: --config FILE, or single keys, such as --device cuda=80%. Without --config
-    the file is /etc/kvtier/kvtierd.toml, where there is one. Run it as root or as the daemon's user.
+    Says what to do where the machine does not give what the configuration needs. All other options are those of
+    kvtierd: --config FILE, or single keys, such as --device cuda=80%. Without --config the file is
+    /etc/kvtier/kvtierd.toml, where there is one. Run it as root or as the daemon's user.
 
     Exit status 1 where any check fails.
     """
     findings = examine(flags)
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
-    else:
-        console().print(_report(findings))
+    show(form, [dataclasses.asdict(finding) for finding in findings], _report(findings))
     if any(finding.level is Level.FAIL for finding in findings):
         raise SystemExit(1)
 

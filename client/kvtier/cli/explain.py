@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Final
@@ -11,7 +10,9 @@ import click
 from rich.text import Text
 
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, address_option, console, json_option
+from kvtier.cli.common import DaemonAt, address_option
+from kvtier.cli.options import command, output_option
+from kvtier.cli.output import show
 from kvtier.cli.watch_lines import text_lines
 from kvtier.client import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
 from kvtier.events import WatchItem
@@ -34,13 +35,13 @@ _REMOTE: Final[Mapping[bool | None, str]] = {
 }
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("key", type=KeyType(SHORTEST_PREFIX))
 @click.option("--cache", metavar="NAME", help="Only in this cache.  [default: all that you may see]")
-@json_option("One JSON object.")
-def explain(daemon: DaemonAt, key: bytes, cache: str | None, as_json: bool) -> None:
-    """Say where the block KEY is, what holds it, and what became of it.
+@output_option()
+def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
+    """Say where a block is, what holds it, and what became of it.
 
     KEY is in hex; its first 8 digits or more suffice if no other key begins like that. Looking is no use of the block.
 
@@ -49,11 +50,7 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, as_json: bool) -> N
     as for every command.
     """
     told = daemon.ask(lambda client: client.explain(key, cache=cache))
-    if as_json:
-        click.echo(json.dumps(told.to_json()))
-    else:
-        for line in page(told):
-            console().print(line, soft_wrap=True)
+    show(form, told.to_json(), Text("\n").join(page(told)))
     raise SystemExit(STATUS[told.state])
 
 
@@ -112,7 +109,7 @@ def _copy(copy: CopyExplained) -> Text:
 
 def _lease(lease: LeaseInfo) -> Text:
     who = f", pid {lease.pid} {lease.command}" if lease.pid else ""
-    lost = ", whose connection broke" if lease.orphaned else ""
+    lost = ", orphaned" if lease.orphaned else ""
     age = timedelta(seconds=lease.age_ns // 10**9)
     text = (
         f"  held        in {lease.tier} by lease {lease.lease_id} of session {lease.session_id}{who}{lost}, for {age}"

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from kvtier.abi.keys import MAX_TOKEN_ID, chain_keys
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, address_option, json_option, plain, show, slim_table
+from kvtier.cli.common import DaemonAt, address_option
+from kvtier.cli.options import command, output_option
+from kvtier.cli.output import nonzero, plain, show, table
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import NotFound
 from kvtier.types import TIERS, Holdings, PeerStats, clean
@@ -37,17 +39,18 @@ def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | l
     return [int(each) for each in tokens]
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("wanted", callback=_wanted, metavar="KEY|PROMPT")
 @click.option("--cache", metavar="NAME", help="Only in this cache; a PROMPT needs it.  [default: all that you may see]")
-@json_option("One JSON object.")
-def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, as_json: bool) -> None:
-    """Say which daemons have the block KEY, or how much of PROMPT: this one, and its peers as it knows them.
+@output_option()
+def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form: str) -> None:
+    """Say which daemons have a block, or how much of a prompt.
 
-    KEY is in hex; its first 8 digits or more suffice if no other key begins like that. PROMPT is token ids: 1,2,3 or
-    @FILE with such, which keeps them out of command lines and logs; its keys are those of a prompt without adapter,
-    salt and images. No peer is asked, and looking is no use of the blocks.
+    These are this one, and its peers as it knows them. KEY is in hex; its first 8 digits or more suffice if no other
+    key begins like that. PROMPT is token ids: 1,2,3 or @FILE with such, which keeps them out of command lines and logs;
+    its keys are those of a prompt without adapter, salt and images. No peer is asked, and looking is no use of
+    the blocks.
 
     Exit status: 1 several keys begin like that, or as for every command.
     """
@@ -64,7 +67,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, as_js
 
     told = daemon.ask(found)
     ambiguous = isinstance(wanted, bytes) and len(told.keys) > 1
-    show(as_json, _json(told), Group(*(_ambiguous if ambiguous else _page)(told)))
+    show(form, _json(told), Group(*(_ambiguous if ambiguous else _page)(told)))
     if ambiguous:
         raise SystemExit(1)
 
@@ -89,9 +92,12 @@ def _ambiguous(told: Holdings) -> Iterator[RenderableType]:
 
 def _page(told: Holdings) -> Iterator[RenderableType]:
     yield Text(f"blocks asked for: {len(told.keys)}{'' if told.found else '; nobody has the first'}")
-    rows = slim_table(("daemon", "cache", "group", "blocks", *map(str, TIERS)), left=("daemon", "cache"))
-    for held in told.found:
-        counts = (str(held.tiers.get(tier, 0)) for tier in TIERS)
-        rows.add_row(held.peer or "this one", held.cache, str(held.group), str(held.blocks), *counts)
-    yield rows
+    rows = (
+        (
+            *(held.peer or "this one", held.cache, nonzero(held.group), str(held.blocks)),
+            *(nonzero(held.tiers.get(tier, 0)) for tier in TIERS),
+        )
+        for held in told.found
+    )
+    yield table(("daemon", "cache", "group", "blocks", *map(str, TIERS)), rows, left=("daemon", "cache"))
     yield from (peer_line(peer) for peer in told.peers if peer.state != "exact" or peer.problem)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import click
 
-from kvtier.cli.common import DaemonAt, address_option, ago_ns, confirmed, dry_run_option, json_option, show, yes_option
+from kvtier.cli.common import DaemonAt, address_option, confirmed
+from kvtier.cli.options import Group, SizeType, ago_ns, dry_run_option, output_option, yes_option
+from kvtier.cli.output import show
 from kvtier.client import AsyncClient
 from kvtier.types import RemoteGcReport, size
-
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECASE)
 
 
 class AgeType(click.ParamType[float]):
@@ -27,19 +26,7 @@ class AgeType(click.ParamType[float]):
         return age_ns / 1e9
 
 
-class SizeType(click.ParamType[int]):
-    """Bytes, from text such as ``500GiB``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if (found := _SIZE.fullmatch(value)) is None:
-            self.fail(f"{value!r} is no size, such as 500GiB or 2TB", param, ctx)
-        power = "KMGTP".index(found[2].upper()) + 1 if found[2] else 0
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-
-
-@click.group()
+@click.group(cls=Group)
 def remote() -> None:
     """See to the store beyond the host."""
 
@@ -56,7 +43,7 @@ def remote() -> None:
 )
 @dry_run_option
 @yes_option
-@json_option("One JSON object.")
+@output_option()
 def gc(
     daemon: DaemonAt,
     caches: tuple[str, ...],
@@ -64,12 +51,12 @@ def gc(
     keep_bytes: int | None,
     dry_run: bool,
     yes: bool,
-    as_json: bool,
+    form: str,
 ) -> None:
-    """Delete blocks of the store by age and by use, whichever daemon wrote them.
+    """Delete blocks of the store by age and by use.
 
-    Use is the latest of a write by any daemon and a fetch by this one, as far as it remembers: 131,072 blocks, and
-    none over a restart. Objects whose names are not kvtier's stay.
+    Whichever daemon wrote them, they go. Use is the latest of a write by any daemon and a fetch by this one, as far as
+    it remembers: 131,072 blocks, and none over a restart. Objects whose names are not kvtier's stay.
     """
     if older_than is None and keep_bytes is None:
         raise click.UsageError("say what goes: --older-than, --keep-bytes, or both")
@@ -83,7 +70,7 @@ def gc(
     report = daemon.ask(partial(done, dry_run=dry_run))
     value = {"caches": list(caches), "dry_run": dry_run, **dataclasses.asdict(report)}
     gone = f"{_blocks(report.objects, report.bytes)} {'would be ' if dry_run else ''}gone"
-    show(as_json, value, f"{gone}, {_blocks(report.kept_objects, report.kept_bytes)} kept")
+    show(form, value, f"{gone}, {_blocks(report.kept_objects, report.kept_bytes)} kept")
 
 
 def _blocks(count: int, nbytes: int) -> str:

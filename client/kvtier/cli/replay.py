@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -10,13 +9,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
+from kvtier.cli.common import DaemonAt, address_option, run
+from kvtier.cli.options import command, output_option
+from kvtier.cli.output import show
 from kvtier.replay.runner import Report
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
 
 
-@click.command()
+@command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @address_option
 @click.option(
@@ -29,27 +30,24 @@ from kvtier.replay.trace import read, replay_spec
 )
 @click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
 @click.option("--cache", metavar="NAME", default="replay", show_default=True, help="The cache to use.")
-@json_option("One JSON object on standard output.")
+@output_option()
 def replay(
     trace: Path,
     daemon: DaemonAt,
     block_bytes: int,
     requests: int | None,
     cache: str,
-    as_json: bool,
+    form: str,
 ) -> None:
-    """Replay the request TRACE: acquire and verify the hits, store the misses, release.
+    """Replay a request trace: acquire, verify, store, release.
 
-    The bytes of a block follow from its key, so every hit is verified whole. A mirror follows the events; at the end
-    it is compared with the daemon's own listing.
+    Hits are acquired, misses are stored. The bytes of a block follow from its key, so every hit is verified whole. A
+    mirror follows the events; at the end it is compared with the daemon's own listing.
 
     Exit status 1 if a byte was wrong, an event was lost or a residency differed.
     """
     report = run(_replay(trace, daemon, requests, cache, block_bytes))
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    else:
-        console().print(table(report))
+    show(form, report.to_json(), table(report))
     if not report.flawless:
         raise SystemExit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import product
@@ -14,7 +13,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvtier.cli.common import console, json_option, run, slim_table
+from kvtier.cli.common import run
+from kvtier.cli.options import Group, output_option
+from kvtier.cli.output import show, table
 from kvtier.errors import InvalidArgument
 from kvtier.replay.trace import key_of, read
 from kvtier.types import Tier, size
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 _HOST_COUNT: Final = click.IntRange(1, 64)
 
 
-@click.group()
+@click.group(cls=Group)
 def simulate() -> None:
-    """Run a request trace through the daemon's core alone: no daemon, no bytes, seconds a run."""
+    """Run a request trace through the daemon's core alone.
+
+    There is no daemon and there are no bytes; a run takes seconds.
+    """
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
@@ -47,7 +51,6 @@ _trace = click.argument("trace", type=click.Path(exists=True, dir_okay=False, pa
 _requests = click.option(
     "--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace."
 )
-_json = json_option("One JSON list, an object a row.")
 
 
 @simulate.command()
@@ -74,7 +77,7 @@ _json = json_option("One JSON list, an object a row.")
     "--block-bytes", type=click.IntRange(min=1), metavar="BYTES", default=1 << 20, show_default=True, help="Of a block."
 )
 @_requests
-@_json
+@output_option()
 def fleet(
     trace: Path,
     hosts: tuple[int, ...],
@@ -85,7 +88,7 @@ def fleet(
     peers: bool,
     block_bytes: int,
     requests: int | None,
-    as_json: bool,
+    form: str,
 ) -> None:
     """Send the request TRACE through a router to fleets of several sizes.
 
@@ -107,10 +110,8 @@ def fleet(
             if count > 1:
                 name = f"one with the memory of {count}"
                 reports[name] = simulate(shape.pooled(), bar.track(chains, description=f"hosts: {name}"))
-    if as_json:
-        click.echo(json.dumps([_plain(name, report, block_bytes) for name, report in reports.items()], indent=1))
-    else:
-        console().print(_table(reports, block_bytes))
+    rows = [_plain(name, report, block_bytes) for name, report in reports.items()]
+    show(form, rows, _table(reports, block_bytes))
 
 
 @simulate.command()
@@ -123,8 +124,8 @@ def fleet(
     help="Host blocks, of one host after another.",
 )
 @_requests
-@_json
-def policy(trace: Path, slots: tuple[int, ...], requests: int | None, as_json: bool) -> None:
+@output_option()
+def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str) -> None:
     """Send the request TRACE to one host under each policy of eviction.
 
     Beside them, belady knows the future: no policy finds more. A prompt longer than the host is cut.
@@ -138,15 +139,12 @@ def policy(trace: Path, slots: tuple[int, ...], requests: int | None, as_json: b
             found = blocks_found(name, {Tier.HOST: count}, chains)
             asked = sum(min(len(chain), count) for chain in chains)
             rows.append({"slots": count, "policy": name, "asked": asked, "found": found})
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-        return
-    table = slim_table(("slots", "policy", "hit ratio", "to lru"), left=("policy",))
+    shown = []
     for row in rows:
         lru = next(other["found"] for other in rows if (other["slots"], other["policy"]) == (row["slots"], "lru"))
         ratio, to_lru = row["found"] / (row["asked"] or 1), row["found"] / (lru or 1) - 1
-        table.add_row(f"{row['slots']:,}", row["policy"], f"{ratio:.3f}", f"{to_lru:+.1%}" if lru else "")
-    console().print(table)
+        shown.append((f"{row['slots']:,}", row["policy"], f"{ratio:.3f}", f"{to_lru:+.1%}" if lru else ""))
+    show(form, rows, table(("slots", "policy", "hit ratio", "to lru"), shown, left=("policy",)))
 
 
 async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
@@ -177,10 +175,10 @@ def _plain(name: str, report: Report, block_bytes: int) -> dict[str, Any]:
 def _table(reports: Mapping[str, Report], block_bytes: int) -> Table:
     """Shares are of the blocks asked for. ``busiest``: requests of that host, as a multiple of the mean."""
     columns = ("hosts", "hit ratio", "local", "peers", "remote", "put", "read", "evictions", "busiest")
-    table = slim_table(columns, left=("hosts",))
+    rows = []
     for name, report in reports.items():
         places = (report.local, report.peers, report.remote)
         shares = [f"{blocks / (report.asked or 1):.3f}" for blocks in (sum(places), *places)]
         moved = [size(blocks * block_bytes) for blocks in (report.put, report.remote)]
-        table.add_row(name, *shares, *moved, f"{report.evicted:,}", f"{report.busiest:.2f}")
-    return table
+        rows.append((name, *shares, *moved, f"{report.evicted:,}", f"{report.busiest:.2f}"))
+    return table(columns, rows, left=("hosts",))

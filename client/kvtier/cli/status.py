@@ -1,9 +1,12 @@
-"""``kvtier status``, ``leases`` and ``kick``: what the daemon does, who holds what, and an end for a session."""
+"""``kvtier status``, ``ping``, ``leases`` and ``kick``: what the daemon does, who holds what, an end for a session."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
+from typing import Final
 
 import click
 from rich.console import Group, RenderableType
@@ -11,61 +14,82 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.common import (
-    DaemonAt,
-    address_option,
-    confirmed,
-    dry_run_option,
-    json_option,
-    plain,
-    show,
-    slim_table,
-    yes_option,
-)
+from kvtier.cli.common import DaemonAt, address_option, confirmed
 from kvtier.cli.locate import peer_line
+from kvtier.cli.options import command, dry_run_option, output_option, yes_option
+from kvtier.cli.output import nonzero, plain, share, show, table
 from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
 from kvtier.types import (
+    TIERS,
     CacheStats,
     DaemonStats,
+    EdgeStats,
+    GroupStats,
     KickReport,
     LeaseInfo,
     RemoteStats,
     SessionStats,
     clean,
+    count,
     duration,
     size,
 )
 
+_RARE: Final = ("blank", "filling", "retiring", "orphaned", "quarantined")
+"""States of slots of which most tiers have none."""
 
-@click.command()
+
+@command()
 @address_option
-@json_option("One JSON object with everything the daemon says of itself.")
-def status(daemon: DaemonAt, as_json: bool) -> None:
-    """Show tiers and how full they are, moves, hits, sessions and what they hold, and problems."""
-    stats = daemon.ask(lambda client: client.stats())
-    show(as_json, plain(stats), report(stats))
+@output_option()
+def status(daemon: DaemonAt, form: str) -> None:
+    """Show tiers, moves, hits, caches, sessions and problems.
+
+    What is zero is left out, and so is the session of this command; JSON and YAML have all.
+    """
+
+    async def asked(client: AsyncClient) -> tuple[DaemonStats, int]:
+        return await client.stats(), client.session_id
+
+    stats, own = daemon.ask(asked)
+    show(form, plain(stats), report(stats, daemon.address, own))
 
 
-@click.command()
+@command()
+@address_option
+@output_option()
+def ping(daemon: DaemonAt, form: str) -> None:
+    """Ask the daemon for an answer, and say how long it took. Takes no right. Exit status 1 if no daemon answers."""
+
+    async def asked(client: AsyncClient) -> int:
+        start = time.perf_counter_ns()
+        await client.caches()
+        return time.perf_counter_ns() - start
+
+    took_ns = daemon.ask(asked)
+    show(form, {"address": daemon.address, "took_ns": took_ns}, f"{daemon.address} answers in {duration(took_ns)}")
+
+
+@command()
 @address_option
 @click.option("--cache", metavar="NAME", help="Only those of this cache.")
 @click.option("--session", "session_id", type=click.IntRange(min=1), metavar="ID", help="Only those of this session.")
-@json_option("One JSON list.")
-def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, as_json: bool) -> None:
-    """Show every lease there is, the oldest first, and whose it is."""
+@output_option()
+def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, form: str) -> None:
+    """Show every lease, the oldest first, and whose it is."""
     found = daemon.ask(lambda client: client.leases(cache=cache, session_id=session_id))
-    show(as_json, [plain(lease) for lease in found], _leases(found))
+    show(form, [plain(lease) for lease in found], _leases(found))
 
 
-@click.command()
+@command()
 @address_option
 @click.argument("session_id", type=click.IntRange(min=1), metavar="SESSION")
 @dry_run_option
 @yes_option
-@json_option("One JSON object.")
-def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """End SESSION (a number of `kvtier leases` or `kvtier status`).
+@output_option()
+def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, form: str) -> None:
+    """End a session: a number of `kvtier leases` or `status`.
 
     Its leases are taken from it. Its process is not touched: if it lives it finds its leases lost, and slots that it
     may be writing stay out of use until it lets go of them or ends.
@@ -86,36 +110,58 @@ def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: b
         _, report = daemon.ask(lambda client: kicked(client, holder.pid))
     value = {"session_id": session_id, "pid": holder.pid, "command": holder.command, **dataclasses.asdict(report)}
     given = "would be taken" if dry_run else "taken"
-    show(as_json, {**value, "dry_run": dry_run}, f"{who}: {report.leases} leases, {report.slots} slots {given}")
+    show(form, {**value, "dry_run": dry_run}, f"{who}: {report.leases} leases, {report.slots} slots {given}")
 
 
-def report(stats: DaemonStats) -> RenderableType:
-    up = timedelta(seconds=stats.uptime_ns // 10**9)
-    parts: list[RenderableType] = [
-        Text(
-            f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
-            f"last event {stats.last_event_id}  watchers {stats.watchers}"
-        ),
-        _past_events(stats),
-    ]
+def report(stats: DaemonStats, address: str, own_session: int = 0) -> RenderableType:
+    """For a person; ``own_session`` is not shown."""
+    lines: list[RenderableType] = [head(stats, address), _past_events(stats)]
     for device in stats.devices:
         gpu = f"{device.name} {device.uuid}, {size(device.memory_bytes)}"
-        parts.append(Text(f"device: {clean(gpu if device.uuid else device.kind)}"))
-    parts += [Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems]
-    if not stats.problems:
-        parts.append(Text("healthy", style="green"))
-    parts += map(peer_line, stats.peers)
+        lines.append(Text(f"device: {clean(gpu if device.uuid else device.kind)}"))
+    lines += map(peer_line, stats.peers)
+    sessions = [session for session in stats.sessions if session.session_id != own_session]
+    parts = (
+        tiers(stats.caches),
+        _moves(stats.caches),
+        _found(stats.caches),
+        _caches(stats),
+        _sessions(sessions),
+    )
+    return Group(*lines, *spaced(parts))
+
+
+def spaced(parts: Collection[RenderableType]) -> Iterator[RenderableType]:
+    """An empty line before each of them; tables without rows are left out."""
+    for part in parts:
+        if not isinstance(part, Table) or part.row_count:
+            yield from (Text(), part)
+
+
+def head(stats: DaemonStats, address: str, away: str = "") -> RenderableType:
+    """The daemon and how it is. ``away``: why it does not answer."""
+    waiting = sum(cache.waiting for cache in stats.caches)
+    behind = max((each.lag for each in stats.watcher_stats), default=0)
+    up = timedelta(seconds=stats.uptime_ns // 10**9)
+    lines = [
+        Text(f"kvtierd {stats.version}  {address}  pid {stats.pid}  up {up}", style="bold"),
+        Text(
+            f"caches {len(stats.caches)}{f'  calls waiting {waiting}' if waiting else ''}  "
+            f"watchers {stats.watchers}{f', behind {behind}' if behind else ''}  "
+            f"last event {stats.last_event_id}  epoch {stats.epoch}  boot {stats.boot}"
+        ),
+        *(Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems),
+    ]
+    if away:
+        lines.append(Text(f"AWAY: {clean(away)}", style="bold red"))
+    elif not stats.problems:
+        lines.append(Text("healthy", style="green"))
     if stats.remote.url:
-        parts.append(remote_line(stats.remote))
-    for cache in stats.caches:
-        where = f" on {clean(cache.device)}" if cache.device else ""
-        parts += [Text(f"cache {cache.name}: {cache.blocks} blocks{where}", style="bold")]
-        parts += [_tiers(cache), _edges(cache)]
-        parts.append(_traffic(cache))
-    return Group(*parts, Text("sessions", style="bold"), _sessions(stats.sessions))
+        lines.append(_remote_line(stats.remote))
+    return Group(*lines)
 
 
-def remote_line(remote: RemoteStats) -> Text:
+def _remote_line(remote: RemoteStats) -> Text:
     """The store beyond the host in one line: blocks, bytes and the mean time of a call since the daemon's start."""
     blocks = ", ".join(f"{outcome} {remote.blocks.get(outcome, 0)}" for outcome in ("written", "fetched", "damaged"))
     calls = ", ".join(
@@ -137,89 +183,146 @@ def _past_events(stats: DaemonStats) -> Text:
     return Text(f"past events: {held}{lost}")
 
 
-def _tiers(cache: CacheStats) -> Table:
-    states = ("held", "free", "blank", "filling", "retiring", "orphaned", "quarantined")
-    rows = slim_table(("group", "tier", "slots", "filled", "", *states), left=("group", "tier", ""))
-    for group in cache.groups:
-        for tier in group.tiers:
-            rows.add_row(
-                f"{group.group}: {f'{group.window_tokens} tokens' if group.window_tokens else 'full'}",
-                str(tier.tier),
-                str(tier.capacity),
-                f"{tier.ready / max(tier.capacity, 1):.0%}",
-                ProgressBar(total=max(tier.capacity, 1), completed=tier.ready, width=20),
-                *(str(getattr(tier, state)) for state in states),
-            )
-    return rows
-
-
-def _edges(cache: CacheStats) -> Table:
-    columns = ("move", "blocks", "bytes", "queued", "mean queue", "mean copy", "failures")
-    rows = slim_table(columns, left=("move",))
-    for edge in cache.edges:
-        count = max(edge.blocks, 1)
-        rows.add_row(
-            f"{edge.edge} (degraded)" if edge.degraded else edge.edge,
-            str(edge.blocks),
-            size(edge.bytes),
-            str(edge.queued_blocks),
-            duration(edge.queue_ns / count),
-            duration(edge.copy_ns / count),
-            str(edge.failures),
-            style="red" if edge.degraded else None,
-        )
-    return rows
-
-
-def _traffic(cache: CacheStats) -> Text:
-    hits = cache.hits_device + cache.hits_host + cache.hits_disk
-    asked = hits + cache.misses
-    share = f" ({hits / asked:.1%} of the chains acquired or read)" if asked else ""
-    index = f"{cache.blocks - cache.unindexed} of {cache.index_places} places taken"
-    lookups = f"in shared memory, {index}, {cache.unindexed} blocks without" if cache.index_places else "by calls"
-    return Text(
-        f"lookups {lookups}\n"
-        f"hits {hits}{share}: device {cache.hits_device}, host {cache.hits_host}, disk {cache.hits_disk}; "
-        f"misses {cache.misses}; stored {cache.stored}, removed {cache.removed}; calls waiting {cache.waiting}\n"
+def tiers(caches: Sequence[CacheStats]) -> Table:
+    """The tiers, summed over the caches."""
+    rows: list[Sequence[RenderableType]] = []
+    for tier in TIERS:
+        parts = [part for cache in caches for part in cache.tiers if part.tier is tier]
+        if not parts:
+            continue
+        total = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("ready", "capacity", "held", "free", "clean", *_RARE)
+        }
+        bar = ProgressBar(total=max(total["capacity"], 1), completed=total["ready"], width=24)
+        counts = (count(total[name]) for name in ("capacity", "held", "free", "clean"))
+        rare = ", ".join(f"{count(total[name])} {name}" for name in _RARE if total[name])
+        rows.append((str(tier), share(total["ready"], total["capacity"]), bar, *counts, rare))
+    return table(
+        ("tier", "filled", "", "slots", "held", "free", "clean", "of them"), rows, left=("tier", "", "of them")
     )
 
 
-def _sessions(sessions: tuple[SessionStats, ...]) -> Table:
-    rows = slim_table(("session", "pid", "uid", "attached", "leases", "held slots"), left=("attached",))
-    rows.add_column("command", overflow="ellipsis", no_wrap=True)
-    for session in sessions:
-        rows.add_row(
+def edges(caches: Sequence[CacheStats]) -> Iterator[EdgeStats]:
+    """The edges along which anything went, summed over the caches; a queue is the daemon's, the same in each cache."""
+    found = [edge for cache in caches for edge in cache.edges]
+    for name in sorted({edge.edge for edge in found}):
+        parts = [edge for edge in found if edge.edge == name]
+        if any(edge.blocks or edge.failures or edge.queued_blocks or edge.degraded for edge in parts):
+            sums = ("blocks", "bytes", "failures", "queue_ns", "copy_ns")
+            yield EdgeStats(
+                edge=name,
+                queued_blocks=max(edge.queued_blocks for edge in parts),
+                degraded=any(edge.degraded for edge in parts),
+                **{each: sum(getattr(edge, each) for edge in parts) for each in sums},
+            )
+
+
+def edge_name(edge: EdgeStats) -> Text:
+    return Text(f"{edge.edge} DEGRADED", style="bold red") if edge.degraded else Text(edge.edge)
+
+
+def _moves(caches: Sequence[CacheStats]) -> Table:
+    rows = (
+        (
+            edge_name(edge),
+            count(edge.blocks),
+            size(edge.bytes),
+            duration(edge.queue_ns / max(edge.blocks, 1)),
+            duration(edge.copy_ns / max(edge.blocks, 1)),
+            nonzero(edge.queued_blocks),
+            nonzero(edge.failures),
+        )
+        for edge in edges(caches)
+    )
+    columns = ("move", "blocks", "bytes", "mean wait", "mean copy", "queued", "failures")
+    return table(columns, rows, left=("move",))
+
+
+def looked_for(cache: CacheStats | GroupStats) -> tuple[int, int, int, int]:
+    """Blocks that were looked for, by the fastest tier that had them; the last were missed."""
+    return cache.hits_device, cache.hits_host, cache.hits_disk, cache.misses
+
+
+def hit_ratio(counts: Sequence[int]) -> str:
+    """Of the counts of :func:`looked_for`."""
+    return share(sum(counts) - counts[-1], sum(counts))
+
+
+def _found(caches: Sequence[CacheStats]) -> Table:
+    total = [sum(each) for each in zip(*map(looked_for, caches), strict=True)]
+    rows = [("blocks", *map(count, total), hit_ratio(total))] if any(total) else []
+    return table(("found in", *map(str, TIERS), "missed", "hits"), rows, left=("found in",))
+
+
+def _caches(stats: DaemonStats) -> Table:
+    """A row for each window group, with its device where there are several."""
+    rows: list[Sequence[str]] = []
+    for cache in stats.caches:
+        for group in cache.groups:
+            filled = {part.tier: share(part.ready, part.capacity) for part in group.tiers}
+            hits = looked_for(group)
+            rows.append(
+                (
+                    cache.name,
+                    nonzero(group.window_tokens),
+                    count(group.blocks),
+                    *(filled.get(tier, "") for tier in TIERS),
+                    hit_ratio(hits) if any(hits) else "",
+                    nonzero(cache.waiting),
+                    _lookups(cache),
+                    cache.device if len(stats.devices) > 1 else "",
+                )
+            )
+    columns = ("cache", "window", "blocks", *map(str, TIERS), "hits", "waiting", "lookups", "on")
+    return table(columns, rows, left=("cache", "lookups", "on"), clip="on")
+
+
+def _lookups(cache: CacheStats) -> str:
+    """Empty where all blocks can be looked up in shared memory."""
+    if not cache.index_places:
+        return "by calls"
+    return f"{cache.unindexed} by calls" if cache.unindexed else ""
+
+
+def _sessions(sessions: Sequence[SessionStats]) -> Table:
+    rows = (
+        (
             str(session.session_id),
             str(session.pid),
             str(session.uid),
-            "yes" if session.attached else "no: its connection broke",
-            str(session.leases),
-            str(session.held_slots),
-            Text(session.command),
-            style=None if session.attached else "yellow",
+            nonzero(session.leases),
+            nonzero(session.held_slots),
+            state(not session.attached),
+            session.command,
         )
-    return rows
+        for session in sessions
+    )
+    columns = ("session", "pid", "uid", "leases", "held", "state", "command")
+    return table(columns, rows, left=("state", "command"), clip="command")
 
 
-def _leases(found: list[LeaseInfo]) -> Table | str:
-    if not found:
-        return "no leases"
-    columns = ("lease", "cache", "group", "tier", "blank", "held", "age", "session", "pid", "uid")
-    rows = slim_table(columns, left=("cache", "tier"))
-    rows.add_column("command", overflow="ellipsis", no_wrap=True, max_width=24)
-    for lease in found:
-        rows.add_row(
+def state(orphaned: bool) -> RenderableType:
+    """A cell for a session, or for a lease."""
+    return Text("orphaned", style="yellow") if orphaned else ""
+
+
+def _leases(found: Sequence[LeaseInfo]) -> Table | str:
+    rows = [
+        (
             str(lease.lease_id),
             lease.cache,
-            str(lease.group),
+            nonzero(lease.group),
             str(lease.tier),
-            str(lease.blank_slots),
-            str(lease.held_blocks),
+            nonzero(lease.blank_slots),
+            nonzero(lease.held_blocks),
             str(timedelta(seconds=lease.age_ns // 10**9)),
-            f"{lease.session_id}{' (detached)' if lease.orphaned else ''}",
+            str(lease.session_id),
             str(lease.pid),
-            str(lease.uid),
-            Text(lease.command),
-            style="yellow" if lease.orphaned else None,
+            state(lease.orphaned),
+            lease.command,
         )
-    return rows
+        for lease in found
+    ]
+    columns = ("lease", "cache", "group", "tier", "blank", "held", "age", "session", "pid", "state", "command")
+    return table(columns, rows, left=("cache", "tier", "state", "command"), clip="command") if rows else "no leases"

@@ -8,7 +8,7 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,15 +17,15 @@ from typing import Final
 import click
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, run
-from kvtier.cli.status import remote_line
+from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
+from kvtier.cli.options import command
+from kvtier.cli.output import UNKNOWN, console, share, table
+from kvtier.cli.status import edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
 from kvtier.errors import KvtierError, PermissionDenied
-from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, Tier, clean, count, size
+from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
 
 ROWS_SHOWN: Final = 8
 """Caches, and leases; the screen has no room for all."""
@@ -36,7 +36,13 @@ INTERVAL_S: Final = 1.0
 PATIENCE_S: Final = 2.0
 """A daemon that takes longer to answer is away."""
 
-UNKNOWN: Final = "–"
+_LOOKED_FOR: Final[Sequence[Callable[[CacheStats], int]]] = [
+    lambda cache: cache.hits_device,
+    lambda cache: cache.hits_host,
+    lambda cache: cache.hits_disk,
+    lambda cache: cache.misses,
+]
+"""As :func:`looked_for`, a counter each."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,13 +81,13 @@ class Look:
         return risen * 1e9 / (now.uptime_ns - before.uptime_ns)
 
 
-@click.command()
+@command()
 @address_option
 @click.option("--once", is_flag=True, help="Print one screen and end. Without a terminal it does so anyway.")
 def top(daemon: DaemonAt, once: bool) -> None:
-    """Watch tiers, moves, hits, caches and leases, live on the whole screen; q ends it.
+    """Follow tiers, moves, hits, caches and leases on one screen.
 
-    Goes on over restarts of the daemon. You see the caches that you may administer.
+    q ends it. Goes on over restarts of the daemon. You see the caches that you may administer.
     """
     terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout)) and os.environ.get("TERM") != "dumb"
     raise SystemExit(run((_print_one if once or not terminal else _follow)(daemon)))
@@ -155,66 +161,23 @@ def _of_cache(stats: DaemonStats, name: str) -> DaemonStats:
 
 def screen(look: Look, address: str) -> RenderableType:
     """All that is shown of a look."""
-    parts = (_tiers, _moves, _hits, _caches, _leases)
-    return Group(_head(look, address), *(Padding(part(look), (1, 0, 0, 0)) for part in parts))
+    parts = (tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
+    return Group(head(look.stats, address, look.away), *spaced(parts))
 
 
-def _head(look: Look, address: str) -> RenderableType:
-    stats = look.stats
-    first = f"kvtierd {stats.version}  {address}  pid {stats.pid}  epoch {stats.epoch}  boot {stats.boot}"
-    lines = [
-        Text(f"{first}  up {timedelta(seconds=stats.uptime_ns // 10**9)}", style="bold", overflow="ellipsis"),
-        Text(
-            f"caches {len(stats.caches)}  calls waiting {look.total(lambda cache: cache.waiting)}  "
-            f"last event {stats.last_event_id}  "
-            f"watchers {stats.watchers}, behind {max((each.lag for each in stats.watcher_stats), default=0)}"
-        ),
-    ]
-    lines += [Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems]
-    if look.away:
-        lines.append(Text(f"AWAY: {clean(look.away)}", style="bold red"))
-    elif not stats.problems:
-        lines.append(Text("healthy", style="green"))
-    if stats.remote.url:
-        lines.append(remote_line(stats.remote))
-    return Group(*lines)
-
-
-def _tiers(look: Look) -> RenderableType:
-    rows = _rows(("tier", "filled", "", "slots", "held", "free", "clean", "out"), left=("tier", ""))
-    for tier in TIERS:
-        parts = [part for cache in look.stats.caches for part in cache.tiers if part.tier is tier]
-        if not parts:
-            continue
-        slots, ready, held, free, reclaimable = (
-            sum(getattr(part, name) for part in parts) for name in ("capacity", "ready", "held", "free", "clean")
+def _moves(look: Look) -> Table:
+    rows: list[Sequence[RenderableType]] = []
+    for edge in edges(look.stats.caches):
+        speed = look.rate(_moved(edge.edge, "bytes"))
+        rows.append(
+            (
+                edge_name(edge),
+                _rate(look.rate(_moved(edge.edge, "blocks"))),
+                UNKNOWN if speed is None else size(speed),
+                *map(count, (edge.queued_blocks, edge.blocks, edge.failures)),
+            )
         )
-        out = sum(part.orphaned + part.quarantined for part in parts)
-        bar = ProgressBar(total=max(slots, 1), completed=ready, width=24)
-        rows.add_row(str(tier), _share(ready, slots), bar, *map(count, (slots, held, free, reclaimable, out)))
-    return rows
-
-
-def _moves(look: Look) -> RenderableType:
-    rows = _rows(("move", "blocks/s", "bytes/s", "queued", "blocks", "failures", ""), left=("move", ""))
-    for name in sorted({edge.edge for cache in look.stats.caches for edge in cache.edges}):
-        edges = [edge for cache in look.stats.caches for edge in cache.edges if edge.edge == name]
-        blocks = _moved(name, "blocks")
-        if not any(edge.blocks or edge.failures or edge.queued_blocks or edge.degraded for edge in edges):
-            continue
-        speed = look.rate(_moved(name, "bytes"))
-        degraded = any(edge.degraded for edge in edges)
-        rows.add_row(
-            name,
-            _rate(look.rate(blocks)),
-            UNKNOWN if speed is None else size(speed),
-            count(max(edge.queued_blocks for edge in edges)),  # the queue is the daemon's, and the same in each cache
-            count(look.total(blocks)),
-            count(look.total(_moved(name, "failures"))),
-            "DEGRADED" if degraded else "",
-            style="bold red" if degraded else None,
-        )
-    return rows
+    return table(("move", "blocks/s", "bytes/s", "queued", "blocks", "failures"), rows, left=("move",))
 
 
 def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
@@ -222,39 +185,34 @@ def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
     return lambda cache: sum(getattr(each, field) for each in cache.edges if each.edge == edge)
 
 
-def _hits(look: Look) -> RenderableType:
-    """Blocks that were looked for, by the fastest tier that had them."""
-    rows = _rows(("found in", *map(str, Tier), "missed", "hits"), left=("found in",))
-    counters: list[Callable[[CacheStats], int]] = [
-        lambda cache: cache.hits_device,
-        lambda cache: cache.hits_host,
-        lambda cache: cache.hits_disk,
-        lambda cache: cache.misses,
-    ]
-    total = [look.total(counter) for counter in counters]
-    rows.add_row("blocks/s", *(_rate(look.rate(counter)) for counter in counters), "")
-    rows.add_row("since start", *map(count, total), _share(sum(total) - total[-1], sum(total)))
-    return rows
+def _hits(look: Look) -> Table:
+    total = [look.total(counter) for counter in _LOOKED_FOR]
+    rows = (
+        ("blocks/s", *(_rate(look.rate(counter)) for counter in _LOOKED_FOR), ""),
+        ("since start", *map(count, total), hit_ratio(total)),
+    )
+    return table(("found in", *map(str, TIERS), "missed", "hits"), rows, left=("found in",))
 
 
 def _caches(look: Look) -> RenderableType:
     found = sorted(look.stats.caches, key=lambda cache: -cache.blocks)
-    rows = _rows(("cache", "blocks", *map(str, Tier), "hits", "new/s", "gone/s", "waiting"), left=("cache",))
+    rows: list[Sequence[RenderableType]] = []
     for cache in found[:ROWS_SHOWN]:
         one = look.of_cache(cache.name)
-        filled = {part.tier: _share(part.ready, part.capacity) for part in cache.tiers}
-        hits = cache.hits_device + cache.hits_host + cache.hits_disk
-        rows.add_row(
-            cache.name,
-            count(cache.blocks),
-            *(filled.get(tier, UNKNOWN) for tier in TIERS),
-            _share(hits, hits + cache.misses),
-            _rate(one.rate(lambda cache: cache.stored)),
-            _rate(one.rate(lambda cache: cache.removed)),
-            str(cache.waiting),
-            style="yellow" if cache.waiting else None,
+        filled = {part.tier: share(part.ready, part.capacity) for part in cache.tiers}
+        rows.append(
+            (
+                cache.name,
+                count(cache.blocks),
+                *(filled.get(tier, "") for tier in TIERS),
+                hit_ratio(looked_for(cache)),
+                _rate(one.rate(lambda cache: cache.stored)),
+                _rate(one.rate(lambda cache: cache.removed)),
+                str(cache.waiting),
+            )
         )
-    return _with_rest(rows, len(found), "caches")
+    columns = ("cache", "blocks", *map(str, TIERS), "hits", "new/s", "gone/s", "waiting")
+    return _with_rest(table(columns, rows, left=("cache",)), len(found), "caches")
 
 
 def _leases(look: Look) -> RenderableType:
@@ -262,30 +220,21 @@ def _leases(look: Look) -> RenderableType:
         return Text(f"leases are not told: {clean(look.refused)}", style="dim")
     if not look.leases:
         return Text("nobody holds anything", style="dim")
-    columns = ("lease of", "age", "tier", "blank", "held", "cache", "state")
-    rows = _rows(columns, left=("tier", "cache", "state"))
-    rows.add_column("command", no_wrap=True, max_width=24)
-    for lease in look.leases[:ROWS_SHOWN]:
-        rows.add_row(
+    rows = (
+        (
             f"pid {lease.pid}",
             str(timedelta(seconds=lease.age_ns // 10**9)),
             str(lease.tier),
-            count(lease.blank_slots),
-            count(lease.held_blocks),
+            *map(count, (lease.blank_slots, lease.held_blocks)),
             lease.cache,
-            "orphaned" if lease.orphaned else "live",
-            Text(lease.command),
-            style="yellow" if lease.orphaned else None,
+            state(lease.orphaned),
+            lease.command,
         )
-    return _with_rest(rows, len(look.leases), "leases")
-
-
-def _rows(columns: Sequence[str], left: Collection[str]) -> Table:
-    """Numbers to the right, the columns of ``left`` to the left."""
-    rows = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
-    for column in columns:
-        rows.add_column(column, justify="left" if column in left else "right", no_wrap=True, max_width=24)
-    return rows
+        for lease in look.leases[:ROWS_SHOWN]
+    )
+    columns = ("lease of", "age", "tier", "blank", "held", "cache", "state", "command")
+    shown = table(columns, rows, left=("tier", "cache", "state", "command"), clip="command")
+    return _with_rest(shown, len(look.leases), "leases")
 
 
 def _with_rest(rows: Table, number: int, what: str) -> RenderableType:
@@ -295,7 +244,3 @@ def _with_rest(rows: Table, number: int, what: str) -> RenderableType:
 
 def _rate(number: float | None) -> str:
     return UNKNOWN if number is None else count(number)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else UNKNOWN

@@ -15,8 +15,10 @@ import click
 
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.cli.blocks import KeyType
-from kvtier.cli.common import DaemonAt, Interrupts, address_option, ago_ns, console, json_option, run
-from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write
+from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
+from kvtier.cli.options import ago_ns, command, output_option
+from kvtier.cli.output import console
+from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write, yaml_documents
 from kvtier.client import AsyncClient
 from kvtier.events import Event, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -52,18 +54,11 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
     return click.Choice([str(each) for each in kind], case_sensitive=False)
 
 
-@click.command()
+@command()
 @address_option
-@json_option("One JSON object a line; keys in hex, field names as TensorRT-LLM's.")
+@output_option("trtllm")
 @click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "trtllm"]),
-    default="text",
-    help="Lines for people, or TensorRT-LLM's own event JSON, of one --cache.",
-)
-@click.option(
-    "--attention-dp-rank", "rank", type=click.IntRange(min=0), metavar="N", help="In every event of --format trtllm."
+    "--attention-dp-rank", "rank", type=click.IntRange(min=0), metavar="N", help="In every event of -o trtllm."
 )
 @click.option("--type", "types", multiple=True, type=_choices(EventType), help="Only these types. Repeatable.")
 @click.option("--cause", "causes", multiple=True, type=_choices(Cause), help="Only these causes. Repeatable.")
@@ -87,7 +82,6 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.option("--no-follow", is_flag=True, help="End when all that existed at the start has been shown.")
 def watch(
     daemon: DaemonAt,
-    as_json: bool,
     form: str,
     rank: int | None,
     since: Moment | None,
@@ -107,8 +101,9 @@ def watch(
     A line shows time, type, number of blocks, tiers, cause, bytes, time taken (waiting and copying), the cache, epoch
     and id, and the first key. Goes on over restarts of the daemon, and says so; what was lost is shown as a gap.
 
-    With --format trtllm routers that follow TensorRT-LLM can follow kvtier: with the hashes that the cache was opened
-    with, and its token ids if you may see them. Begin with --snapshot.
+    JSON is an object a line, its fields named as TensorRT-LLM's; YAML is a document an event. trtllm is TensorRT-LLM's
+    own event JSON of one --cache, for routers that follow it: with the hashes that the cache was opened with, and its
+    token ids if you may see them. Begin with --snapshot.
 
     Exit status 3: no daemon answers at the start; 130 and 143: ended by Ctrl-C (SIGINT) and by SIGTERM.
     """
@@ -116,10 +111,10 @@ def watch(
         raise click.ClickException("standard output is closed: there is nowhere to show anything")
     if (since is not None) + oldest + snapshot > 1:
         raise click.UsageError("--since, --oldest and --snapshot exclude each other.")
-    if form == "trtllm" and (as_json or len(caches) != 1 or keys or types or causes or tiers):
-        raise click.UsageError("--format trtllm needs one --cache, and no --type, --cause, --tier, --key or --json.")
+    if form == "trtllm" and (len(caches) != 1 or keys or types or causes or tiers):
+        raise click.UsageError("-o trtllm needs one --cache, and no --type, --cause, --tier or --key.")
     if rank is not None and form != "trtllm":
-        raise click.UsageError("--attention-dp-rank needs --format trtllm.")
+        raise click.UsageError("--attention-dp-rank needs -o trtllm.")
     options |= {
         "since": since if isinstance(since, Cursor) else None,
         "since_time_ns": since if isinstance(since, int) else None,
@@ -133,7 +128,7 @@ def watch(
     }
     if no_follow:  # it notices within a second that only filtered events are left
         options |= {"heartbeats": True, "heartbeat_s": 1.0}
-    lines = {"json": json_lines, "trtllm": trtllm_lines(rank), "text": None}["json" if as_json else form]
+    lines = {"json": json_lines, "yaml": yaml_documents, "trtllm": trtllm_lines(rank), "table": None}[form]
     work = _follow(daemon, lines, limit, not no_follow, options)
     try:
         raise SystemExit(run(work, no_daemon=NO_DAEMON))

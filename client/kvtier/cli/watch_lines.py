@@ -13,6 +13,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from kvtier.cli.common import Interrupts
+from kvtier.cli.output import yaml_lines
 from kvtier.cli.trtllm import TrtllmEvents
 from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, WatchItem
 from kvtier.types import EventType, duration, size, tiers_of
@@ -58,6 +59,12 @@ def json_lines(item: WatchItem) -> Iterator[str]:
     """The item as one JSON object; nothing for a heartbeat."""
     if not isinstance(item, Heartbeat):
         yield _compact(item.to_json())
+
+
+def yaml_documents(item: WatchItem) -> Iterator[str]:
+    """As :func:`json_lines`, a document an item."""
+    if not isinstance(item, Heartbeat):
+        yield from ("---", *yaml_lines(item.to_json()))
 
 
 def trtllm_lines(attention_dp_rank: int | None = None) -> Lines:

@@ -167,6 +167,8 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """pin: it has no READY copy in the tier"""
     BLOCK_RESULT_OVER_CAP: _BlockResult.ValueType  # 9
     """pin: the cache's cap on pinned slots of the tier is reached"""
+    BLOCK_RESULT_NOT_PINNED: _BlockResult.ValueType  # 10
+    """unpin: nobody pinned it in the tier"""
 
 class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
     """One block's answer inside a call that was accepted as a whole."""
@@ -190,6 +192,8 @@ BLOCK_RESULT_NOT_READY: BlockResult.ValueType  # 8
 """pin: it has no READY copy in the tier"""
 BLOCK_RESULT_OVER_CAP: BlockResult.ValueType  # 9
 """pin: the cache's cap on pinned slots of the tier is reached"""
+BLOCK_RESULT_NOT_PINNED: BlockResult.ValueType  # 10
+"""unpin: nobody pinned it in the tier"""
 global___BlockResult = BlockResult
 
 @typing.final

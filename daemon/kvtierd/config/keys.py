@@ -33,6 +33,16 @@ from kvtierd.tcp import TcpListener, TlsFiles, host_and_port
 ENV_PREFIX: Final = "KVTIERD_"
 LIVE: Final = frozenset({"allow", "log_level"})
 """Keys that a reload changes at once. Every other key waits for a restart."""
+SECTIONS: Final = {
+    "runtime_dir": "Directories",
+    "device": "Tiers",
+    "allow": "Clients",
+    "listen_tcp": "TCP and peers",
+    "max_reserved_fraction": "Policy and times",
+    "event_ring_bytes": "Events",
+    "metrics_listen": "Metrics, logs and checks",
+}
+"""Titles over the keys in the help, each by the first key under it."""
 STAND_IN: Final = "stand-in"
 
 _MAX_TIER_BYTES: Final = 1 << 50

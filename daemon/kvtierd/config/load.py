@@ -17,7 +17,7 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from kvtierd.config.keys import ENV_PREFIX, Config, Device, FreeShare, Peer, Remote
+from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, FreeShare, Peer, Remote
 from kvtierd.rights import AllowRule
 
 _FIELDS: Final = Config.model_fields
@@ -129,15 +129,31 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Adds one flag for each key to a click command. :func:`read` checks the values, with those of all sources."""
     for key, field in reversed(_FIELDS.items()):
         negative = f"/--no-{_flag(key)[2:]}" if field.annotation is bool else ""
-        facts = ", ".join(fact for fact in (_kind(field.annotation), _limits(field)) if fact)
+        kind = _kind(field.annotation)
+        facts = ", ".join(fact for fact in (_limits(field), f"default {_default(field)}") if fact)
         command = click.option(
             _flag(key) + negative,
             key,
             default=None,
+            metavar=f"[{kind.replace(', ', '|')}]" if "," in kind else kind.split()[0].upper(),
             multiple=get_origin(field.annotation) is tuple,
-            help=f"{field.description} [{facts}; default {_default(field)}]",
+            help=f"{field.description} [{facts}]",
         )(command)
     return command
+
+
+class Command(click.Command):
+    """Its help shows the keys under the titles of :data:`SECTIONS`, after the other options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        title, sections = "", dict[str, list[tuple[str, str]]](Options=[])
+        for option in self.get_params(ctx):
+            title = SECTIONS.get(option.name or "", title)
+            if (record := option.get_help_record(ctx)) is not None:
+                sections.setdefault(title if option.name in _FIELDS else "Options", []).append(record)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, object]:

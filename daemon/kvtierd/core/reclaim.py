@@ -450,6 +450,6 @@ def _pin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
 def _unpin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
     copy = block.copies[tier]
     if copy is None or not state.pins.count(tier, copy):
-        return BlockResult.NOT_READY
+        return BlockResult.NOT_PINNED
     state.unpin(block, tier, copy)
     return BlockResult.OK

@@ -168,7 +168,7 @@ class Translator:
 _REFUSALS: Final[Mapping[RefusalReason, tuple[grpc.StatusCode, str]]] = {
     RefusalReason.TIER_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "too few slots are free or can be reclaimed"),
     RefusalReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "no room was made in time"),
-    RefusalReason.CANCELLED: (grpc.StatusCode.CANCELLED, "the session was detached, or the daemon stops"),
+    RefusalReason.CANCELLED: (grpc.StatusCode.CANCELLED, "the session was orphaned, or the daemon stops"),
     RefusalReason.TIER_OFFLINE: (grpc.StatusCode.UNAVAILABLE, "the tier is out of service"),
     RefusalReason.TOO_SHORT: (grpc.StatusCode.FAILED_PRECONDITION, "less than min_blocks is stored"),
 }

@@ -51,7 +51,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_build_info": ("Version of the daemon, always 1", ("version", "python")),
     "kvtier_epoch": ("Epoch of the event stream", ()),
     "kvtier_problems": ("Problems that kvtier status names, 0 on a healthy daemon", ()),
-    "kvtier_sessions": ("Client processes, attached or with a broken connection", ("state",)),
+    "kvtier_sessions": ("Client processes, attached or orphaned by a connection that broke", ("state",)),
     "kvtier_slots": ("Slots by state, which sum to the capacity", (*_PLACE, "state")),
     "kvtier_held_slots": ("Slots under a lease or pinned", _PLACE),
     "kvtier_slot_bytes": ("Size of a slot, the same in every tier", _GROUP),
@@ -217,7 +217,7 @@ class Metrics(Collector):
         yield "kvtier_problems", (), len(ask.problems())
         attached = sum(session.attached for session in ask.sessions)
         yield "kvtier_sessions", ("attached",), attached
-        yield "kvtier_sessions", ("detached",), sum(1 for _ in ask.sessions) - attached
+        yield "kvtier_sessions", ("orphaned",), sum(1 for _ in ask.sessions) - attached
         for (src, dst), blocks in ask.engine.queues().items():
             yield "kvtier_queued_blocks", (str(src), str(dst or "none")), blocks
         for (kind, cause), count in ask.hub.published.items():

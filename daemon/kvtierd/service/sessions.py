@@ -293,7 +293,7 @@ class SessionRegistry:
         if session.connection is not connection:
             return
         session.connection = None
-        _log.info("session detached session=%d pid=%d", session.id, session.peer.pid)
+        _log.info("session orphaned session=%d pid=%d", session.id, session.peer.pid)
         self._engine.orphan_session(session.id)
         after_s = IDLE_DETACHED_S if session.peer.grace_s is None else session.peer.grace_s
         session.lapse = asyncio.get_running_loop().call_later(after_s, self._let_go, session)
@@ -419,9 +419,9 @@ class SessionRegistry:
 
     def _let_go(self, session: Session) -> None:
         if session.peer.grace_s is not None:
-            self.end(session, f"detached for {session.peer.grace_s:g} s")
+            self.end(session, f"orphaned for {session.peer.grace_s:g} s")
         elif self._is_idle(session):
-            self.end(session, "detached and holding nothing")
+            self.end(session, "orphaned and holding nothing")
 
     def _require_room(self, who: Identity) -> None:
         most = self._capacity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,14 +86,41 @@ def test_the_address_comes_from_the_environment(short_dir: Path, monkeypatch: py
 
 
 def test_status_shows_all_that_matters() -> None:
-    text = shown(report(STATS))
+    text = shown(report(STATS, "/run/kvtier"))
     for part in (
-        *("kvtierd 0.1.0", "pid 99", "epoch 2", "last event 1234", "problem: the disk tier fails"),
-        *("llama: 250 blocks", "device", "200", "75%", "device>host (degraded)", "40.0 MiB", "2.0ms", "1.0ms"),
-        *("hits 60 (60.0%", "misses 40", "calls waiting 2"),
-        *("4242", "its connection broke", "16", "python [engine].py"),
+        *("kvtierd 0.1.0", "/run/kvtier", "pid 99", "epoch 2", "last event 1234", "problem: the disk tier fails"),
+        *("device", "200", "75.0%", "5 blank, 3 filling, 7 retiring, 11 orphaned, 4 quarantined"),
+        *("device>host DEGRADED", "40.0 MiB", "2.0ms", "1.0ms", "60.0%", "calls waiting 2"),
+        *("llama", "1024", "250", "1 by calls"),
+        *("4242", "orphaned", "16", "python [engine].py"),
     ):
         assert part in text, part
+    assert "python [engine].py" not in shown(report(STATS, "/run/kvtier", own_session=7))
+
+
+def test_zeros_are_left_out_of_the_status() -> None:
+    idle = replace(DEVICE, blank=0, filling=0, retiring=0, orphaned=0, quarantined=0)
+    nothing = replace(STATS.caches[0], tiers=(idle,), edges=(), groups=(), hits_device=0, hits_host=0, hits_disk=0)
+    text = shown(report(replace(STATS, caches=(replace(nothing, misses=0, waiting=0),)), "/run/kvtier"))
+    for part in ("blank", "quarantined", "move", "found in", "waiting", "window"):
+        assert part not in text, part
+
+
+def test_every_command_has_one_whole_line_in_the_help_of_its_group() -> None:
+    for group in ([], ["bench"], ["blocks"], ["cache"], ["remote"], ["simulate"]):
+        said = CliRunner().invoke(main, [*group, "--help"], terminal_width=80).output
+        assert "..." not in said.partition("Commands:")[2], said
+
+
+def test_a_command_that_is_nearly_right_is_named() -> None:
+    assert "Did you mean 'status'?" in CliRunner().invoke(main, ["statsu"]).output
+
+
+def test_the_options_of_the_connection_end_the_help() -> None:
+    for command in ([], ["status"], ["cache", "ls"], ["watch"]):
+        before, _, last = CliRunner().invoke(main, [*command, "--help"]).output.partition("Connection:")
+        assert "--address" in last and "--tls-key" in last
+        assert "--address" not in before and "--help" not in last
 
 
 def test_the_replay_s_table_names_its_faults() -> None:

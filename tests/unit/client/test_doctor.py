@@ -109,7 +109,7 @@ def test_a_driver_that_crashes_or_hangs_takes_nobody_along(
 
 
 def examined(*flags: str, status: int = 0) -> dict[str, dict[str, str]]:
-    command = [sys.executable, "-m", "kvtier.cli", "doctor", "--json", *flags]
+    command = [sys.executable, "-m", "kvtier.cli", "doctor", "-o", "json", *flags]
     asked = subprocess.run(command, env=fake_environment(), capture_output=True, text=True, check=False)
     assert asked.returncode == status, asked
     return {finding["check"]: finding for finding in cast("list[dict[str, str]]", json.loads(asked.stdout))}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtierd.config import Config, ConfigError, load
-from kvtierd.config.keys import FreeShare
+from kvtierd.config.keys import SECTIONS, FreeShare
 from kvtierd.config.load import reference
 from kvtierd.core.ids import Tier
 from kvtierd.main import main
@@ -188,5 +188,17 @@ def test_a_check_reads_the_tls_files(tmp_path: Path, kvtierd: Run) -> None:
 
 def test_flags_are_explained(kvtierd: Run) -> None:
     out = kvtierd("--help").out
-    assert "--device" in out
+    assert out == kvtierd("-h").out
+    titles = [out.index(f"\n{title}:\n") for title in ("Options", *SECTIONS.values())]
+    assert titles == sorted(titles)
+    assert titles[0] < out.index("--check-config") < titles[1] < out.index("--runtime-dir PATH") < titles[2]
+    assert out.index("\nTiers:\n") < out.index("--host-bytes SIZE") < out.index("\nClients:\n")
     assert "--no-debug-checks" in out
+
+
+def test_the_version_is_told(kvtierd: Run) -> None:
+    assert kvtierd("--version").out.startswith("kvtierd, version ")
+
+
+def test_every_title_of_the_help_stands_over_a_key() -> None:
+    assert set(SECTIONS) <= set(Config.model_fields)

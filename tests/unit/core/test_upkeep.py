@@ -37,7 +37,7 @@ def test_pins_count() -> None:
     bench.land()
     assert bench.where("a") == {DEVICE, HOST}
     assert bench.pin("a", unpin=True) == [OK]
-    assert bench.pin("a", unpin=True) == [BlockResult.NOT_READY]
+    assert bench.pin("a", unpin=True) == [BlockResult.NOT_PINNED]
     bench.move("a", HOST)
     assert bench.where("a") == {HOST}
 

@@ -23,7 +23,7 @@ def run(*arguments):
 
 
 def rows(*arguments):
-    outcome = run(*arguments, "--json")
+    outcome = run(*arguments, "-o", "json")
     assert outcome.exit_code == 0, outcome.output
     return {row["hosts"]: row for row in json.loads(outcome.stdout)}
 

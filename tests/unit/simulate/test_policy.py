@@ -42,7 +42,7 @@ def simulated(tmp_path, requests, *options):
     ],
 )
 def test_what_each_policy_finds_with_two_slots(tmp_path, requests, found):
-    outcome = simulated(tmp_path, requests, "--slots", "2", "--json")
+    outcome = simulated(tmp_path, requests, "--slots", "2", "-o", "json")
     assert {row["policy"]: row["found"] for row in json.loads(outcome.stdout)} == found
 
 

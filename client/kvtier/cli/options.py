@@ -1,0 +1,120 @@
+"""Options and values that several commands take, and where their help shows them. Nothing here needs gRPC."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from kvtier.abi import attach
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+KEPT: Final = "kvtier.connection"
+"""In ``context.meta``, which a command shares with its groups: by option, its value and whether it was typed."""
+
+FORMS: Final = ("table", "json", "yaml")
+
+_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_NANOSECONDS: Final = {"s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECASE)
+
+
+class ConnectionOption(click.Option):
+    """Says where the daemon is, before the verb or after it, where it wins. The help shows it last."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        others |= {"show_envvar": True, "expose_value": False, "callback": _keep}
+        super().__init__(*arguments, **others)
+
+    def get_help_record(self, ctx: click.Context) -> None:
+        """Not among the others: see :class:`Command`."""
+
+    def help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return super().get_help_record(ctx)
+
+
+class Command(click.Command):
+    """One whose help ends with the options of the connection."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [option for option in self.get_params(ctx) if isinstance(option, ConnectionOption)]
+        if options:
+            with formatter.section("Connection"):
+                formatter.write_dl([record for option in options if (record := option.help_record(ctx)) is not None])
+        super().format_epilog(ctx, formatter)
+
+
+class Group(Command, click.Group):
+    """As :class:`Command`, and so are its commands."""
+
+    command_class = Command
+
+
+command: Final = partial(click.command, cls=Command)
+
+
+def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
+    name = option.name
+    typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    kept: dict[str, tuple[Any, bool]] = context.meta.setdefault(KEPT, {})
+    if typed or not kept.get(name, (None, False))[1]:
+        kept[name] = value, typed
+
+
+def connection_options(command: Decorated) -> Decorated:
+    """``--address`` and what it takes to get in."""
+    option = partial(click.option, cls=ConnectionOption)
+    file = partial(option, metavar="FILE", type=click.Path(path_type=Path))
+    place: dict[str, Any] = {"envvar": attach.ADDRESS_VARIABLE, "default": attach.DEFAULT_ADDRESS, "show_default": True}
+    options = (
+        option("--address", metavar="PLACE", help="The daemon's runtime directory, or tcp://host:port.", **place),
+        file("--tls-ca", envvar="KVTIER_TLS_CA", help="Over TCP: the authorities that vouch for the daemon, PEM."),
+        file("--tls-cert", envvar="KVTIER_TLS_CERT", help="Over TCP: this client's certificate chain, PEM."),
+        file("--tls-key", envvar="KVTIER_TLS_KEY", help="Over TCP: its private key, PEM."),
+        option("--insecure", is_flag=True, envvar="KVTIER_INSECURE", help="Over TCP, to this host only: no TLS."),
+    )
+    for decorate in reversed(options):
+        command = decorate(command)
+    return command
+
+
+def output_option(*more: str) -> Callable[[Decorated], Decorated]:
+    """``-o``, which the command gets as ``form``: one of :data:`FORMS`, or of ``more``."""
+    kind = click.Choice([*FORMS, *more], case_sensitive=False)
+    return click.option(
+        "-o", "--output", "form", type=kind, default="table", show_default=True, help="What the answer is printed as."
+    )
+
+
+def dry_run_option(command: Decorated) -> Decorated:
+    return click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")(command)
+
+
+def yes_option(command: Decorated) -> Decorated:
+    return click.option("--yes", is_flag=True, help="Do not ask. Nobody is asked where standard input is no terminal.")(
+        command
+    )
+
+
+def ago_ns(text: str) -> int | None:
+    """Nanoseconds of ``30s``, ``5m``, ``2h`` or ``1.5d``; None for anything else."""
+    found = _AGO.fullmatch(text)
+    return None if found is None else int(float(found[1]) * _NANOSECONDS[found[2]])
+
+
+class SizeType(click.ParamType[int]):
+    """Bytes, from text such as ``500GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if (found := _SIZE.fullmatch(value)) is None:
+            self.fail(f"{value!r} is no size, such as 500GiB or 2TB", param, ctx)
+        power = "KMGTP".index(found[2].upper()) + 1 if found[2] else 0
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -1,0 +1,104 @@
+"""How the commands print an answer: as tables for people, as JSON or YAML for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Final, cast
+
+import click
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.types import Tier, clean, size
+
+UNKNOWN: Final = "–"
+
+_UNCUT: Final = 1 << 16
+"""Columns of an output that is no terminal: no line is longer."""
+
+
+def show(form: str, value: Any, text: RenderableType) -> None:
+    """Prints an answer: ``value`` as JSON or YAML, or ``text``."""
+    if form == "table":
+        console().print(text, soft_wrap=isinstance(text, str | Text), markup=False)
+    else:
+        click.echo(json.dumps(value, indent=2) if form == "json" else "\n".join(yaml_lines(value)))
+
+
+def yaml_lines(value: Any) -> Iterator[str]:
+    """A JSON value in YAML's block style. Texts are quoted as in JSON, which YAML reads alike."""
+    if isinstance(value, dict) and value:
+        parts = [(f"{key if key.isidentifier() else json.dumps(key)}:", each) for key, each in value.items()]
+    elif isinstance(value, list | tuple) and value:
+        parts = [("-", each) for each in value]
+    else:
+        yield json.dumps(value, ensure_ascii=False)
+        return
+    for head, each in parts:
+        lines = yaml_lines(each)
+        if head != "-" and isinstance(each, dict | list | tuple) and each:
+            yield head
+            yield from (f"  {line}" for line in lines)
+        else:
+            yield f"{head} {next(lines)}"
+            yield from (f"  {line}" for line in lines)
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them; tiers by name."""
+    named = dataclasses.asdict(
+        value, dict_factory=lambda pairs: {name: str(each) if isinstance(each, Tier) else each for name, each in pairs}
+    )
+    return cast(dict[str, Any], named)
+
+
+def console() -> Console:
+    """Standard output. Where it is no terminal nothing is cut."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[RenderableType]],
+    *,
+    left: Collection[str] = (),
+    clip: str = "",
+) -> Table:
+    """Numbers stand to the right, the columns of ``left`` to the left. A column that is empty in every row is left out.
+
+    Where a terminal is too narrow the column ``clip`` is cut first; then those of ``left`` fold.
+    """
+    cells = list(rows)
+    shown = [at for at in range(len(columns)) if any(row[at] != "" for row in cells)]
+    clips = sys.stdout.isatty() and clip in (columns[at] for at in shown)
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan", expand=clips)
+    for name in (columns[at] for at in shown):
+        aligned = name in left
+        made.add_column(
+            name,
+            justify="left" if aligned else "right",
+            no_wrap=not aligned or name == clip,
+            overflow="ellipsis" if name == clip else "fold",
+            ratio=1 if clips and name == clip else None,
+        )
+    for row in cells:
+        made.add_row(*(Text(clean(cell)) if isinstance(cell := row[at], str) else cell for at in shown))
+    return made
+
+
+def compact(nbytes: int) -> str:
+    """Bytes as a person types them: ``64KiB``."""
+    return size(nbytes).replace(".0 ", "").replace(" ", "")
+
+
+def nonzero(number: int) -> str:
+    """A cell that is empty for 0."""
+    return str(number) if number else ""
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else UNKNOWN
