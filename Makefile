@@ -17,6 +17,7 @@ help:
 	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-test"
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
 	@echo "make format     ruff format and ruff's safe fixes"
+	@echo "make docs       the pages and the API reference as a site, in .site; every link is checked"
 	@echo "make stubs      regenerate client/kvtier/v1 from proto/"
 	@echo "make venv       only the environment, in .venv"
 	@echo "make clean      remove environments, caches and build outputs"
@@ -38,6 +39,15 @@ venv: .venv/.stamp
 stubs: .venv/.stamp .venv-stubs/.stamp
 	$(PYTHON) .ci/stubs.py
 	$(PYTHON) .ci/proto_compat.py --update
+
+.venv-docs/.stamp: .ci/requirements-docs.txt .ci/venv.sh
+	@echo "kvtier: installing into .venv-docs"
+	@bash .ci/venv.sh .venv-docs -r .ci/requirements-docs.txt
+	@touch $@
+
+.PHONY: docs
+docs: .venv-docs/.stamp
+	.venv-docs/bin/mkdocs build
 
 .PHONY: format
 format: .venv/.stamp
@@ -63,6 +73,7 @@ test: check
 .PHONY: test-long
 test-long: check
 	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
+	$(MAKE) docs
 	$(MAKE) test-engines
 	$(MAKE) systemd-vm
 
@@ -102,5 +113,5 @@ demo: .venv/.stamp
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-engines .venv-stubs .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv-engines .venv-stubs .site .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client daemon tests examples .ci -name __pycache__ -type d -prune -exec rm -rf {} +

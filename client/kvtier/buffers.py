@@ -119,8 +119,8 @@ def _readable(block: Block, field: str, after: _Reached) -> Row:
 def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
     """The bytes of the caller's arrays, to be written in place.
 
-    Of a tensor that is not contiguous, or neither the CPU's nor within ``reach``, and of pages for which there is no
-    reach: fresh bytes, which :func:`fill` copies into them.
+    Of an array or tensor that is not contiguous, or neither the CPU's nor within ``reach``, and of pages for which
+    there is no reach: fresh bytes, which :func:`fill` copies into them.
 
     Raises:
         InvalidArgument: where there are not ``count`` blocks of ``block_bytes`` that can be written.
@@ -147,10 +147,10 @@ def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Ro
             return there
     if is_tensor(block):
         return bytes_of(block) if is_in_place(block) else np.empty(block_bytes, np.uint8)
-    if isinstance(block, np.ndarray) and block.flags.c_contiguous and block.flags.writeable:
-        flat: Bytes = block.reshape(-1).view(np.uint8)
+    if isinstance(block, np.ndarray) and block.flags.writeable:
+        flat: Bytes = block.reshape(-1).view(np.uint8) if is_in_place(block) else np.empty(block_bytes, np.uint8)
         return flat
-    limit = "C-contiguous and writable; one of a GPU, for a get from slots that are mapped for it"
+    limit = "writable; one of a GPU C-contiguous, and for a get from slots that are mapped for it"
     raise InvalidArgument(field, "an array that is not", limit)
 
 
@@ -204,22 +204,24 @@ class _Reached:
         return DeviceBytes(address, nbytes, block, gpu, self._fences[gpu, stream])
 
 
-Late: TypeAlias = "tuple[torch.Tensor | Pages, Bytes, torch.cuda.Stream | None]"
+Late: TypeAlias = "tuple[NDArray[Any] | torch.Tensor | Pages, Bytes, torch.cuda.Stream | None]"
 
 
 def late(out: Blocks, rows: PrefixRows) -> list[Late]:
-    """The tensors and pages of ``out`` that could not be written in place, each with its bytes and this thread's
-    current stream: for :func:`fill`, in whatever thread."""
-    if isinstance(out, np.ndarray):
+    """The arrays, tensors and pages of ``out`` that could not be written in place, each with its bytes and this
+    thread's current stream: for :func:`fill`, in whatever thread."""
+    if isinstance(out, np.ndarray) and is_in_place(out):
         return []
     if isinstance(out, Pages):
         array = out.planes.planes[0].array
         stream = torch_stream(array) if is_tensor(array) else None
         return [(out[at : at + 1], row, stream) for at, row in enumerate(rows) if isinstance(row, np.ndarray)]
     return [
-        (block, row, torch_stream(block))
+        (block, row, torch_stream(block) if is_tensor(block) else None)
         for block, row in zip(out, rows, strict=False)
-        if is_tensor(block) and isinstance(row, np.ndarray) and not is_in_place(block)
+        if (is_tensor(block) or isinstance(block, np.ndarray))
+        and isinstance(row, np.ndarray)
+        and not is_in_place(block)
     ]
 
 
@@ -242,9 +244,11 @@ def picked(rows: Rows, some: NDArray[np.intp]) -> Rows:
     return rows[some] if isinstance(rows, Pages) else [rows[at] for at in some.tolist()]
 
 
-def is_in_place(tensor: torch.Tensor) -> bool:
-    """Whether :func:`bytes_of` gives the tensor's own memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+def is_in_place(block: NDArray[Any] | torch.Tensor) -> bool:
+    """Whether its own memory is a row: of the CPU, and in C order."""
+    if isinstance(block, np.ndarray):
+        return block.flags.c_contiguous
+    return block.device.type == "cpu" and block.is_contiguous()
 
 
 def torch_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
@@ -255,11 +259,14 @@ def torch_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def fill(late: Sequence[Late]) -> None:
-    """Copies bytes into tensors and pages on any device, each after what its stream was given before; when this
+    """Copies bytes into arrays, tensors and pages on any device, each after what its stream was given before; when this
     returns they are there."""
     for target, data, stream in late:
         if isinstance(target, Pages):
             target.scatter(data[None], stream)
+            continue
+        if isinstance(target, np.ndarray):
+            target[...] = data.view(target.dtype).reshape(target.shape)
             continue
         import torch
 

@@ -54,7 +54,7 @@ class Cache(GroupVerbs):
 
     Every verb takes ``timeout`` in seconds (default: the client's) and raises, besides what it says itself:
     :class:`kvtier.errors.DeadlineExceeded`, :class:`DaemonUnavailable`, :class:`InvalidArgument`. Keys are packed
-    bytes or an iterable of 32-byte keys.
+    bytes or an iterable of 32-byte keys, at most 16,384 of them.
 
     Verbs and sizes are those of one window group, at first that of index 0: see :meth:`in_group` and :attr:`across`.
     """
@@ -77,6 +77,10 @@ class Cache(GroupVerbs):
         self.name: Final = name
         self._session = session
         self._holdings = Holdings(binder, self._deadline)
+
+    def __repr__(self) -> str:
+        slots = ", ".join(f"{self.slots(tier)} {tier} slots" for tier in self.tiers)
+        return f"<cache {self.name}: group {self.group}, {slots}, {'mapped' if self.mapped else 'not mapped'}>"
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -309,7 +313,7 @@ class Cache(GroupVerbs):
 
         Args:
             blocks: an array or tensor a key, of :attr:`block_bytes`, or one whose first axis is the block.
-            parent: key of the block before the first one; None: it is a root.
+            parent: key of the block before the first one; None: the one in ``prompt``, or it is a root.
             prompt: what the keys are of, for events that tell more. ``retention``: instead of ``priorities``.
         Raises: :class:`InvalidArgument`, :class:`TierFull`.
         """
@@ -350,8 +354,8 @@ class Cache(GroupVerbs):
         """The longest stored prefix of a chain, copied out: an array a block, None for one that a window does not need.
 
         Mapped slots are copied without a call; if the daemon is silent, nothing else comes. It makes the rest ready in
-        ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole, of at most
-        16,384 keys. Bytes that are not mapped, or left during ``verify``, come through a stream.
+        ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole.
+        Bytes that are not mapped, or left during ``verify``, come through a stream.
 
         Args:
             out: an array or tensor of :attr:`block_bytes` a key. Those beyond the prefix may hold any bytes afterwards.
@@ -445,7 +449,7 @@ class Cache(GroupVerbs):
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives back every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
-        await self._holdings.release_all(stream, timeout)
+        await self._holdings.release(self._holdings.out, stream, timeout)
 
     async def open(self, timeout: float | None = None) -> None:
         """Opens it in the daemon and maps its memory. The client does this; later calls do it again where they must."""

@@ -119,7 +119,7 @@ class Prompt:
             self._tokens = token_array(token_ids)
             self._extra_ids = None if extra_ids is None else extra_id_array(extra_ids, len(self._tokens))
         except FieldError as error:
-            raise InvalidArgument(error.field, error.value, error.limit) from error
+            raise InvalidArgument(error.field, error.value, error.limit) from None
         self.scope: Final = scope
         self.partial_tokens: Final = len(self._tokens) % tokens_per_block if partial else 0
         """Of the last block, where that is partial; 0 = all blocks are full."""
@@ -132,6 +132,14 @@ class Prompt:
     def __len__(self) -> int:
         """The number of blocks."""
         return len(self._place_of)
+
+    def __repr__(self) -> str:
+        return f"<prompt of {len(self._tokens)} tokens: {len(self)} blocks>"
+
+    def parent_of(self, key: bytes) -> bytes | None:
+        """The key before this one; None: it is the first, or of another prompt."""
+        place = self._place_of.get(key, 0)
+        return self.keys[(place - 1) * KEY_BYTES : place * KEY_BYTES] if place else None
 
     def tokens(self, blocks: int) -> int:
         """How many tokens its first blocks have."""
@@ -158,7 +166,7 @@ class Prompt:
             places = [self._place_of[key] for key in split_keys(keys)]
         except KeyError as error:
             shown = f"without a block {error.args[0].hex()}"
-            raise InvalidArgument("prompt", shown, "the one that the keys are of") from error
+            raise InvalidArgument("prompt", shown, "the one that the keys are of") from None
         fields: dict[str, Any] = {}
         if options.event_hash:
             packed = np.frombuffer(self._all_hashes(options.event_hash), np.uint8)
@@ -181,7 +189,7 @@ class Prompt:
                     partial=self.partial_tokens > 0,
                 )
             except FieldError as error:
-                raise InvalidArgument(error.field, error.value, error.limit) from error
+                raise InvalidArgument(error.field, error.value, error.limit) from None
         return self._hashes[algorithm]
 
     def _token_fields(self, places: list[int]) -> dict[str, Any]:

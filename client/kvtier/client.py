@@ -108,6 +108,10 @@ class AsyncClient:
         self._session = session
         self._default_timeout = default_timeout
 
+    def __repr__(self) -> str:
+        state = "closed" if self._session.closed else "connected" if self.connected else "not connected"
+        return f"<client of {self.address}: session {self.session_id}, {state}>"
+
     @property
     def address(self) -> str:
         """The daemon's runtime directory, or its host and port."""
@@ -156,7 +160,7 @@ class AsyncClient:
             if spec is not None:
                 spec.validate()
         except FieldError as error:
-            raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from error
+            raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from None
         cache = Cache(
             self._session,
             name,
@@ -195,8 +199,8 @@ class AsyncClient:
         filters let everything through; ``keys`` are what block keys begin with: see :class:`kvtier.watch.Filter`. Items
         are of :data:`kvtier.events.WatchItem`; ``heartbeats`` and ``breaks`` ask for those that tell of the stream.
 
-        Raises: :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
-            where ``since`` lies before what is held.
+        Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
+        where ``since`` lies before what is held.
         """
         return Watch(
             self._session,
@@ -262,8 +266,8 @@ class AsyncClient:
                 return await with_past(now, log)
         except PermissionDenied:
             return now
-        except TimeoutError as error:
-            raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from error
+        except TimeoutError:
+            raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from None
 
     async def holdings(self, keys: Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
         """How much of a chain the daemon and its peers have, in every cache that the caller may read or watch.

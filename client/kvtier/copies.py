@@ -52,7 +52,10 @@ class Piece:
     def whole(
         cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
     ) -> Piece:
-        """Of a chain. ``parent``: the first one's. Raises :class:`kvtier.errors.InvalidArgument`."""
+        """Of a chain. ``parent``: the first one's; None: as the prompt says, else it is a root. Raises
+        :class:`kvtier.errors.InvalidArgument`."""
+        if parent is None and prompt is not None and chain:
+            parent = prompt.parent_of(chain[0])
         first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
         return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
 

@@ -35,7 +35,8 @@ class Event:
 
     ``packed_keys``, ``packed_parents`` (stored only): 32 bytes a block. ``residency`` (stored, updated) and
     ``priorities``: one byte a block, AFTER the change, so that applying an event twice changes nothing. ``moved_from``
-    to ``copy_ns``: of the move that caused it, in bytes and nanoseconds. ``time_ns``: since the Unix epoch.
+    to ``copy_ns``: of the move that caused it, in bytes and nanoseconds; ``moved_from`` alone where blocks left a tier
+    and nothing was copied. ``time_ns``: since the Unix epoch.
     ``event_hash``: the cache's option; ``packed_hashes``: all of 8 or all of 32 bytes, zeros for a block without.
     ``tokens`` (stored only): one a block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is
     full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, and
@@ -301,6 +302,10 @@ def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
     return blocks
 
 
+def _left(event: Event) -> dict[str, Any]:
+    return {} if event.moved_from is None else {"moved_from": str(event.moved_from)}
+
+
 def _updated(event: Event) -> dict[str, Any]:
     rows = zip(event.keys, event.residency, event.priorities, strict=True)
     body: dict[str, Any] = {
@@ -316,7 +321,7 @@ def _updated(event: Event) -> dict[str, Any]:
         "cache_level": None,
     }
     if event.moved_from is None or event.moved_to is None:
-        return body
+        return body | _left(event)
     level = {"type": "event_diff", "old_value": event.moved_from, "new_value": event.moved_to}
     return body | {
         "cache_level": None if event.cause is Cause.REMOTE else level,  # its tiers here are what they were
@@ -331,7 +336,7 @@ def _updated(event: Event) -> dict[str, Any]:
 _JSON_BODIES: Final[dict[EventType, Callable[[Event], dict[str, Any]]]] = {
     EventType.CREATED: lambda event: {"num_blocks_per_cache_level": list(event.num_blocks_per_cache_level)},
     EventType.STORED: lambda event: {"blocks": _stored_blocks(event)},
-    EventType.REMOVED: lambda event: {"block_hashes": [key.hex() for key in event.keys]},
+    EventType.REMOVED: lambda event: {"block_hashes": [key.hex() for key in event.keys]} | _left(event),
     EventType.UPDATED: _updated,
     EventType.CLEARED: lambda event: {},
 }

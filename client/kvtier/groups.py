@@ -105,6 +105,9 @@ class AcrossLease:
         self.error: KvtierError | None = None
         """What ``acquire`` of this chain alone would have raised; None where it was not refused."""
 
+    def __repr__(self) -> str:
+        return f"<AcrossLease of cache {self._cache.name}: {self.blocks} blocks in {len(self.groups)} groups>"
+
     @property
     def blocks(self) -> int:
         """Length of the prefix."""

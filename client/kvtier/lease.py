@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
     from kvtier.copies import Piece
 
-
-T = TypeVar("T")
 
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
@@ -82,6 +81,15 @@ class Lease:
         self.released = lease_id == 0
         self._holdings = holdings
         self._given_back: set[int] = set()
+
+    def __repr__(self) -> str:
+        what = f"{type(self).__name__} {self.id} of cache {self.binding.info.name}"
+        return f"<{what}: {len(self)} {self.tier} slots, {'released' if self.released else 'held'}>"
+
+    def __del__(self) -> None:
+        # Views of its slots may be in use: nothing but its cache's close gives them back now.
+        if not self.released and self._holdings.keep_forgotten(self):
+            warnings.warn(f"not released: {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -223,7 +231,7 @@ class WriteLease(Lease):
         several hold the slots, one of them commits when all have written.
 
         Args:
-            parent: of the first key; each other key stands under the one before. ``parents``: one a key instead.
+            parent: of the first key, as in ``put``; the others follow one another. ``parents``: one a key instead.
             priorities: 0 to 100, one for all or one a key. ``retention``: instead. ``prompt``: what the keys are of.
             at: indices of the slots; default: the first blank ones. ``hold``: False lets go of the new blocks at once.
             release: the lease ends with the call; else PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
@@ -321,10 +329,6 @@ def granted(chain: blocks_pb2.AcquiredChain, count: int) -> Needed:
     return Needed(chain.sink_blocks, chain.blocks - count + chain.sink_blocks, chain.blocks)
 
 
-_log = logging.getLogger(__name__)
-
-_RESULTS: Final = {int(result): result for result in BlockResult}
-
 _touched: Final[Counter[Memory | None]] = Counter()
 """How many leases of each memory kernels may touch. It stays mapped though its cache is garbage, to the end of the
 process if nobody has seen those kernels end."""
@@ -337,10 +341,12 @@ class Holdings:
         self._binder: Final = binder
         self._session: Final = binder.session
         self._deadline: Final = deadline
-        self._leases: set[Lease] = set()
+        self._leases: WeakSet[Lease] = WeakSet()
+        self._forgotten: set[Lease] = set()
+        """Those that the caller let go of without a release."""
         self._ending: set[Lease] = set()
         """A commit was asked to end them, and has not answered."""
-        self._in_use: set[Lease] = set()
+        self._in_use: WeakSet[Lease] = WeakSet()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
         binder.rest = lambda: self._untouched(list(self._in_use))
@@ -430,6 +436,14 @@ class Holdings:
             _touched[lease.memory] += 1
             self._session.lend(lease.binding.session)
 
+    def keep_forgotten(self, lease: Lease) -> bool:
+        """Of a lease about to be garbage: until it is released with all others. Returns whether the daemon holds it."""
+        if self._session.closed:
+            return False
+        for known in (self._forgotten, self._leases, self._in_use):
+            known.add(lease)
+        return self._session.number == lease.binding.session
+
     async def commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, stream: Stream | None, timeout: float | None
     ) -> list[BlockResult]:
@@ -477,7 +491,7 @@ class Holdings:
         if request.release:
             self._forget([lease])
             self._ending.discard(lease)
-        return [_RESULTS[result] for result in reply.results]
+        return [BlockResult(result) for result in reply.results]
 
     def fence(self, stream: Stream | None) -> Fence:
         """See :meth:`kvtier.Cache.fence`."""
@@ -502,10 +516,6 @@ class Holdings:
         self._leases.difference_update(live)
         ending = self._ending.intersection(live)  # now: a commit that has been answered forgets its lease
         await self._to_the_end(self._release(live, ending, fence, deadline))
-
-    async def release_all(self, stream: Stream | None, timeout: float | None) -> None:
-        """See :meth:`kvtier.Cache.release_all`."""
-        await self.release(self.out, stream, timeout)
 
     async def give_back(
         self, lease: Lease, places: Sequence[int], stream: Stream | None, timeout: float | None
@@ -537,6 +547,7 @@ class Holdings:
                 lease.released = False
             self._leases.update(leases)
             raise
+        self._forgotten.difference_update(leases)
 
     async def _give_back(self, lease: Lease, places: Sequence[int], fence: Fence, deadline: Deadline) -> None:
         try:

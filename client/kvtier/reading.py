@@ -38,9 +38,6 @@ from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import AcrossMatch, Locations, Match, ReadCounts
 
-MAX_KEYS: Final = 16_384
-"""Of one verb, as in a call to the daemon, which refuses more."""
-
 _TRIES: Final = 2
 """How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
 
@@ -178,7 +175,7 @@ class Reader:
 
     def _current(self, keys: bytes) -> Mapping | None:
         binding = self._binder.readable
-        if binding is None or len(keys) > MAX_KEYS * KEY_BYTES:
+        if binding is None:
             return None
         arena, mapping = binding.mapped, self._mapping
         if arena is None or arena.index is None:
@@ -424,37 +421,20 @@ class Recency:
                 _log.debug("%d reads of group %d are not told: %s", len(keys), group, closed)
 
 
-_MOST_KEYS: Final = 16_384
-"""In one call."""
-
-
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:
     """How many of the first rows are what the daemon has of these keys; of the next it cannot tell any more.
 
     Raises :class:`DamagedTransfer` where a row is something else.
     """
-    good = 0
-    while good < len(rows):
-        end = min(good + _MOST_KEYS, len(rows))
-        good = await _verified(binder, group, packed, rows, range(good, end), deadline)
-        if good < end:
-            break
-    return good
-
-
-async def _verified(
-    binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], some: range, deadline: Deadline
-) -> int:
-    """The first of ``some`` of which the daemon cannot tell, or their end."""
-    request = blocks_pb2.ChecksumsRequest(group=group, keys=packed[some.start * KEY_BYTES : some.stop * KEY_BYTES])
+    request = blocks_pb2.ChecksumsRequest(group=group, keys=packed)
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)
     ours: list[bytes] = []
-    work = lambda: ours.extend(xxhash.xxh3_128_digest(rows[row].data) for row in some)  # noqa: E731
-    await buffers.run_copy(work, sum(len(rows[row]) for row in some))
-    for place, (row, known, digest) in enumerate(zip(some, reply.known, ours, strict=True)):
+    work = lambda: ours.extend(xxhash.xxh3_128_digest(row.data) for row in rows)  # noqa: E731
+    await buffers.run_copy(work, sum(map(len, rows)))
+    for place, (known, digest) in enumerate(zip(reply.known, ours, strict=True)):
         if not known:
-            return row
+            return place
         if reply.checksums[place * CHECKSUM_BYTES : (place + 1) * CHECKSUM_BYTES] != digest:
-            message = f"block {row}: what was copied is not what the daemon has in memory"
+            message = f"block {place}: what was copied is not what the daemon has in memory"
             raise DamagedTransfer(message, reason="CHECKSUM_MISMATCH")
-    return some.stop
+    return len(rows)

@@ -255,12 +255,12 @@ class Session:
             fault = fault_of(error)
             if not link_is_broken(fault):
                 self._answered()
-                raise error_of(fault) from error
+                raise error_of(fault) from None
             if fault.code is grpc.StatusCode.UNAUTHENTICATED:
                 self.suspect(link)
             if fault.reason == _STOPPING:
                 self._lose()
-            raise _LinkBroke(DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)) from error
+            raise _LinkBroke(DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)) from None
         except DaemonUnavailable as error:
             raise _LinkBroke(error) from error
         except (asyncio.CancelledError, grpc.aio.UsageError) as error:
@@ -541,8 +541,8 @@ class Session:
         try:
             async with asyncio.timeout(_ATTACH_TIMEOUT_S):
                 attached = await self._hello(old)
-        except TimeoutError as error:
-            raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from error
+        except TimeoutError:
+            raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
         try:
             return self._linked_by(attached, old)
         except Exception:
@@ -593,6 +593,6 @@ async def passing(fence: Fence, deadline: Deadline) -> None:
     try:
         async with asyncio.timeout_at(deadline.at):
             await asyncio.wrap_future(passage(fence))
-    except TimeoutError as error:
+    except TimeoutError:
         message = "this process's own work on the slots has not completed in time: nothing was sent, they are held"
-        raise DeadlineExceeded(message, reason="WORK_UNFINISHED") from error
+        raise DeadlineExceeded(message, reason="WORK_UNFINISHED") from None

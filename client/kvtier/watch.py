@@ -141,6 +141,9 @@ class Watch:
         self._snapshot_pending = start.snapshot
         self._items = self._follow()
 
+    def __repr__(self) -> str:
+        return f"<watch of {self._session.address}: at {self.cursor}, {'live' if self.live else 'not live'}>"
+
     @property
     def lag(self) -> int:
         """Ids that it has not been told of yet, as of the last batch; 0 before the first."""

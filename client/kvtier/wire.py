@@ -44,6 +44,9 @@ from kvtier.types import (
 )
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
+MAX_KEYS: Final = 16_384
+"""Of one verb, as in a call to the daemon, which refuses more."""
+
 T = TypeVar("T")
 
 
@@ -247,7 +250,14 @@ Budgets = Mapping[Tier, int | Sequence[int]]
 
 
 def packed_keys(keys: Keys, field: str = "keys") -> bytes:
-    """Keys as the wire has them. Raises :class:`InvalidArgument` where they are not 32 bytes each."""
+    """Keys as the wire has them. Raises :class:`InvalidArgument` where they are not 32 bytes each, or are too many."""
+    packed = _packed_keys(keys, field)
+    if len(packed) > MAX_KEYS * KEY_BYTES:
+        raise InvalidArgument(field, f"{len(packed) // KEY_BYTES} keys", f"at most {MAX_KEYS} keys")
+    return packed
+
+
+def _packed_keys(keys: Keys, field: str) -> bytes:
     if isinstance(keys, (bytes, bytearray, memoryview)):
         packed = bytes(keys)
         if len(packed) % KEY_BYTES:
@@ -471,6 +481,7 @@ class Telling(Protocol):
     """What the keys are of."""
 
     def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]: ...
+    def parent_of(self, key: bytes) -> bytes | None: ...
 
 
 def commit_request(
@@ -490,6 +501,8 @@ def commit_request(
     if count > len(indices):
         raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
     kept = block_retention(count, lease.binding.info.spec.tokens_per_block, priorities, retention)
+    if parent is None and prompt is not None:
+        parent = prompt.parent_of(packed[:KEY_BYTES])
     parents_of_all = _packed_parents(packed, parent, parents)
     told = prompt.told(packed, lease.binding.info.options) if prompt is not None and count else {}
     return blocks_pb2.CommitRequest(

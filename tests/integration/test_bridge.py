@@ -10,14 +10,16 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import zmq
 
 from kvtier import CacheOptions, Tier, connect, event_hashes
+from kvtier.bridge import Options
 from kvtier.bridge.publisher import END
 from kvtier.bridge.vllm import MEDIA
 from kvtier.types import tiers_of
-from tests.integration.blocks import SPEC, blocks, chain
+from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.vllm_reader import Router
 
@@ -90,7 +92,7 @@ def command(daemon, *options):
 
 @contextmanager
 def bridge(daemon, *options):
-    """A bridge on free ports; it ends cleanly, with nothing on standard error but gaps."""
+    """A bridge on free ports; it ends cleanly, with nothing on standard error but gaps, and that it has no tokens."""
     places = ("--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*")
     process = subprocess.Popen(
         command(daemon, *places, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -104,7 +106,9 @@ def bridge(daemon, *options):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, errors
-        assert all(each.startswith("gap ") for each in errors.splitlines()), errors
+        blind = "--tokens" not in options
+        expected = ("gap ", "warning: cache llama: no token ids without --tokens") if blind else ("gap ",)
+        assert all(each.startswith(expected) for each in errors.splitlines()), errors
     finally:
         process.kill()
         process.communicate()
@@ -112,6 +116,10 @@ def bridge(daemon, *options):
 
 def ended(command):
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def begun(command):
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 async def listed(cache):
@@ -234,6 +242,61 @@ async def test_tokens_and_hashes_as_routers_want_them(daemon, client):
             said = [token for number in hashes for token in follower.router.tokens.get((0, number), [])]
             assert said == tokens
             follower.close()
+
+
+async def test_one_bridge_serves_the_ranks_of_a_model(daemon, client):
+    """Each has a place, a topic and a rank of its own, as vLLM's have."""
+    names = ["rank-0", "rank-1"]
+    caches = [await client.open_cache(name, SPEC, budgets=sizes(host=8)) for name in names]
+    for number, cache in enumerate(caches):
+        await cache.put(chain(f"rank {number}", 3), blocks(chain(f"rank {number}", 3)))
+    which = [word for name in names for word in ("--cache", name)]
+    places = ("--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", "--topic", "kv@pod@{cache}")
+    start = [sys.executable, "-m", "kvtier.cli", "bridge", "--address", daemon.address, *which, *places]
+    with begun(start) as process:
+        assert process.stdout is not None
+        try:
+            said = [dict(word.split("=") for word in process.stdout.readline().split()[3:]) for _ in names]
+            for number, each in enumerate(sorted(said, key=lambda each: each["cache"])):
+                follower = Follower(each["endpoint"], each["replay"])
+                await assert_knows(follower, caches[number])
+                assert len(follower.router.listing) == 3
+                with follower.context.socket(zmq.DEALER) as dealer:
+                    dealer.connect(each["replay"])
+                    dealer.send_multipart([b"", bytes(8)])
+                    assert dealer.poll(PATIENCE_MS)
+                    _, topic, _, payload = dealer.recv_multipart()
+                assert (topic, msgspec.msgpack.decode(payload)[2]) == (f"kv@pod@{names[number]}".encode(), number)
+                follower.close()
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def test_further_caches_have_the_next_ports():
+    options = Options("tcp://127.0.0.1:5557", "ipc:///run/kvtier/replay", topic="kv@pod@{cache}", data_parallel_rank=2)
+    second = options.of_rank(3, "llama")
+    assert (second.endpoint, second.replay_endpoint) == ("tcp://127.0.0.1:5560", "ipc:///run/kvtier/replay_dp3")
+    assert (second.topic, second.data_parallel_rank) == ("kv@pod@llama", 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--cache", "tpyo"], "warning: there is no cache tpyo yet (there are: llama"),
+        (["--cache", NAME, "--tokens"], "warning: cache llama keeps no token ids"),
+        (["--cache", NAME, "--group", "7"], "warning: there is no window group 7 in llama"),
+    ],
+)
+async def test_a_bridge_that_can_say_nothing_says_so(daemon, client, options, says):
+    await client.open_cache(NAME, SPEC, budgets=sizes(host=4))
+    start = [sys.executable, "-m", "kvtier.cli", "bridge", "--address", daemon.address, *options]
+    start += ["--endpoint", "tcp://127.0.0.1:*"]
+    with begun(start) as process:
+        assert process.stderr is not None
+        try:
+            assert process.stderr.readline().startswith(says)
+        finally:
+            process.kill()
 
 
 def test_a_place_that_other_hosts_reach_is_asked_for(daemon):

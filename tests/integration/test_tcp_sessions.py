@@ -30,7 +30,7 @@ from kvtier.session import Link, Stubs
 from kvtier.transport import LocalTransport, TcpTransport
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.raw import RawClient
+from tests.integration.raw import RawClient, refusal
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually, heard
 from tests.tls import Authority
@@ -198,11 +198,13 @@ async def test_what_a_client_may_not_ask_for():
         assert refused.value.field == field
 
 
+def by_token(token):
+    return ((SESSION_METADATA_KEY, token),)
+
+
 async def answer(channel, token):
     try:
-        await Stubs.over(channel).caches.List(
-            caches_pb2.ListCachesRequest(), metadata=((SESSION_METADATA_KEY, token),), timeout=10
-        )
+        await Stubs.over(channel).caches.List(caches_pb2.ListCachesRequest(), metadata=by_token(token), timeout=10)
     except grpc.aio.AioRpcError as error:
         return fault_of(error).reason
     return "answered"
@@ -260,23 +262,34 @@ async def mute(daemon, tls):
         call = stub.Session()
         await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(version=1)))
         welcome = (await call.read()).welcome
-        yield channel, welcome
+        yield channel, call, welcome
+
+
+async def the_end_of(call):
+    while (await call.read()).HasField("heartbeat"):
+        pass
 
 
 async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE)
     await fill(daemon)
-    async with mute(daemon, engine) as (channel, welcome):
+    async with mute(daemon, engine) as (channel, call, welcome):
         await reserve(welcome, Stubs.over(channel))
         await eventually(lambda: held(daemon), lambda now: now == (0, 1))
-        # The channel still stands: it is the missing heartbeats that tell.
-        assert await answer(channel, welcome.token) == "DETACHED_SESSION"
+        # The channel still stands: it is the missing heartbeats that tell, in words of this transport.
+        ended = await refusal(the_end_of(call))
+        assert (ended.code, ended.reason) == (grpc.StatusCode.ABORTED, "NO_HEARTBEAT")
+        assert "no heartbeat for 3 s; open Sessions.Session with this token" in ended.message
+        listed = Stubs.over(channel).caches.List(caches_pb2.ListCachesRequest(), metadata=by_token(welcome.token))
+        refused = await refusal(listed)
+        assert refused.reason == "DETACHED_SESSION"
+        assert "open Sessions.Session with its token" in refused.message
 
 
 async def test_after_the_grace_period_its_slots_are_others(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
     await fill(daemon)
-    async with mute(daemon, engine) as (channel, welcome):
+    async with mute(daemon, engine) as (channel, _, welcome):
         await reserve(welcome, Stubs.over(channel))
         await eventually(lambda: held(daemon), lambda now: now == (0, 0))
         assert await answer(channel, welcome.token) == "UNKNOWN_SESSION"

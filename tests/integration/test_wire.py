@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from kvtier.abi import attach
 from kvtier.v1 import (
@@ -43,12 +44,27 @@ async def test_health_answers_a_stranger(channel):
     assert unknown.code is Code.NOT_FOUND
 
 
-async def test_reflection_answers_a_stranger(channel):
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async for answer in stub.ServerReflectionInfo(iter([request])):
-        listed = {one.name for one in answer.list_services_response.service}
-        assert listed == SERVICES | {"grpc.health.v1.Health", reflection_pb2.DESCRIPTOR.package + ".ServerReflection"}
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_answers_a_stranger(channel, version):
+    """Both versions, each of which tells of both, and of what Go and Java generators want to know."""
+    both = {f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha")}
+    ask: Any = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    symbols = [*SERVICES, *both]
+    requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
+    requests += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols]
+    answers = [answer async for answer in ask(iter(requests))]
+    listed = {one.name for one in answers[0].list_services_response.service}
+    assert listed == SERVICES | both | {"grpc.health.v1.Health"}
+    for symbol, answer in zip(symbols, answers[1:], strict=True):
+        file = FileDescriptorProto.FromString(answer.file_descriptor_response.file_descriptor_proto[0])
+        assert symbol in {f"{file.package}.{service.name}" for service in file.service}
+        if symbol in SERVICES:
+            options = file.options
+            assert (options.go_package, options.java_package) == ("kvtier/v1;kvtierv1", "kvtier.v1")
 
 
 SHAPES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from urllib.parse import urlsplit
 
@@ -47,6 +47,17 @@ class Options:
         if self.replay_endpoint is not None:
             self._check("replay_endpoint", self.replay_endpoint)
 
+    def of_rank(self, further: int, cache: str) -> Options:
+        """The same for the next cache but ``further``: as vLLM's ranks, each has a port of its own."""
+        ends = [None if each is None else _offset(each, further) for each in (self.endpoint, self.replay_endpoint)]
+        return replace(
+            self,
+            endpoint=ends[0] or self.endpoint,
+            replay_endpoint=ends[1],
+            topic=self.topic.replace("{cache}", cache),
+            data_parallel_rank=self.data_parallel_rank + further,
+        )
+
     def _check(self, name: str, endpoint: str) -> None:
         place = urlsplit(endpoint)
         if place.scheme == "ipc" and place.netloc + place.path:
@@ -57,6 +68,13 @@ class Options:
         if not self.insecure_any and not _is_loopback(host):
             limit = "a loopback address, because events go out unencrypted; --insecure-any allows any address"
             raise InvalidArgument(name, endpoint, limit)
+
+
+def _offset(endpoint: str, further: int) -> str:
+    place, _, port = endpoint.rpartition(":")
+    if port.isdecimal():
+        return f"{place}:{int(port) + further}"
+    return f"{endpoint}_dp{further}" if further and endpoint.startswith("ipc:") else endpoint
 
 
 def _is_loopback(host: str) -> bool:

@@ -133,8 +133,10 @@ class TrtllmEvents:
                 continue
             level = fastest(residency)
             if key not in group.blocks:
-                # Where an unknown block was is known only if it moved, and nothing faster is left of it.
+                # Where an unknown block was is known only if it moved, or left, and nothing faster is left of it.
                 left = moved_from is not None and not residency & moved_from.bit
+                if event.moved_to is None and moved_from is not None and level is not None:
+                    left = moved_from < level
                 group.blocks[key] = _Known(hash, moved_from if left else level, priority)
             yield from self._change(group, key, hash, level, priority)
 

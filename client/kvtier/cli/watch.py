@@ -20,6 +20,7 @@ from kvtier.cli.options import ago_ns, command, output_option
 from kvtier.cli.output import console
 from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write, yaml_documents
 from kvtier.client import AsyncClient
+from kvtier.errors import PermissionDenied
 from kvtier.events import Event, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
 
@@ -146,6 +147,7 @@ async def _follow(
         try:
             async with await daemon.connect() as client:
                 _end_when_nobody_reads(interrupts)
+                await warn_of_silence(client, options["caches"], options["groups"])
                 last = None if follow else await _newest(client, options["caches"])
                 show = _shown(lines, interrupts)
                 async with client.watch(**options, breaks=True) as watch:
@@ -160,6 +162,29 @@ async def _follow(
         except asyncio.CancelledError:
             return interrupts.status
     return 0
+
+
+async def warn_of_silence(
+    client: AsyncClient, caches: Collection[str], groups: Collection[int], *, tokens: bool = False
+) -> None:
+    """Says on standard error what of the choice has no events now. ``tokens``: of these caches, with token ids."""
+    if not caches and not groups:
+        return
+    try:
+        there = {info.name: info for info in await client.caches()}
+    except PermissionDenied:  # to watch takes another right
+        return
+    for name in caches:
+        if name not in there:
+            names = ", ".join(sorted(there)) or "none that you may see"
+            click.echo(f"warning: there is no cache {name} yet (there are: {names})", err=True)
+        elif tokens and not there[name].options.keep_tokens:
+            says = f"cache {name} keeps no token ids: it was opened without keep_tokens, as is the daemon's default"
+            click.echo(f"warning: {says}", err=True)
+    seen = [info for name, info in there.items() if name in caches or not caches]
+    for group in groups:
+        if seen and all(group >= len(info.groups) for info in seen):
+            click.echo(f"warning: there is no window group {group} in {', '.join(i.name for i in seen)}", err=True)
 
 
 async def _newest(client: AsyncClient, caches: Collection[str]) -> int | None:

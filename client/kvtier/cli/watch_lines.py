@@ -107,10 +107,12 @@ def _path(event: Event) -> str:
             return "/".join(map(str, event.num_blocks_per_cache_level)) + " slots"
         case EventType.STORED:
             return f"→ {_places(event.residency)}"
+        case EventType.UPDATED if event.moved_from is not None:
+            return f"left {event.moved_from}, in {_places(event.residency)}"
         case EventType.UPDATED:
             return f"in {_places(event.residency)}"
         case _:
-            return "→ gone"
+            return "→ gone" if event.moved_from is None else f"{event.moved_from} → gone"
 
 
 def _places(residency: bytes) -> str:

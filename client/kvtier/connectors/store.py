@@ -21,14 +21,13 @@ from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.memory.planes import Pages
 from kvtier.sync import Cache, Client
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
+from kvtier.wire import MAX_KEYS
 
 _SETTINGS: Final = (
     *("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "remote_wait", "write_policy"),
 )
 _OPEN_S: Final = 5.0
 """An attempt to open the cache takes at most so long; the next one begins as long after it."""
-_MOST_KEYS: Final = 16_384
-"""Of one call of the client."""
 _STORED: Final = (BlockResult.OK, BlockResult.EXISTS)
 _MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
@@ -82,7 +81,7 @@ class Store:
 
         def look(cache: Cache) -> list[bool]:
             tiers = 0xFF if self._reachable else _MAPPED
-            found = (cache.probe(keys[at : at + _MOST_KEYS]) for at in range(0, len(keys), _MOST_KEYS))
+            found = (cache.probe(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS))
             return [bool(residency & tiers) for some in found for residency in some]
 
         return self._tried(group, "a lookup failed", look, len(keys))
@@ -94,7 +93,7 @@ class Store:
         def bring(cache: Cache) -> list[bool]:
             if not cache.info.remote or not self._reachable:
                 return [False]
-            return [bool(cache.move(keys[:_MOST_KEYS], Tier.HOST, timeout=self._options.remote_wait))]
+            return [bool(cache.move(keys[:MAX_KEYS], Tier.HOST, timeout=self._options.remote_wait))]
 
         wanted = self._options.remote_wait and not all(there)
         if not wanted or not self._tried(group, "blocks could not be fetched", bring, 1)[0]:

@@ -30,10 +30,9 @@ from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableEr
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
-from kvtier.reading import MAX_KEYS
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
-from kvtier.wire import split_keys
+from kvtier.wire import MAX_KEYS, split_keys
 
 START_S: Final = 5.0
 """How long a connector's start waits for the daemon; afterwards the engine runs, and kvtier is tried on."""

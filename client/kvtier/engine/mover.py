@@ -24,10 +24,10 @@ from kvtier.memory.arrays import OnGpu
 from kvtier.memory.gpu import Gpu, Stream, fence_over
 from kvtier.memory.planes import Pages as Rows
 from kvtier.memory.planes import Planes
-from kvtier.reading import MAX_KEYS
 from kvtier.sync import Client
 from kvtier.sync.cache import Cache
 from kvtier.types import Tier
+from kvtier.wire import MAX_KEYS
 
 _OPEN_S: Final = 5.0
 """An engine's start may take so much longer."""

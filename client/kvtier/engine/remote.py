@@ -15,7 +15,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.engine.leader import Leader
 from kvtier.errors import KvtierError
 from kvtier.groups import AcrossLease
-from kvtier.reading import MAX_KEYS
+from kvtier.wire import MAX_KEYS
 
 MOST: Final = 32
 """Calls at a time. Another request waits for its turn, within its own time."""

@@ -56,6 +56,9 @@ class MirrorView:
     def __init__(self, content: Content) -> None:
         self.content = content
 
+    def __repr__(self) -> str:
+        return f"<mirror of {', '.join(self.caches)}: {self.state}, at {self.cursor}>"
+
     @property
     def caches(self) -> tuple[str, ...]:
         """The names of the caches that it follows."""

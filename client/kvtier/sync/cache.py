@@ -47,6 +47,9 @@ class Twin(Generic[Inner]):
         self.thread: Final = thread
         self.inner: Final = inner
 
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
 
 class Fact(Generic[T]):
     """An attribute of the asynchronous object, read as it is now."""

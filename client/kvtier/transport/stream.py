@@ -42,7 +42,7 @@ class StreamConnection:
             await call.write(session_pb2.SessionRequest(hello=hello))
             reply = await call.read()
         except grpc.aio.AioRpcError as error:
-            raise error_of(fault_of(error)) from error
+            raise error_of(fault_of(error)) from None
         except BaseException:
             call.cancel()
             raise

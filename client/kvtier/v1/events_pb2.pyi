@@ -243,7 +243,7 @@ class Event(google.protobuf.message.Message):
     priorities: builtins.bytes
     """stored, updated: effective, after the change"""
     moved_from: kvtier.v1.common_pb2.Tier.ValueType
-    """updated by a move"""
+    """updated by a move; without moved_to: a copy left this tier, nothing was copied. Also of removed, by CAPACITY"""
     moved_to: kvtier.v1.common_pb2.Tier.ValueType
     moved_bytes: builtins.int
     queue_ns: builtins.int

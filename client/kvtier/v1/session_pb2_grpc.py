@@ -48,7 +48,8 @@ class SessionsServicer(object):
         """First a hello, answered by a welcome. After that both sides send heartbeats; a side that hears nothing for three
         times heartbeat_ns takes the stream for broken. A bye ends the session with all that it holds, and the stream.
         PERMISSION_DENIED: no rule names the client, or the token is another's. NOT_FOUND (UNKNOWN_SESSION): no session has
-        this token, or it has ended. UNAVAILABLE (TOO_MANY_SESSIONS). ABORTED: the session ended, or another stream has it.
+        this token, or it has ended. UNAVAILABLE (TOO_MANY_SESSIONS). ABORTED: the session ended, or another stream has it
+        (SESSION_ENDED); or no heartbeat came (NO_HEARTBEAT), and the session waits for a stream with its token.
         FAILED_PRECONDITION (LOCAL_CLIENT): over a unix socket, sessions begin at attach.sock.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -296,10 +296,18 @@ class Config(BaseSettings):
     write_policy: WritePolicy = Field(
         WritePolicy.BACK,
         description="When blocks are copied down: when their slot is wanted, at once, or at their second use. A cache "
-        "can choose its own when it is made; so for the next two keys.",
+        "can choose its own when it is made; so for the next four keys.",
     )
     eviction: Literal["lru", "lfuda"] = Field(
         "lru", description="How the block of a priority that goes first is chosen."
+    )
+    event_hash: Literal["", "v1_block_key", "v2_sha256", "v2_sha256_64"] = Field(
+        "", description="What events name blocks by besides their keys, for TensorRT-LLM's routers."
+    )
+    keep_tokens: bool = Field(
+        False,
+        description="Whether blocks keep the token ids that they are stored with, for events. Routers that place "
+        "requests by tokens need it. A cache can only choose more.",
     )
     demotion_threshold: int = Field(
         DEFAULT_THRESHOLD,

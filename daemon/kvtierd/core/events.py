@@ -89,7 +89,8 @@ NO_CHANGES: Final = Changes.of(())
 class Event:
     """One event. ``time_ns`` is the wall clock that the caller of the core passed in.
 
-    ``moved_from`` … ``copy_ns`` are set where a move caused it; ``capacity`` (slots by tier of the cache, the highest
+    ``moved_from`` … ``copy_ns`` are set where a move caused it, ``moved_from`` alone where blocks only left that tier;
+    ``capacity`` (slots by tier of the cache, the highest
     first) only for ``created``.
     """
 

@@ -360,7 +360,7 @@ class GroupState:
     def free_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
         """Gives up one residency of a block that is valid elsewhere."""
         self.detach(block, tier)
-        self.recorder.change(UPDATED, cause, self.group, block)
+        self.recorder.change(UPDATED, cause, self.group, block, Transfer(tier))
         self._changed[block] = None
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
@@ -555,9 +555,9 @@ class GroupState:
         """Takes a block without indexed children out of the index and gives up its copies."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block} is removed before its children")
-        for tier in self.tiers:
-            if block.copies[tier] is not None:
-                self.detach(block, tier)
+        held = [tier for tier in self.tiers if block.copies[tier] is not None]
+        for tier in held:
+            self.detach(block, tier)
         self.index.remove(block)
         self.evictor.leave(block)
         self.clocks.stop(block)
@@ -567,7 +567,8 @@ class GroupState:
             self.remote.forget(block)
         block.indexed = False
         self.removed += 1
-        self.recorder.change(REMOVED, cause, self.group, block)
+        evicted = cause is CAPACITY and len(held) == 1
+        self.recorder.change(REMOVED, cause, self.group, block, Transfer(held[0]) if evicted else None)
         if block.parent is not None:
             block.parent.remove_child(block)
             self._changed[block.parent] = None

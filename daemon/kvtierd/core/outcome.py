@@ -289,13 +289,14 @@ class Ledger:
 
 
 class Transfer(NamedTuple):
-    """What an ``updated`` event says of the move behind it. ``block_bytes``: of one block."""
+    """What an event says of the move behind it. ``dst`` None: nothing was copied, the blocks only left ``src``.
+    ``block_bytes``: of one block."""
 
     src: Tier
-    dst: Tier
-    block_bytes: int
-    queue_ns: int
-    copy_ns: int
+    dst: Tier | None = None
+    block_bytes: int = 0
+    queue_ns: int = 0
+    copy_ns: int = 0
 
 
 class _Telling:

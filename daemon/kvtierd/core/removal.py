@@ -17,6 +17,7 @@ from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import UPDATED, Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DISK, Key, Tier
+from kvtierd.core.outcome import Transfer
 
 NEWEST: Final = 1 << 62
 """Above the numbers of all blocks."""
@@ -241,6 +242,6 @@ def _lose_one_copy(state: GroupState, block: Block, tier: Tier, copy: Copy, caus
     else:
         state.detach(block, tier)
         if copy.valid:
-            state.recorder.change(UPDATED, cause, state.group, block)
+            state.recorder.change(UPDATED, cause, state.group, block, Transfer(tier))
         state.reconsider(block)
         yield

@@ -57,7 +57,7 @@ _never_given_back: Final[list[Parts]] = []
 
 @dataclass(slots=True, frozen=True)
 class Stores:
-    """What a catalog opens caches in, and what all of them have of policy.
+    """What a catalog opens caches in, and what all of them have of policy. ``options``: of a new cache.
 
     ``disk``: None where the disk tier is not configured.
     """
@@ -67,6 +67,7 @@ class Stores:
     disk: DiskRoot | None
     chaos: Chaos | None
     policy: Policy
+    options: CacheOptions
     keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
 
 

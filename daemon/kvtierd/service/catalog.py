@@ -164,8 +164,7 @@ class Catalog:
 
     def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
         """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
-        policy = self._stores.policy
-        options = CacheOptions(write_policy=policy.write_policy, eviction=policy.eviction)
+        options = self._stores.options
         past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
         if past is not None:
             try:

@@ -27,7 +27,7 @@ from kvtierd.service import wire
 from kvtierd.service.assembly import Stores, described, open_devices, open_gpus
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.budgets import RememberedSlots, require_possible
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import Cache, CacheOptions
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.connections import Connections
@@ -259,6 +259,7 @@ class Daemon:
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             config.policy,
+            CacheOptions(config.write_policy, config.eviction, config.event_hash, config.keep_tokens),
             keeper,
         )
         self._keeper: Final = keeper

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import grpc.aio
+from google.protobuf import text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import Default
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health
-from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio as reflection
 
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_path
@@ -35,6 +38,8 @@ from kvtierd.tiers.disk.superblock import DirectoryLock, io_errors
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """What 1,024 blocks need in a commit, the largest request: clients split more. 16 KiB a block hold its keys, hashes and
 checksum, and 1,024 token ids with their extra ids."""
+REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""Their messages are the same on the wire; the last one is generated."""
 MAX_STREAMS: Final = 1024
 """Calls of a connection at a time. gRPC's client has others wait."""
 
@@ -57,10 +62,14 @@ class RpcServer:
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: Final = list(handlers)
-        shown = reflection.ReflectionServicer([*self._served, HEALTH_SERVICE, REFLECTION_SERVICE])
+        _describe_reflection()
+        shown = reflection.ReflectionServicer([*self._served, HEALTH_SERVICE, *REFLECTION_SERVICES])
         for_visitors = (
-            visitors.handler(HEALTH_SERVICE, self._health, ("Check", "Watch")),
-            visitors.handler(REFLECTION_SERVICE, shown, ("ServerReflectionInfo",)),
+            visitors.handler(HEALTH_SERVICE, HEALTH_SERVICE, self._health, ("Check", "Watch")),
+            *(
+                visitors.handler(name, REFLECTION_SERVICES[-1], shown, ("ServerReflectionInfo",))
+                for name in REFLECTION_SERVICES
+            ),
         )
         self._server.add_generic_rpc_handlers((*handlers.values(), *for_visitors))
 
@@ -87,6 +96,14 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """No new calls; those open get ``grace_s`` to end. Watches not ended before take all of it."""
         await self._server.stop(grace_s)
+
+
+def _describe_reflection() -> None:
+    """Adds version 1 to what reflection tells of: v1alpha, which grpcio brings, under another package name."""
+    old = FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(old)
+    new = text_format.Parse(text_format.MessageToString(old).replace("v1alpha", "v1"), FileDescriptorProto())
+    Default().AddSerializedFile(new.SerializeToString())
 
 
 OLD_LEASE_S: Final = 3600

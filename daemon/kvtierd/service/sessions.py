@@ -393,11 +393,11 @@ class SessionRegistry:
         """
         token = next((value for key, value in metadata or () if key == SESSION_METADATA_KEY), None)
         if not isinstance(token, str):
-            message = f"metadata {SESSION_METADATA_KEY} is missing: attach first"
+            message = f"metadata {SESSION_METADATA_KEY} is missing: {_way(caller)} first"
             raise refused(grpc.StatusCode.UNAUTHENTICATED, "NO_SESSION", message)
         session = self._by_token.get(token)
         if session is None:
-            message = "no session has this token, or it has ended: attach again"
+            message = f"no session has this token, or it has ended: {_way(caller)} again"
             raise refused(grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_SESSION", message)
         if session.peer.transport_identity != caller:
             message = "the token belongs to another client"
@@ -490,12 +490,18 @@ def require_attached(session: Session) -> None:
     if session.ended:
         raise session_ended()
     if session.connection is None:
-        raise _dead("DETACHED_SESSION", "the session's attach connection broke: attach again with its token")
+        way = _way(session.peer.transport_identity)
+        raise _dead("DETACHED_SESSION", f"the session's connection broke: {way} with its token")
+
+
+def _way(caller: Identity | None) -> str:
+    """How a session begins. ``caller``: whom the transport proves, which it does over TCP only."""
+    return "attach" if caller is None else "open Sessions.Session"
 
 
 def session_ended() -> CallRefused:
     """UNAUTHENTICATED for a call of an ended session."""
-    return _dead("UNKNOWN_SESSION", "the session has ended: attach again")
+    return _dead("UNKNOWN_SESSION", "the session has ended: begin a new one")
 
 
 def _dead(reason: str, message: str) -> CallRefused:

@@ -53,17 +53,17 @@ class Visitors:
         finally:
             self._calls.pop(task, None)
 
-    def handler(self, service: str, servicer: object, names: Iterable[str]) -> grpc.GenericRpcHandler:
-        """The methods ``names`` of a servicer of gRPC's own."""
+    def handler(self, name: str, service: str, servicer: object, names: Iterable[str]) -> grpc.GenericRpcHandler:
+        """The methods ``names`` of a servicer of gRPC's own, of ``service``, served under ``name``."""
         methods = Default().FindServiceByName(service).methods_by_name
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.stream_stream_rpc_method_handler(
-                self._call(methods[name], getattr(servicer, name)),
-                response_serializer=GetMessageClass(methods[name].output_type).SerializeToString,
+            each: grpc.stream_stream_rpc_method_handler(
+                self._call(methods[each], getattr(servicer, each)),
+                response_serializer=GetMessageClass(methods[each].output_type).SerializeToString,
             )
-            for name in names
+            for each in names
         }
-        return grpc.method_handlers_generic_handler(service, handlers)
+        return grpc.method_handlers_generic_handler(name, handlers)
 
     def _call(self, method: MethodDescriptor, verb: Callable[..., Any]) -> Callable[[Any, _Context], Awaitable[None]]:
         async def call(_: object, context: _Context) -> None:

@@ -63,13 +63,11 @@ def test_one_array_whose_first_axis_is_the_block_is_n_blocks() -> None:
     assert [row.tobytes() for row in flat] == [row.tobytes() for row in blocks]
 
 
-def test_an_output_that_cannot_be_written_in_place_is_refused() -> None:
-    strided = np.zeros(128, np.uint8)[::2]
+def test_an_output_that_cannot_be_written_is_refused() -> None:
     frozen = np.zeros(64, np.uint8)
     frozen.flags.writeable = False
-    for out in (strided, frozen):
-        with pytest.raises(InvalidArgument, match=r"out\[0\]"):
-            buffers.writable([out], 1, BLOCK_BYTES)
+    with pytest.raises(InvalidArgument, match=r"out\[0\]"):
+        buffers.writable([frozen], 1, BLOCK_BYTES)
 
 
 def test_an_output_is_written_through_its_own_shape() -> None:

@@ -122,7 +122,7 @@ def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
     bench.put("b", HOST, under="a", priority=10)
     told = len(bench.events)
     assert bench.reserve(DEVICE, 1) in bench.grants
-    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, "ba")]
+    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, key) for key in "ba"]
 
 
 def test_a_leased_descendant_protects_the_subtree() -> None:

@@ -202,13 +202,15 @@ class RemoteSessions:
             await context.write(session_pb2.SessionReply(heartbeat=session_pb2.Heartbeat()))
 
     async def _listen(self, context: _Context) -> bool:
-        """Until the stream ends or falls silent. True where it ended with a goodbye."""
+        """Until the stream ends. True where it ended with a goodbye. Raises ABORTED where it falls silent."""
+        patience_s = SILENT_BEATS * self._heartbeat_s
         while True:
             try:
-                async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
+                async with asyncio.timeout(patience_s):
                     request = await _next(context)
             except TimeoutError:
-                return False
+                says = f"no heartbeat for {patience_s:g} s; open Sessions.Session with this token"
+                raise refused(grpc.StatusCode.ABORTED, "NO_HEARTBEAT", says) from None
             if request is None:
                 return False
             match request.WhichOneof("message"):

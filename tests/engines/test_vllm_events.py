@@ -1,0 +1,67 @@
+"""The bridge's events against the event classes of the vLLM that the engines' environment is pinned to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import msgspec
+import pytest
+
+from kvtier.bridge import Encoding
+from kvtier.bridge.vllm import AllBlocksCleared, BlockRemoved, BlockStored, VllmEvent, batch_of
+from tests import vllm_reader
+from tests.engines.conftest import require
+from tests.engines.engines import environment
+
+pytestmark = [pytest.mark.engines, pytest.mark.limit(200)]
+
+SGLANGS = {"cache_salt"}
+"""Fields that vLLM's readers pass over."""
+EVENTS: list[VllmEvent] = [
+    AllBlocksCleared(),
+    BlockStored([2, 3], 1, [5, 6, 7, 8], 2, 9, "CPU", "adapter", [["adapter"], None], 1, "sliding_window", 64),
+    BlockStored([1], None, [], 2, None, "GPU", None),
+    BlockRemoved([2, 3], "DISK", 1),
+]
+READ = """
+import json, sys, msgspec
+from vllm.distributed import kv_events as vllm
+batch = msgspec.msgpack.Decoder(vllm.KVEventBatch).decode(bytes.fromhex(sys.argv[1]))
+names = ("KVEventBatch", "BlockStored", "BlockRemoved", "AllBlocksCleared")
+fields = {name: getattr(vllm, name).__struct_fields__ for name in names}
+events = [[type(event).__name__, msgspec.structs.asdict(event)] for event in batch.events]
+print(json.dumps({"fields": fields, "events": events, "rank": batch.data_parallel_rank}))
+"""
+
+
+@pytest.fixture(scope="module")
+def read(engines):
+    payload = msgspec.msgpack.encode(batch_of(EVENTS, Encoding.MAP, 1.5, 3)).hex()
+    command = [str(require(engines, "vllm")), "-c", READ, payload]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_vllm_reads_what_the_bridge_publishes(read):
+    assert read["rank"] == 3
+    assert [kind for kind, _ in read["events"]] == [type(event).__name__ for event in EVENTS]
+    for (_, found), event in zip(read["events"], EVENTS, strict=True):
+        told = msgspec.to_builtins(msgspec.structs.asdict(event))
+        assert {name: found[name] for name in told.keys() - SGLANGS} == {
+            name: value for name, value in told.items() if name not in SGLANGS
+        }
+
+
+@pytest.mark.parametrize("kind", [BlockStored, BlockRemoved, AllBlocksCleared])
+def test_no_field_is_unknown_there(read, kind):
+    assert set(kind.__struct_fields__) - set(read["fields"][kind.__name__]) <= SGLANGS
+
+
+@pytest.mark.parametrize("kind", ["BlockStored", "BlockRemoved", "AllBlocksCleared"])
+def test_the_tests_router_reads_as_vllm_does(read, kind):
+    """Later releases only add fields at the end."""
+    ours = getattr(vllm_reader, kind).__struct_fields__
+    assert tuple(read["fields"][kind][: len(ours)]) == ours
+    assert tuple(read["fields"]["KVEventBatch"]) == vllm_reader.MapBatch.__struct_fields__

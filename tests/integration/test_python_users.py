@@ -1,0 +1,176 @@
+"""What someone sees who tries the client in a Python shell: representations, tracebacks, warnings, limits."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import warnings
+
+import numpy as np
+import pytest
+
+from kvtier import CacheOptions, Client, InvalidArgument, LeaseLost, SpecMismatch, Tier, TierFull, connect
+from kvtier.types import BlockResult
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.seeing import tier_stats
+
+OK = BlockResult.OK
+LIMIT = 16_384
+
+
+@pytest.fixture
+def daemon(start_daemon):
+    return start_daemon(device=64, host=64)
+
+
+@pytest.fixture
+async def client(daemon):
+    async with await connect(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def cache(client, name):
+    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+
+
+async def test_every_object_says_what_it_is(client, cache):
+    keys = chain("shown", 2)
+    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    assert repr(client) == f"<client of {client.address}: session {client.session_id}, connected>"
+    assert repr(cache) == f"<cache {cache.name}: group 0, 8 device slots, 8 host slots, mapped>"
+    async with cache.reserve(2, tier=Tier.HOST) as lease:
+        assert repr(lease) == f"<WriteLease {lease.id} of cache {cache.name}: 2 host slots, held>"
+    assert repr(lease).endswith("released>")
+    async with cache.across.acquire(keys) as across:
+        assert repr(across) == f"<AcrossLease of cache {cache.name}: 2 blocks in 1 groups>"
+    assert repr(cache.prompt(range(SPEC.tokens_per_block * 3))).endswith("3 blocks>")
+    async with client.watch() as watch:
+        assert repr(watch).startswith(f"<watch of {client.address}: at ")
+
+
+def test_twins_say_the_same(daemon, name):
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
+        assert (repr(client), repr(cache)) == (repr(client.inner), repr(cache.inner))
+        with cache.reserve(1) as lease:
+            assert repr(lease) == repr(lease.inner)
+    assert repr(client).endswith("closed>")
+
+
+async def test_a_refusal_shows_nothing_of_grpc(client, cache):
+    """One traceback, which ends in kvtier's own error."""
+    other = type(SPEC)(**{each: getattr(SPEC, each) for each in SPEC.__slots__} | {"model": "another"})
+    refused = []
+    for call, kind in (
+        (lambda: client.open_cache(cache.name, other), SpecMismatch),
+        (lambda: client.open_cache("else", SPEC, budgets=sizes(host=1000)), TierFull),
+        (lambda: cache.prompt([-1]), InvalidArgument),
+    ):
+        with pytest.raises(kind) as error:
+            await call()
+        refused.append("".join(traceback.format_exception(error.value)))
+    for shown in refused:
+        assert shown.count("Traceback") == 1
+        assert "AioRpcError" not in shown
+
+
+async def test_a_forgotten_lease_warns_and_goes_back_with_its_cache(client, cache):
+    with pytest.warns(ResourceWarning) as warned:
+        await cache.reserve(3, tier=Tier.HOST)
+        around = [await cache.reserve(2, tier=Tier.HOST)]
+        around.append(around)  # for the garbage collector
+        del around
+        gc.collect()
+    assert [str(each.message).split(": ", 2)[2] for each in warned] == ["3 host slots, held>", "2 host slots, held>"]
+    assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 5, "views of it may be in use"
+    await cache.release_all()
+    assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 0
+
+
+async def test_leases_that_are_over_do_not_warn(daemon, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache(name, SPEC, budgets=sizes(host=8))
+            held = await cache.reserve(2)
+            released = await cache.reserve(2)
+            await released.release()
+            del released
+            gc.collect()
+        del held, cache, client
+        gc.collect()
+
+
+async def test_a_prompt_knows_what_comes_before_the_middle_of_its_chain(client, name):
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=16), options=CacheOptions(keep_tokens=True))
+    prompt = cache.prompt(range(SPEC.tokens_per_block * 4))
+    keys = [prompt.keys[at : at + 32] for at in range(0, len(prompt.keys), 32)]
+    assert await cache.put(keys[2:], blocks(keys[2:]), prompt=prompt) == [BlockResult.PARENT_MISSING] * 2
+    assert await cache.put(keys[:2], blocks(keys[:2]), prompt=prompt) == [OK, OK]
+    async with cache.reserve(2) as lease:
+        assert await lease.commit(keys[2:], prompt=prompt) == [OK, OK]
+    assert await cache.put(keys, blocks(keys), prompt=prompt) == [BlockResult.EXISTS] * 4
+    assert [block.parent async for block in cache.blocks()] == [None, *keys[:3]]
+
+
+async def test_a_block_put_as_a_root_is_found_with_the_chain_that_it_belongs_to(cache):
+    """Keys say nothing of what is before them: without a parent it begins a chain. It is not lost."""
+    keys = chain("middle", 4)
+    assert await cache.put(keys[2:], blocks(keys[2:])) == [OK, OK]
+    assert (await cache.match(keys)).blocks == 0
+    assert await cache.put(keys, blocks(keys)) == [OK, OK, BlockResult.PARENT_CONFLICT, BlockResult.EXISTS]
+    assert (await cache.match(keys)).blocks == 4
+    assert_bytes(keys, await cache.get(keys))
+
+
+@pytest.mark.parametrize("verb", ["prefix_length", "match", "acquire", "get", "put", "probe", "move", "stream_get"])
+async def test_every_verb_takes_as_many_keys_and_no_more(cache, verb):
+    many = chain("many", LIMIT + 1)
+    further = {"put": (np.zeros((1, 1)),), "move": (Tier.HOST,)}.get(verb, ())
+    with pytest.raises(InvalidArgument, match=f"keys = {LIMIT + 1} keys: must be at most {LIMIT} keys"):
+        await getattr(cache, verb)(many, *further)
+    if verb not in ("put", "acquire"):
+        await getattr(cache, verb)(many[:LIMIT], *further)
+
+
+@pytest.mark.parametrize("way", ["get", "stream_get"])
+async def test_strided_arrays_are_filled_in_place(cache, way):
+    """An engine's own layout, a block the third axis: as torch's views are."""
+    keys = chain("strided", 3)
+    await cache.put(keys, blocks(keys))
+    half = cache.block_bytes // 2
+    kv = np.zeros((2, 8, half), np.uint8)
+    table = [5, 0, 6]
+    views = [kv[:, at] for at in table]
+    found = await getattr(cache, way)(keys, views)
+    assert all(one is view for one, view in zip(found, views, strict=True))
+    assert_bytes(keys, [kv[:, at].reshape(-1) for at in table])
+    assert not kv[:, [1, 2, 3, 4, 7]].any()
+    whole = np.zeros((half, 2, 3), np.uint8).T  # one array, its blocks along the first axis
+    await getattr(cache, way)(keys, whole)
+    assert_bytes(keys, [whole[at].reshape(-1) for at in range(3)])
+
+
+def test_the_synchronous_client_fills_strided_arrays_too(daemon, name):
+    keys = chain("strided", 2)
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
+        cache.put(keys, blocks(keys))
+        kv = np.zeros((2, 2, cache.block_bytes // 2), np.uint8)
+        cache.get(keys, [kv[:, 1], kv[:, 0]])
+        assert_bytes(keys, [kv[:, 1].reshape(-1), kv[:, 0].reshape(-1)])
+
+
+async def test_a_lease_lost_is_no_lease_forgotten(daemon, client, cache):
+    lease = await cache.reserve(1, tier=Tier.HOST)
+    daemon.kill()
+    daemon.start()
+    while client.session_id and cache.session_number == lease.binding.session:
+        await client.caches(timeout=10)
+    with pytest.raises(LeaseLost):
+        lease.require_live()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        del lease
+        gc.collect()
