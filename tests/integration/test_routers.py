@@ -88,4 +88,4 @@ async def test_a_block_that_is_forgotten_says_where_it_was(start_daemon, name, t
         gone = await evictions(client, name)
         assert {(event.type, event.moved_from, event.moved_to) for event in gone} == {(EventType.REMOVED, tier, None)}
         assert f"{tier} → gone" in watch(daemon, "--cache", name).stdout
-        assert f'"moved_from":"{tier}"' in watch(daemon, "--cache", name, "--json").stdout
+        assert f'"moved_from":"{tier}"' in watch(daemon, "--cache", name, "-o", "json").stdout
