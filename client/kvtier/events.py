@@ -39,9 +39,8 @@ class Event:
     and nothing was copied. ``time_ns``: since the Unix epoch.
     ``event_hash``: the cache's option; ``packed_hashes``: all of 8 or all of 32 bytes, zeros for a block without.
     ``tokens`` (stored only): one a block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is
-    full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, and
-    ``all_window_tokens``, ``all_sink_tokens``, ``all_flat``, one a window group, and the specification's
-    ``fingerprint``.
+    full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, the
+    specification's ``fingerprint``, and ``all_window_tokens``, ``all_sink_tokens``, ``all_flat``, one a window group.
     """
 
     epoch: int

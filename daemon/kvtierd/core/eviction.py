@@ -127,12 +127,8 @@ class Ranked:
     A block that was offered at a rank is a candidate while its own record, its copy's in the ``tier``, says that it is
     on the list ``bit`` at that rank: the list itself need not be told that one has gone. A heap whose stale entries are
     skipped when they surface: O(log n) an offer, no scan ever. Where most of it may be stale, each offer moves a few
-    entries that are not to a new one: so memory stays within a small factor of the candidates, and nobody waits for a
-    whole heap to be gone through. An entry is one integer, the rank above the slot: a use of a long chain makes an
-    entry a block, and a garbage collection would stop the loop to look at as many tuples.
-
-    Args:
-        blocks: The tier's, by slot: all that are on any list.
+    entries that are not to a new one, so that nobody waits for a whole heap. An entry is one integer, the rank above
+    the slot: a garbage collection would stop the loop to look at as many tuples. ``blocks``: the tier's, by slot.
     """
 
     __slots__ = ("_bit", "_blocks", "_heap", "_old", "_sweep_at", "_swept", "_tier")
