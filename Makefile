@@ -14,6 +14,8 @@ help:
 	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
 	@echo "make gpu-bench  kvtier bench gpu, likewise"
 	@echo "make systemd-vm the systemd unit under a real systemd, in a virtual machine; as root on Debian"
+	@echo "make deb        a Debian package, in dist"
+	@echo "make image      a container image, kvtier:0.1.0; by buildah, from Docker's Python"
 	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-test"
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
 	@echo "make format     ruff format and ruff's safe fixes"
@@ -106,6 +108,14 @@ gpu-wheels: .venv/.stamp
 .PHONY: systemd-vm
 systemd-vm: .venv/.stamp
 	@$(PYTHON) .ci/systemd_vm.py
+
+.PHONY: deb
+deb:
+	@deploy/deb.sh
+
+.PHONY: image
+image:
+	buildah build -f deploy/Containerfile -t kvtier:0.1.0 .
 
 .PHONY: demo
 demo: .venv/.stamp

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from debian import make_root, reason_to_skip, run
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 WORK: Final = ROOT / ".vm"
 TOOLS: Final = {"qemu-system-x86_64": "qemu-system-x86", "mmdebstrap": "mmdebstrap", "mke2fs": "e2fsprogs"}
@@ -53,25 +55,6 @@ MASKED: Final = (
 """Units that have nothing to do with the trial and take an emulated processor minutes."""
 
 
-def run(*command: str | Path) -> None:
-    subprocess.run(list(map(str, command)), check=True, stdin=subprocess.DEVNULL)
-
-
-def reason_to_skip() -> str:
-    """Why it cannot be run here; empty if it can, once the missing tools are installed."""
-    if sys.platform != "linux" or os.uname().machine != "x86_64" or sys.version_info[:2] != (3, 11):
-        return "it needs an x86-64 Linux and Python 3.11, as the guest has them"
-    if os.getuid() != 0:
-        return "only root can make the guest's system"
-    wanted = [package for command, package in TOOLS.items() if shutil.which(command) is None]
-    if wanted and shutil.which("apt-get") is None:
-        return f"there is no apt-get to install {' '.join(wanted)} with"
-    if wanted:
-        run("apt-get", "-qq", "update")
-        run("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qqy", "install", "--no-install-recommends", *wanted)
-    return ""
-
-
 def blocks() -> dict[str, str]:
     """The first blocks of commands under 'Install as a service' in docs/operations.md, by the name they have here."""
     section = (ROOT / "docs" / "operations.md").read_text().partition("## Install as a service\n")[2]
@@ -84,11 +67,9 @@ def disk() -> Path:
     """The guest's disk, with the package installed as the page says, and the trial in /trial."""
     tree, image = WORK / "tree", WORK / "disk"
     trial = tree / "trial"
-    options = ["--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", f"--include={','.join(GUEST)}"]
-    run("mmdebstrap", *options, "bookworm", tree)
+    make_root(tree, *GUEST)
     constraints = ROOT / "constraints-dev.txt"
     run(sys.executable, "-m", "pip", "wheel", "-q", "-c", constraints, "-w", trial / "wheels", f"{ROOT}[daemon]")
-    shutil.copytree(ROOT / "systemd", trial / "systemd")
     shutil.copy(ROOT / ".ci" / "systemd_guest.py", trial)
     for name, text in blocks().items():
         (trial / name).write_text(text)
@@ -125,7 +106,7 @@ def boot(image: Path) -> str:
 
 
 def main() -> int:
-    if why := reason_to_skip():
+    if why := reason_to_skip(TOOLS):
         print(f"systemd-vm: skipped: {why}")
         return 0
     shutil.rmtree(WORK, ignore_errors=True)

@@ -46,6 +46,8 @@ class DaemonProcess:
         """The module that is run, and arguments before all flags."""
         self.within: list[str] = []
         """A command that becomes the daemon, which its last arguments start."""
+        self.number: int | None = None
+        """Its pid as it sees it itself, where :attr:`within` gives it a pid namespace of its own."""
         self.disturbed = False
         """A test has stopped, killed or paused it, or asked it to end."""
         self._log_from = 0
@@ -114,7 +116,7 @@ class DaemonProcess:
             )
         line = self._first_line(self._process)
         said, _, tcp = line.rstrip("\n").partition(" tcp=")
-        wanted = f"kvtierd ready pid={self.pid} address={self.address}"
+        wanted = f"kvtierd ready pid={self.number or self.pid} address={self.address}"
         if said != wanted:  # what is left of it would be told of as another test's
             self.kill()
         assert said == wanted, f"{line!r}\n{self.log}"

@@ -5,7 +5,9 @@ For tests that are to find the fault. The daemon does not know: only this proces
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -41,6 +43,11 @@ def turns_odd_too_late() -> None:
     _plant(begin_writes, end_writes)
 
 
+def hangs_when_told() -> None:
+    """SIGUSR2 stops the event loop for ever; other threads go on."""
+    signal.signal(signal.SIGUSR2, lambda *_: threading.Event().wait())
+
+
 def _plant(
     begin_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], list[SlotId]],
     end_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], None],
@@ -55,7 +62,9 @@ def _was_never_used(arena: Arena, tier: Tier, group: GroupId, slot: SlotId) -> b
 
 SEEN_BY_READERS: Final = (keeps_the_generation, turns_odd_too_late)
 """With these some reader is given wrong bytes."""
-FAULTS: Final[Mapping[str, Callable[[], None]]] = {fault.__name__: fault for fault in SEEN_BY_READERS}
+FAULTS: Final[Mapping[str, Callable[[], None]]] = {
+    fault.__name__: fault for fault in (*SEEN_BY_READERS, hangs_when_told)
+}
 
 
 if __name__ == "__main__":

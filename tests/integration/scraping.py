@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import re
-import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
@@ -22,9 +23,18 @@ def port_of(daemon: DaemonProcess) -> int:
     return int(ports[-1])
 
 
+def asked(daemon: DaemonProcess, path: str, method: str = "GET") -> tuple[int, str]:
+    """Status and body of the answer to one request."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port_of(daemon), timeout=10)) as connection:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
 def text_of(daemon: DaemonProcess) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port_of(daemon)}/metrics", timeout=10) as answer:
-        return bytes(answer.read()).decode()
+    status, text = asked(daemon, "/metrics")
+    assert status == 200, text
+    return text
 
 
 @dataclass(frozen=True)

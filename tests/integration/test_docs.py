@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "docs/operations.md",
+    "docs/containers.md",
     "docs/retention.md",
     "docs/security.md",
     "docs/events.md",

@@ -153,3 +153,11 @@ async def test_a_client_that_says_nothing_holds_up_neither_the_daemon_nor_its_st
         cache = await client.open_cache("c", SPEC)
         assert (await cache.match(KEYS)).blocks == 0
         assert isinstance(await scrape(daemon), Scrape)  # after the silent one has been given up
+
+
+def test_the_alert_rules_ask_for_what_there_is(seen):
+    asked = re.findall(r"expr: (.*)", (DOCS.parent / "deploy" / "alerts.yml").read_text())
+    assert len(asked) > 5
+    names = {sample.name for family in seen.families.values() for sample in family.samples}
+    for query in asked:
+        assert set(re.findall(r"\b(?:kvtier|process)_\w+", query)) <= names, query

@@ -10,7 +10,7 @@ import subprocess
 from hashlib import sha256
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from kvtier import Tier, connect
 from tests.integration.blocks import SPEC, blocks, chain, sizes

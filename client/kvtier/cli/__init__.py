@@ -24,6 +24,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "drop": "blocks",
     "explain": "explain",
     "get": "payload",
+    "install-service": "service",
     "kick": "status",
     "leases": "status",
     "locate": "locate",
@@ -53,7 +54,7 @@ class _Commands(Group):
             return None
         # gRPC's own lines on standard error, dozens of a connection that is refused: what they mean is in our message.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        command: click.Command = getattr(import_module(f"kvtier.cli.{_MODULES[cmd_name]}"), cmd_name)
+        command: click.Command = getattr(import_module(f"kvtier.cli.{_MODULES[cmd_name]}"), cmd_name.replace("-", "_"))
         return command
 
 

@@ -118,7 +118,7 @@ _OUTPUT: Final = output_option()
 def move(
     daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], everything: bool, group: int, form: str
 ) -> None:
-    """Make blocks of a cache ready in a tier (device, host or disk).
+    """Make blocks ready in a tier (device, host or disk).
 
     Up is a prefetch; down is a demotion, which frees the copies above. A KEY is 64 hexadecimal digits, or the first 8
     or more. Exit status 1 where any block could not be moved.

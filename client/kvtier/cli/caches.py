@@ -94,7 +94,7 @@ def _gone(name: str, report: RemovalReport) -> str:
 @yes_option
 @output_option()
 def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, form: str) -> None:
-    """Forget all blocks of a cache, in every tier; the cache stays.
+    """Forget all blocks of a cache, but not the cache.
 
     While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
     """

@@ -41,7 +41,7 @@ _REMOTE: Final[Mapping[bool | None, str]] = {
 @click.option("--cache", metavar="NAME", help="Only in this cache.  [default: all that you may see]")
 @output_option()
 def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
-    """Say where a block is, what holds it, and what became of it.
+    """Say where a block is, what holds it, and its past.
 
     KEY is in hex; its first 8 digits or more suffice if no other key begins like that. Looking is no use of the block.
 

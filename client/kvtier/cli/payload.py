@@ -40,7 +40,7 @@ class NameType(KeyType):
 @GROUP_OPTION
 @output_option()
 def put(daemon: DaemonAt, cache: str, key: bytes, file: BinaryIO, group: int, form: str) -> None:
-    """Store the bytes of a file, or of standard input, as one block.
+    """Store a file, or standard input, as one block.
 
     KEY is 64 hexadecimal digits, or any text: its SHA-256 is the key. Blocks of a cache have one size: the rest of the
     block is zeros, and more bytes are refused. A block never changes: exit status 1 if the key is stored already.

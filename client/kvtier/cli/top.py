@@ -85,7 +85,7 @@ class Look:
 @address_option
 @click.option("--once", is_flag=True, help="Print one screen and end. Without a terminal it does so anyway.")
 def top(daemon: DaemonAt, once: bool) -> None:
-    """Follow tiers, moves, hits, caches and leases on one screen.
+    """Follow tiers, moves, hits and leases on one screen.
 
     q ends it. Goes on over restarts of the daemon. You see the caches that you may administer.
     """

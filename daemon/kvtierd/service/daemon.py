@@ -238,7 +238,8 @@ class Daemon:
         self.config_problems: tuple[str, ...] = ()
         """Why the last reload of the configuration did not change all that it was to change."""
         self._directories: Final = directories
-        self._serving = False
+        self._phase = "starting"
+        """starting, serving or stopping."""
         self._sequencer: Final = DurableSequencer(state)
         headers: dict[CacheId, CacheHeader] = {}
         self._log: Final = directories.log
@@ -361,7 +362,7 @@ class Daemon:
             self._beyond.start()
         if self.fleet is not None:
             self.fleet.start()
-        self._serving = True
+        self._phase = "serving"
 
     @property
     def address(self) -> str:
@@ -379,8 +380,7 @@ class Daemon:
     async def stop(self) -> bool:
         """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
         open, and only the end of the process lets go of them."""
-        if self._metrics is not None:
-            await self._metrics.stop()
+        served, self._phase = self._phase == "serving", "stopping"
         if self._connections is not None:
             self._connections.cancel()
             await asyncio.wait([self._connections])
@@ -392,6 +392,8 @@ class Daemon:
         if self._beyond is not None:
             await self._beyond.stop()
         clean = await self._engine.shutdown(self._config.shutdown_seconds) and probed
+        if self._metrics is not None:  # not before: a probe tells a stop from a crash
+            await self._metrics.stop()
         self._dispatcher.stop()
         self._hub.close()
         self._remote.close()
@@ -416,7 +418,7 @@ class Daemon:
             await logged
             self._log.close()
         # A start that failed after a crash has told nobody of the crash: the next one must.
-        told = self._serving or not self._directories.state.identity.unclean
+        told = served or not self._directories.state.identity.unclean
         self._directories.state.close(self._sequencer.last if clean and told else None)
         self._directories.run.close()
         return clean
@@ -474,6 +476,7 @@ class Daemon:
             self._identity,
             self._events.lags,
             lambda: self._health.problems(list(self._catalog)),
+            lambda: self._phase,
             self._log,
             self.fleet,
             self._beyond,

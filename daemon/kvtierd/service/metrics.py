@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. A scrape has the loop read the numbers that the daemon keeps anyway.
+"""Metrics for Prometheus, and probes. A scrape has the loop read the numbers that the daemon keeps anyway.
 
 Imported only by a daemon that serves metrics.
 """
@@ -11,12 +11,14 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -39,10 +41,13 @@ if TYPE_CHECKING:
     from kvtierd.fleet.peers import Fleet
 
 READ_S: Final = 5.0
-"""How long a scrape waits for the loop. Then it fails."""
+"""How long a scrape or a probe waits for the loop. Then it fails."""
+STALLED_S: Final = 30.0
+"""How long a mover's thread may be in one call before ``/healthz`` fails."""
 MAX_CONNECTIONS: Final = 16
 _PROBE_S: Final = 0.1
 _LATENESS_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
+_TEXT: Final = [("Content-Type", "text/plain; charset=utf-8")]
 _GROUP: Final = ("cache", "group")
 _PLACE: Final = ("cache", "group", "tier")
 _EDGE: Final = ("cache", "from", "to")
@@ -98,8 +103,9 @@ _log = logging.getLogger(__name__)
 class Subjects:
     """The parts of the daemon that are asked.
 
-    ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``log``: None
-    without an event log. ``fleet``: None without peers. ``remote``: None without a store beyond the host and peers.
+    ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``phase``: of the
+    daemon's life. ``log``: None without an event log. ``fleet``: None without peers. ``remote``: None without a store
+    beyond the host and peers.
     """
 
     engine: Engine
@@ -109,6 +115,7 @@ class Subjects:
     identity: DaemonIdentity
     lags: Callable[[], Sequence[int]]
     problems: Callable[[], Sequence[str]]
+    phase: Callable[[], str]
     log: EventLog | None
     fleet: Fleet | None
     remote: RemoteTier | None
@@ -175,7 +182,7 @@ class Metrics(Collector):
             self._server = _Server(host, port)
         except OSError as error:
             raise TierConfigError("metrics_listen", f"{host}:{port}", f"cannot listen there: {error}") from error
-        self._server.set_app(make_wsgi_app(registry))
+        self._server.set_app(partial(self._answer, make_wsgi_app(registry)))
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
         self._probe = self._next_probe()
         _log.info("serving metrics address=%s port=%d", host, self._server.server_port)
@@ -184,6 +191,40 @@ class Metrics(Collector):
         self._probe.cancel()
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
+
+    def _answer(
+        self, metrics: WSGIApplication, environ: WSGIEnvironment, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        """Called by a request, in its thread."""
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        status, headers, body = "404 Not Found", _TEXT, b"/metrics, /healthz and /readyz are served here\n"
+        if method not in ("GET", "HEAD"):
+            status, headers, body = "405 Method Not Allowed", [*_TEXT, ("Allow", "GET, HEAD")], b""
+        elif path == "/metrics":
+            said: list[Any] = []
+            body = b"".join(metrics(environ | {"REQUEST_METHOD": "GET"}, lambda *begun: said.append(begun)))  # type: ignore[arg-type]
+            ((status, headers),) = said
+        elif path in ("/healthz", "/readyz"):
+            fault = self._fault(path)
+            status, body = "503 Service Unavailable" if fault else "200 OK", f"{fault or 'ok'}\n".encode()
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
+        return [body] if method == "GET" else []
+
+    def _fault(self, path: str) -> str:
+        """Why a probe fails; empty if it does not."""
+        reading = asyncio.run_coroutine_threadsafe(self._state(), self._loop)
+        try:
+            phase, stalled_s = reading.result(READ_S)
+        except TimeoutError:
+            return f"the event loop has not answered for {READ_S:.0f} s"
+        finally:
+            reading.cancel()
+        if path == "/readyz":
+            return "" if phase == "serving" else phase
+        return f"a mover's thread has been in one call for {stalled_s:.0f} s" if stalled_s > STALLED_S else ""
+
+    async def _state(self) -> tuple[str, float]:
+        return self._ask.phase(), self._ask.engine.stalled_s()
 
     def describe(self) -> list[Metric]:
         return list(_families().values())

@@ -114,7 +114,10 @@ def identify(sock: socket.socket) -> Peer:
     """The peer as a process. The caller closes it. Raises :class:`UnknownPeer`."""
     who = credentials(sock)
     if who.pid == 0:
-        raise UnknownPeer("the client's process is not visible from the daemon's pid namespace")
+        raise UnknownPeer(
+            "the client's process is not visible from the daemon's pid namespace: run the daemon in the host's "
+            "(hostPID: true in Kubernetes, --pid=host in Docker and Podman)"
+        )
     pidfd = _open_pidfd(sock, who)
     return Peer(who.pid, who.identity, pidfd, command_of(who.pid))
 

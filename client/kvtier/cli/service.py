@@ -1,0 +1,111 @@
+"""``kvtier install-service``: kvtierd as a systemd service of this environment's Python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+
+_CLONE: Final = Path(__file__).parents[3]
+_HIDDEN: Final = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("/var/tmp"))
+"""Directories that the unit's sandbox does not show the daemon."""
+_CONFIGURATION: Final = Path("etc/kvtier/kvtierd.toml")
+_FILES: Final = {
+    "kvtierd.service": Path("etc/systemd/system/kvtierd.service"),
+    "kvtierd.service.d/gpu.conf": Path("etc/systemd/system/kvtierd.service.d/gpu.conf"),
+    "kvtierd.toml": _CONFIGURATION,
+    "sysusers.d/kvtier.conf": Path("etc/sysusers.d/kvtier.conf"),
+    "tmpfiles.d/kvtier.conf": Path("etc/tmpfiles.d/kvtier.conf"),
+}
+"""Where each file of systemd/ goes, below the root."""
+
+
+@dataclass(slots=True, frozen=True)
+class _File:
+    target: Path
+    text: str
+
+    @property
+    def state(self) -> str:
+        """What an installation does with it. The configuration is the operator's once it is there."""
+        if not self.target.exists():
+            return "install"
+        if self.target.read_text() == self.text:
+            return "unchanged"
+        return "kept" if self.target.match(str(_CONFIGURATION)) else "replace"
+
+
+def _shared() -> Path:
+    """The files of the package, or of the clone that is run."""
+    installed = Path(sysconfig.get_path("data"), "share", "kvtier", "systemd")
+    return installed if installed.is_dir() else _CLONE / "systemd"
+
+
+def _daemon(root: Path) -> Path:
+    """As seen from below ``root``. Warns if the unit could not start it there."""
+    program, python = Path(sys.executable).with_name("kvtierd"), Path(sys.executable).resolve()
+    if not program.exists():
+        raise click.ClickException(f"{program}: no such file; install kvtier[daemon] into this environment")
+    seen = [Path("/", path.relative_to(root)) if path.is_relative_to(root) else path for path in (program, python)]
+    for path in seen:
+        if any(path.is_relative_to(place) for place in _HIDDEN):
+            click.echo(f"warning: {path}: the unit's sandbox hides it; install kvtier into, say, /opt/kvtier", err=True)
+    return seen[0]
+
+
+def _adapted(text: str, program: Path) -> str:
+    """A packaged file is written for the prefix /usr."""
+    documents = program.parents[1] / "share" / "doc" / "kvtier"
+    return text.replace("/usr/bin/kvtierd", str(program)).replace("/usr/share/doc/kvtier", str(documents))
+
+
+def _commands(root: Path) -> list[list[str]]:
+    """What makes the user and the directories, and has a running systemd see the unit."""
+    commands = [
+        ["systemd-sysusers", f"--root={root}", "kvtier.conf"],
+        ["systemd-tmpfiles", f"--root={root}", "--create", "kvtier.conf"],
+    ]
+    booted = root == Path("/") and Path("/run/systemd/system").is_dir()
+    return [*commands, ["systemctl", "daemon-reload"]] if booted else commands
+
+
+@click.command("install-service")
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+    default="/",
+    show_default=True,
+    help="The root file system to install into.",
+)
+@click.option("--gpu", is_flag=True, help="Install the drop-in for an NVIDIA GPU too.")
+@click.option("--yes", is_flag=True, help="Do it. Otherwise the command only prints what it would do.")
+def install_service(root: Path, gpu: bool, yes: bool) -> None:
+    """Install kvtierd as a systemd service.
+
+    A dry run unless --yes is given. Writes the unit, the user kvtier, its directories and a sample
+    configuration. An existing configuration is kept.
+    """
+    shared, program = _shared(), _daemon(root)
+    names = [name for name in _FILES if gpu or "gpu" not in name]
+    files = [_File(root / _FILES[name], _adapted((shared / name).read_text(), program)) for name in names]
+    commands = _commands(root)
+    if missing := [command[0] for command in commands if shutil.which(command[0]) is None]:
+        raise click.ClickException(f"{', '.join(missing)}: no such command; install systemd")
+    for file in files:
+        state = file.state
+        click.echo(f"{state:<10}{file.target}")
+        if yes and state in ("install", "replace"):
+            file.target.parent.mkdir(parents=True, exist_ok=True)
+            file.target.write_text(file.text)
+    for command in commands:
+        click.echo(f"{'run':<10}{' '.join(command)}")
+        if yes and subprocess.run(command, check=False).returncode:
+            raise click.ClickException(f"{command[0]} failed; what was written stays")
+    edit = f"set the tier sizes in {root / _CONFIGURATION}, then: systemctl enable --now kvtierd"
+    click.echo(edit if yes else "This was a dry run: nothing has changed. Do it with --yes.")
