@@ -129,12 +129,16 @@ class AllowRule(BaseModel):
                 return self.anonymous
 
 
+OVERFLOW_UID: Final = 65534
+"""What the kernel shows of every user that the daemon's user namespace does not map: it tells nobody from anybody."""
+
+
 class Rights:
     """Decides. ``owner_uid``: the daemon's own."""
 
     def __init__(self, rules: Iterable[AllowRule], owner_uid: int) -> None:
         self._rules: Final = tuple(rules)
-        self._owners: Final = frozenset({0, owner_uid})
+        self._owners: Final = frozenset({0, owner_uid} - {OVERFLOW_UID})
         self.on: Final = lru_cache(_DECISIONS)(self._decide)
         """Of somebody, on the cache of a name, whether or not there is one."""
 

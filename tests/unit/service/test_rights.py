@@ -36,6 +36,12 @@ def test_everybody_else_may_do_nothing(who: Identity) -> None:
     assert rights.on(who, "any") == rights.somewhere(who) == rights.everywhere(who) == frozenset()
 
 
+def test_a_user_that_the_namespace_does_not_map_is_not_the_daemons_own() -> None:
+    unmapped = User(65534, frozenset())
+    rights = Rights([], unmapped.uid)
+    assert rights.on(unmapped, "any") == rights.everywhere(unmapped) == frozenset()
+
+
 @pytest.mark.parametrize(
     ("names", "who", "it_is"),
     [
