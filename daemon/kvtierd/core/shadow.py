@@ -24,6 +24,8 @@ REMEMBERED: Final = 32_768
 """Keys whose uses are remembered after they have left, besides as many as there are slots."""
 SAMPLE: Final = 128
 """Least slots of a shadow, where the tier has as many."""
+_MEMORY: Final = 16
+"""Times its slots a shadow remembers keys at most: each takes 0.15 kB of every cache."""
 _FADE: Final = 0.95
 """What earlier misses still count once a shadow has seen as many keys more as it has slots."""
 
@@ -111,7 +113,7 @@ class Shadows:
         self._every = 1 << max((slots // SAMPLE).bit_length() - 1, 0)
         self._mask = self._every - 1
         sample = slots // self._every
-        remembered = (slots + REMEMBERED) // self._every
+        remembered = min((slots + REMEMBERED) // self._every, _MEMORY * sample)
         self._shadows = {LRU: Shadow(sample, 0, 1), LFUDA: Shadow(sample, sample, remembered)}
         self._period = sample
         self._seen = 0

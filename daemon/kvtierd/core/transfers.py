@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 from kvtier.abi.attention import Needed
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
 from kvtierd.core import removal
-from kvtierd.core.block import DOWNWARDS, LEAVING, UPWARDS, Block, Copy
+from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, UPDATED, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DEVICE, DISK, HOST, GroupId, Key, Label, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, GroupId, Key, Label, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.leases import FetchTicket
 from kvtierd.core.outcome import MoveResult, Transfer
 from kvtierd.core.policy import Edge, WritePolicy
@@ -37,20 +37,17 @@ class EdgeRecord:
 
 
 class Flight:
-    """``purge``: when it arrives, all idle copies above go."""
+    """A copy of a block that is under way."""
 
-    __slots__ = ("block", "cause", "copy", "dst", "purge", "source", "src")
+    __slots__ = ("block", "cause", "copy", "dst", "source", "src")
 
-    def __init__(
-        self, block: Block, src: Tier, dst: Tier, source: Copy, copy: Copy, cause: Cause, *, purge: bool
-    ) -> None:
+    def __init__(self, block: Block, src: Tier, dst: Tier, source: Copy, copy: Copy, cause: Cause) -> None:
         self.block = block
         self.src = src
         self.dst = dst
         self.source = source
         self.copy = copy
         self.cause = cause
-        self.purge = purge
 
     @property
     def edge(self) -> Edge:
@@ -67,6 +64,8 @@ class Flights:
         self._flights: dict[MoveId, list[Flight]] = {}
         self._waiters: dict[Copy, list[FetchTicket]] = {}
         """Fetches that wait for a copy to become READY."""
+        self._sinking: dict[Block, Tier] = {}
+        """Blocks that were moved while a copy of theirs was under way, and where to."""
         self.background = 0
         """Copies that nobody waits for."""
         self.to_disk = 0
@@ -89,19 +88,24 @@ class Flights:
         lost = self._state.disk_lost and DISK in (src, dst)
         return not lost and self.edges[src, dst].degraded_until <= now
 
-    def start(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False) -> Copy:
+    def start(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
         if cause in _BACKGROUND:
             self._count_background(src, 1)
         self.to_disk += dst is DISK
-        flight = Flight(block, src, dst, source, copy, cause, purge=purge)
+        flight = Flight(block, src, dst, source, copy, cause)
         flights = self._flights.get(move)
         if flights is None:
             self._flights[move] = [flight]
         else:
             flights.append(flight)
         return copy
+
+    def sink(self, block: Block, tier: Tier) -> None:
+        """Somebody moves the block to this tier: the idle copies above go as soon as no copy of it is under way."""
+        if _under_way(block):
+            self._sinking[block] = tier
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
         """Applies a result. Returns the fetches that were waiting for one of its copies, once a copy each."""
@@ -166,6 +170,8 @@ class Flights:
             self._arrive(flight, transfer)
         if block.copies[src] is not source:
             self._settle_source(flight)
+        if block in self._sinking and not _under_way(block):
+            del self._sinking[block]
 
     def _count_background(self, src: Tier, by: int) -> None:
         self.background += by
@@ -202,8 +208,9 @@ class Flights:
             state.copied_ahead(block, src)
         elif self._promoted(flight):
             state.detach(block, src)
-        if flight.purge:
-            for tier in state.above[dst]:
+        target = self._sinking.get(block)
+        if target is not None and block.residency & BITS[target]:
+            for tier in state.above[target]:
                 if self._idle(block, tier):
                     state.detach(block, tier)
         state.recorder.change(UPDATED, cause, state.group, block, transfer)
@@ -218,6 +225,10 @@ class Flights:
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copies[tier]
         return copy is not None and copy.still and block.claims == 0
+
+
+def _under_way(block: Block) -> bool:
+    return any(copy is not None and (copy.phase is FILLING or copy.reads) for copy in block.copies)
 
 
 OK: Final = BlockResult.OK

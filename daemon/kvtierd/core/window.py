@@ -294,6 +294,8 @@ class WindowManager:
         for block in claimed:
             self.state.unclaim(block)
         if not ticket.hold:
+            for block in claimed:
+                self.flights.sink(block, tier)
             self._purge_present(claimed, tier)
 
     def _fetch_one(self, ticket: FetchTicket, block: Block, *, asked: bool) -> None:
@@ -304,7 +306,7 @@ class WindowManager:
             self.flights.start(block, src, ticket.tier, WRITE_THROUGH)
         else:
             cause = Cause.PREFETCH if src > ticket.tier else Cause.EXPLICIT
-            self.flights.start(block, src, ticket.tier, cause, purge=True)
+            self.flights.start(block, src, ticket.tier, cause)
 
     def _join(self, ticket: FetchTicket, block: Block) -> None:
         tier = ticket.tier
