@@ -159,7 +159,11 @@ class GroupState:
     def redundant(self, block: Block, tier: Tier) -> bool:
         """It is valid above, too, where it is not about to leave; and no child needs this copy."""
         above = block.residency & (BITS[tier] - 1) != 0 and (tier is not DISK or block.disk_children == 0)
-        return above and not any(block in self.ahead[high] for high in self.above[tier])
+        return above and not self.copied_from_above(block, tier)
+
+    def copied_from_above(self, block: Block, tier: Tier) -> bool:
+        """This copy makes a slot above clean."""
+        return any(block in self.ahead[high] for high in self.above[tier])
 
     def copied_ahead(self, block: Block, tier: Tier) -> None:
         """The tier's slot is clean from now on, and what that took is kept."""
@@ -173,9 +177,16 @@ class GroupState:
         return bool(found)
 
     def needed(self, block: Block) -> None:
-        """It leaves no tier soon after all, or has left one."""
+        """It leaves no tier soon after all."""
         for blocks in self.ahead.values():
             if block in blocks:
+                blocks.discard(block)
+                self._changed[block] = None
+
+    def _left(self, block: Block) -> None:
+        """Of what was copied ahead, it has left the tier, or what made the slot clean."""
+        for tier, blocks in self.ahead.items():
+            if block in blocks and not (block.copies[tier] is not None and block.residency > 2 * BITS[tier] - 1):
                 blocks.discard(block)
                 self._changed[block] = None
 
@@ -315,8 +326,8 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
         block.copies[tier] = None
-        self.needed(block)
         self.residencies.change(block, (block.residency | BITS[tier]) ^ BITS[tier])
+        self._left(block)
         if copy.holds:
             self._end_pin(tier, copy)
             self.clocks.start(block)

@@ -132,7 +132,9 @@ class Room:
         if (block := lists.leaf.victim(spared)) is not None and state.expendable(block, tier):
             state.remove(block, CAPACITY)
             return True
-        if (block := lists.demotable.victim(spared)) is not None and self._demote(block, tier):
+        block = lists.demotable.victim(spared)
+        kept = self._sparing and block is not None and state.copied_from_above(block, tier)
+        if block is not None and not kept and self._demote(block, tier):
             return True
         if (block := lists.clean.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)

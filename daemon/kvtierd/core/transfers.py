@@ -198,6 +198,7 @@ class Flights:
 
     def _arrive(self, flight: Flight, transfer: Transfer) -> None:
         state, block, src, dst = self._state, flight.block, flight.src, flight.dst
+        before = block.residency
         state.arrive(block, dst)
         cause = flight.cause
         if flight.source.phase is LEAVING:
@@ -213,7 +214,8 @@ class Flights:
             for tier in state.above[target]:
                 if self._idle(block, tier):
                     state.detach(block, tier)
-        state.recorder.change(UPDATED, cause, state.group, block, transfer)
+        if block.residency != before:  # else it sinks past the tier that it came to
+            state.recorder.change(UPDATED, cause, state.group, block, transfer)
         state.reconsider(block)
 
     def _promoted(self, flight: Flight) -> bool:
