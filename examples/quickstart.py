@@ -15,13 +15,14 @@ from kvtier.replay.private import PrivateDaemon
 
 SPEC = kvtier.CacheSpec.single("toy-7b", "float16", tokens_per_block=16, layers=4, kv_heads=8, head_size=64)
 SHAPE = (4, 2, 8, 16, 64)  # layers, keys and values, heads, tokens, head size: SPEC.block_bytes(0) bytes of float16
+BUDGETS = {kvtier.Tier.DEVICE: 16 << 20, kvtier.Tier.HOST: 32 << 20}  # bytes that are the cache's own
 
 
 async def tour(address: str) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 32_000, 100)
     async with await kvtier.connect(address) as client:
-        cache = await client.open_cache("quickstart", SPEC)
+        cache = await client.open_cache("quickstart", SPEC, budgets=BUDGETS)
         watch = client.watch(oldest=True, caches=["quickstart"])
 
         # 100 tokens are six full blocks. Each key stands for its block's tokens and all those before.

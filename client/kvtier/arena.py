@@ -23,6 +23,7 @@ from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import AbiError, CacheSpec
+from kvtier.asked import Asked
 from kvtier.buffers import Reach, Rows, Slots
 from kvtier.deadline import Deadline
 from kvtier.errors import (
@@ -239,6 +240,7 @@ class Binder:
         self._device = device
         self._mapped = mapped
         self._binding: Binding | None = None
+        self.asked: Final = Asked()
         self._lock = asyncio.Lock()
         self._closed = False
         self.returning: Final[set[asyncio.Future[None]]] = set()

@@ -398,6 +398,7 @@ class Cache(GroupVerbs):
             except (DaemonUnavailable, DeadlineExceeded):
                 if not rows or self._session.reachable:  # reachable: the daemon itself has refused
                     raise
+            self.reader.answered(read.keys, self.group, len(rows))
         if verify and rows and self.mapped:  # a stream brings its own checksums
             pairs = zip(split_keys(read.keys), rows, strict=False)
             keys = b"".join(key for key, row in pairs if row is not None)
@@ -423,7 +424,9 @@ class Cache(GroupVerbs):
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
         place = self.lease_tier(tier)
-        return await copies.delivered(out, await self._get(self._streamed, place, chain, targets, timeout))
+        rows = await self._get(self._streamed, place, chain, targets, timeout)
+        self.reader.answered(b"".join(chain), self.group, len(rows))
+        return await copies.delivered(out, rows)
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.

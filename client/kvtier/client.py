@@ -149,7 +149,7 @@ class AsyncClient:
 
         Args:
             spec: what its bytes mean. None: as they are; the cache must exist, now and after a restart of the daemon.
-            budgets: of a new cache, bytes by tier, or one number a window group by tier; none: all that is left.
+            budgets: of a new cache, bytes by tier, or one number a window group by tier; none: a default share.
             device: name in the daemon's configuration, or ``GPU-<uuid>``; none: its own, or the one with most left.
             write: False maps the memory read-only. ``mapped`` False maps none: bytes go through streams.
 

@@ -106,7 +106,7 @@ class Mapped:
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         cache = self._cache
-        (lease,) = await self._holdings.acquire(cache, [b"".join(chain)], tier, 1, None, timeout)
+        (lease,) = await self._holdings.acquire(cache, [b"".join(chain)], tier, 1, None, timeout, for_read=True)
         if lease.error is not None:
             raise lease.error
         try:
@@ -223,6 +223,7 @@ class Streamed:
         parents = b"".join(piece.parents)
         blocks = await _gathered(piece.blocks)
         checksums = await _checksums(blocks)
+        self._binder.asked.stored(keys)
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()
         wait_ns = deadline.wait_ns()
 
@@ -257,7 +258,7 @@ class Streamed:
         return [BlockResult(result) for result in reply.results]
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
-        wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1)]
+        wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1, counted=True)]
         deadline = self._deadline(timeout)
 
         async def attempt(link: Link) -> PrefixRows:

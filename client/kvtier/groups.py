@@ -63,10 +63,10 @@ class AcrossBlocks:
 
 @dataclass(slots=True, frozen=True)
 class AcrossRead:
-    """A prefix of ``blocks`` of the ``asked`` blocks, being copied out of mapped slots of every group."""
+    """A prefix of ``blocks`` of the blocks of a chain, being copied out of mapped slots of every group."""
 
     reader: Reader
-    asked: int
+    keys: bytes
     blocks: int
     reads: Sequence[Read]
 
@@ -78,8 +78,8 @@ class AcrossRead:
         """None: ask the daemon."""
         if not all_whole(self.reads):
             return None
-        if self.asked > self.blocks:
-            self.reader.missed_across(self.asked - self.blocks)
+        self.reader.count(misses=len(self.keys) // KEY_BYTES - self.blocks)
+        self.reader.answered(self.keys, 0, self.blocks)
         nothing: dict[int, list[Any]] = {group: [] for group in range(len(self.reader.spec.groups))}
         return AcrossBlocks(self.blocks, nothing | {read.group: _tail(read.rows) for read in self.reads})
 
@@ -168,8 +168,9 @@ class AcrossGroups:
         if found is not None:
             return found
         self.reader.count(calls=1)
-        request = blocks_pb2.MatchRequest(keys=packed, across_groups=True, remote=remote)
+        request = blocks_pb2.MatchRequest(keys=packed, across_groups=True, remote=remote, counted=True)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
+        self.reader.looked_up(packed, 0, reply.blocks)
         spans = tuple(
             GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
         )
@@ -332,6 +333,7 @@ class AcrossGroups:
         if not lease.blocks:
             return []
         if lease.memory is None:
+            self._binder.asked.looked_up(b"".join(lease.keys), lease.blocks)  # the acquire has counted it
             streamed = await self._groups[group].stream_get(lease.keys, into, tier=lease.tier)
             return _tail(lease.needed.spread(streamed))
         rows: Rows = np.empty((lease.blocks, lease.cache.block_bytes), np.uint8) if into is None else into
@@ -340,7 +342,7 @@ class AcrossGroups:
 
     def begin_get(self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None) -> AcrossRead | None:
         """A get without a call, to be tried. None: only the daemon can tell."""
-        match = self.reader.match_across(packed)
+        match = self.reader.match_across(packed, for_read=True)
         if match is None:
             return None
         reads = [
@@ -349,11 +351,12 @@ class AcrossGroups:
                 span.group,
                 tier,
                 targets[span.group][: match.blocks] if span.group in targets else None,
+                part=True,
             )
             for span in match.groups
             if match.blocks
         ]
-        return AcrossRead(self.reader, len(packed) // KEY_BYTES, match.blocks, reads) if all_whole(reads) else None
+        return AcrossRead(self.reader, packed, match.blocks, reads) if all_whole(reads) else None
 
     async def _acquire(
         self,
@@ -372,6 +375,8 @@ class AcrossGroups:
             across_groups=True,
             recompute_ns_per_block=recompute_ns,
         )
+        for chain in request.chains:
+            chain.counted = not self._binder.asked.read(chain.keys)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         leases = [
             self._lease(binding, place, keys, chain, min_blocks)

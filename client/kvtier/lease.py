@@ -372,8 +372,10 @@ class Holdings:
         retention: Retention | None,
         timeout: float | None,
         recompute_ns: int = 0,
+        *,
+        for_read: bool = False,
     ) -> list[ReadLease]:
-        """See :meth:`kvtier.Cache.acquire_many`."""
+        """See :meth:`kvtier.Cache.acquire_many`. ``for_read``: of a read, which counts itself."""
         deadline = self._deadline(timeout)
         request = blocks_pb2.AcquireRequest(
             group=cache.group,
@@ -382,15 +384,12 @@ class Holdings:
             timeout_ns=deadline.wait_ns(),
             recompute_ns_per_block=recompute_ns,
         )
+        for chain in request.chains:
+            chain.counted = for_read or not self._binder.asked.read(chain.keys)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         leases = [
             ReadLease(
-                cache,
-                self,
-                binding,
-                tier,
-                chain.lease_id,
-                chain.slots,
+                *(cache, self, binding, tier, chain.lease_id, chain.slots),
                 keys=split_keys(needed.cut(keys, KEY_BYTES)),
                 generations=chain.generations,
                 found_in=chain.found_in,
@@ -465,6 +464,7 @@ class Holdings:
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline
     ) -> list[BlockResult]:
         request.seq = self._session.next_seq()
+        self._binder.asked.stored(request.keys)
         if isinstance(memory := lease.memory, CpuMemory) and lease.binding.info.options.checksum == "commit":
             request.checksums = await memory.checksums(lease.cache.group, request.slots)
 

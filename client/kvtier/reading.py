@@ -103,16 +103,40 @@ class Reader:
             self._counts.update(more)
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
-        return self._look_up(keys, lambda chains: chains.prefix_length(keys, group))
+        length = self._look_up(keys, lambda chains: chains.prefix_length(keys, group))
+        if length is not None:
+            self.looked_up(keys, group, length)
+        return length
 
     def match(self, keys: bytes, group: int) -> Match | None:
-        return self._look_up(keys, lambda chains: chains.match(keys, group), distinct=True)
+        found = self._look_up(keys, lambda chains: chains.match(keys, group), distinct=True)
+        if found is not None:
+            self.looked_up(keys, group, found.blocks)
+        return found
 
-    def match_across(self, keys: bytes) -> AcrossMatch | None:
-        return self._look_up(keys, lambda chains: chains.match_across(keys), distinct=True)
+    def match_across(self, keys: bytes, *, for_read: bool = False) -> AcrossMatch | None:
+        """``for_read``: of a read that follows and counts itself."""
+        found = self._look_up(keys, lambda chains: chains.match_across(keys), distinct=True)
+        if found is not None and not for_read:
+            self.looked_up(keys, 0, found.blocks)
+        return found
 
-    def length_across(self, keys: bytes) -> int | None:
-        return self._look_up(keys, lambda chains: chains.length_across(keys))
+    def length_across(self, keys: bytes, *, for_save: bool = False) -> int | None:
+        """``for_save``: to store the rest; no question of a request."""
+        length = self._look_up(keys, lambda chains: chains.length_across(keys))
+        if length is not None and not for_save:
+            self.looked_up(keys, 0, length)
+        return length
+
+    def looked_up(self, keys: bytes, group: int, found: int) -> None:
+        """Counts a lookup, whoever answered it. Over all groups a chain counts once, in group 0."""
+        if keys and self._binder.asked.looked_up(keys, found):
+            self.recency.note(group, (), len(keys) // KEY_BYTES, found)
+
+    def answered(self, keys: bytes, group: int, found: int) -> None:
+        """Counts a read, unless a lookup came before it."""
+        if keys and self._binder.asked.read(keys):
+            self.recency.note(group, (), len(keys) // KEY_BYTES, found)
 
     def probe(self, keys: bytes, group: int) -> bytes | None:
         return self._look_up(keys, lambda chains: chains.probe(keys, group))
@@ -133,7 +157,7 @@ class Reader:
             absent = range(count_leading(there), len(there))
             used = [len(there) - 1] if len(there) and not absent else []  # a commit touches what its block stands on
         if used:
-            self.recency.note(group, [keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] for place in used], 0)
+            self.recency.note(group, [keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] for place in used])
         return absent
 
     def locate(self, keys: bytes, group: int) -> Locations | None:
@@ -148,30 +172,28 @@ class Reader:
             self.count(lookups=1)
         return found
 
-    def begin(self, keys: bytes, group: int, tier: Tier | None, targets: Rows | None) -> Read:
+    def begin(self, keys: bytes, group: int, tier: Tier | None, targets: Rows | None, *, part: bool = False) -> Read:
         """Looks up what can be copied of a chain.
 
         Args:
             tier: copy out of this one only.
             targets: where to, a row a key; None: into fresh arrays.
+            part: of a read over all groups, which is counted as one.
         """
         mapping = self._current(keys)
         wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
         if wanted is None:
             mapping, wanted = None, Needed(stop=len(keys) // KEY_BYTES)
-        return Read(self, mapping, keys, wanted, group, tier, targets)
+        return Read(self, mapping, keys, wanted, group, tier, targets, part)
 
     def read(self, read: Read) -> None:
         """Blocks were copied: counts them, and has the daemon told."""
         misses = 0 if read.whole or not read.done else read.asked - read.blocks
         self.count(hits=read.there, misses=misses, reuses=read.reuses)
-        if read.blocks or misses:
-            self.recency.note(read.group, read.used(), misses)
-
-    def missed_across(self, blocks: int) -> None:
-        """So many blocks of a chain were asked for in vain over all groups; each counts once."""
-        self.count(misses=blocks)
-        self.recency.note(0, (), blocks)
+        if read.blocks:
+            self.recency.note(read.group, read.used())
+        if read.done and not read.part:
+            self.answered(read.keys, read.group, read.blocks)
 
     def _current(self, keys: bytes) -> Mapping | None:
         binding = self._binder.readable
@@ -203,8 +225,10 @@ class Read:
         group: int,
         tier: Tier | None,
         targets: Rows | None,
+        part: bool,
     ) -> None:
         self.group: Final = group
+        self.part: Final = part
         self.asked: Final = len(keys) // KEY_BYTES
         self.there = 0
         self.reuses = 0
@@ -337,7 +361,6 @@ EVERY_S: Final = 0.1
 MOST_KEYS: Final = 8_192
 """Of a group, told in one call; where more are read before it goes out, the first of them are forgotten."""
 _PATIENCE_S: Final = 1.0
-_MAX_COUNT: Final = 2**32 - 1
 
 _log = logging.getLogger(__name__)
 
@@ -353,13 +376,14 @@ class Recency:
         self._lock: Final = threading.Lock()
         self._keys: dict[int, dict[bytes, None]] = {}
         """By group, the least recently read first."""
-        self._misses: dict[int, int] = {}
+        self._asked: dict[int, tuple[int, int]] = {}
+        """By group: blocks of the chains that were asked for, and how many of them were found."""
         self.due = False
         """It will be told soon what was added so far."""
         binder.ahead = self.ahead
 
-    def note(self, group: int, keys: Iterable[bytes], misses: int) -> None:
-        """Blocks were read, the last one last, and so many others were asked for in vain."""
+    def note(self, group: int, keys: Iterable[bytes], asked: int = 0, found: int = 0) -> None:
+        """Blocks were read, the last one last, and a chain of so many blocks was asked for."""
         with self._lock:
             of_group = self._keys.setdefault(group, {})
             for key in keys:
@@ -367,8 +391,9 @@ class Recency:
                 of_group[key] = None
             while len(of_group) > MOST_KEYS:
                 del of_group[next(iter(of_group))]
-            if misses:
-                self._misses[group] = min(self._misses.get(group, 0) + misses, _MAX_COUNT)
+            if asked:
+                before = self._asked.get(group, (0, 0))
+                self._asked[group] = before[0] + asked, before[1] + found
         if not self.due:
             self._tell_later()
 
@@ -399,17 +424,19 @@ class Recency:
         self.due = False  # before anything is taken: who adds after that sees it
         with self._lock:
             keys, self._keys = self._keys, {}
-            misses, self._misses = self._misses, {}
+            asked, self._asked = self._asked, {}
         link = self._binder.session.live_link if self._binder.session.reachable else None
-        groups = keys.keys() | misses.keys()
-        return [self._tell(link, group, list(keys.get(group, ())), misses.get(group, 0)) for group in groups]
+        groups = keys.keys() | asked.keys()
+        return [self._tell(link, group, list(keys.get(group, ())), *asked.get(group, (0, 0))) for group in groups]
 
-    async def _tell(self, link: Link | None, group: int, keys: list[bytes], misses: int) -> None:
+    async def _tell(self, link: Link | None, group: int, keys: list[bytes], asked: int, found: int) -> None:
         binding = self._binder.bound_to(link)
         if link is None or binding is None:
             _log.debug("%d reads of group %d are not told: the daemon is away", len(keys), group)
             return
-        request = blocks_pb2.TouchRequest(cache_id=binding.cache_id, group=group, keys=b"".join(keys), misses=misses)
+        request = blocks_pb2.TouchRequest(
+            cache_id=binding.cache_id, group=group, keys=b"".join(keys), queried=asked, found=found
+        )
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await send(link, lambda stubs: stubs.blocks.Touch, request)

@@ -190,7 +190,8 @@ class GroupStats:
     hits_device: int
     hits_host: int
     hits_disk: int
-    misses: int
+    queried: int
+    found: int
     stored: int
     removed: int
 
@@ -198,7 +199,7 @@ class GroupStats:
 @dataclass(slots=True, frozen=True)
 class CacheStats:
     """One cache. Hits are blocks acquired, or read without a call, by the fastest tier they were found in at the moment
-    of the match."""
+    of the match. ``queried``: blocks of the chains that were asked for, each chain once; ``found``: of them."""
 
     cache_id: int
     name: str
@@ -208,7 +209,8 @@ class CacheStats:
     hits_device: int
     hits_host: int
     hits_disk: int
-    misses: int
+    queried: int
+    found: int
     stored: int
     removed: int
     waiting: int
@@ -314,6 +316,18 @@ class EventLogStats:
 
 
 @dataclass(slots=True, frozen=True)
+class TierBytes:
+    """Bytes of a tier. ``device``: that it is on, empty for host and disk. ``given``: by name of the cache that has
+    them, of those that you may administer."""
+
+    tier: Tier
+    device: str
+    size: int
+    left: int
+    given: Mapping[str, int]
+
+
+@dataclass(slots=True, frozen=True)
 class DeviceStats:
     """What device tiers are on. ``kind``: ``cuda``, or ``stand-in`` for shared memory in the place of a GPU's, which
     has neither ``name`` nor ``uuid``. ``memory_bytes``: that the GPU has, whoever uses them."""
@@ -408,6 +422,7 @@ class DaemonStats:
     watcher_stats: tuple[WatcherStats, ...] = ()
     event_log: EventLogStats = EventLogStats()
     devices: tuple[DeviceStats, ...] = ()
+    tiers: tuple[TierBytes, ...] = ()
     remote: RemoteStats = RemoteStats()
     peers: tuple[PeerStats, ...] = ()
 

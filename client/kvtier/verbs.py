@@ -261,8 +261,12 @@ class GroupVerbs:
     async def _ask_match(
         self, packed: bytes, timeout: float | None, *, remote: bool = False
     ) -> blocks_pb2.MatchResponse:
-        return await self._call_match(blocks_pb2.MatchRequest(group=self.group, keys=packed, remote=remote), timeout)
+        request = blocks_pb2.MatchRequest(group=self.group, keys=packed, remote=remote)
+        reply = await self._call_match(request, timeout)
+        self.reader.looked_up(packed, self.group, reply.blocks)
+        return reply
 
     async def _call_match(self, request: blocks_pb2.MatchRequest, timeout: float | None) -> blocks_pb2.MatchResponse:
         self.reader.count(calls=1)
+        request.counted = True
         return await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))

@@ -38,6 +38,7 @@ from kvtier.types import (
     RemoteStats,
     SessionStats,
     Tier,
+    TierBytes,
     TierStats,
     WatcherStats,
     WritePolicy,
@@ -418,6 +419,10 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
         watcher_stats=tuple(same_fields(WatcherStats, watcher) for watcher in message.watcher_stats),
         event_log=same_fields(EventLogStats, message.event_log),
         devices=tuple(same_fields(DeviceStats, device) for device in message.devices),
+        tiers=tuple(
+            same_fields(TierBytes, each, tier=tier_from_wire(each.tier), given=dict(each.given))
+            for each in message.tiers
+        ),
         remote=RemoteStats(
             message.remote.url,
             message.remote.problem,

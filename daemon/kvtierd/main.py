@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -95,6 +96,8 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     config = loaded.config
     logs.set_up(config.log_level)
+    told = config.model_dump(mode="json", include=set(loaded.sources))
+    _log.info("kvtierd starts version=%s file=%s set=%r", version("kvtier"), file, told)
     gc.disable()  # until the daemon serves: almost all that is made before that lives as long as the process
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
     # gRPC's own lines are no records of the log, and whoever can connect to the TCP port could make any number of them.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from kvtier import Tier, connect
+from kvtier import NotFound, Tier, connect
 from kvtier.abi.words import TIERS
 from kvtierd.service.metrics import METRICS
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
@@ -23,6 +24,7 @@ from tests.integration.waiting import eventually
 DOCS = Path(__file__).parents[2] / "docs"
 SLOTS = {"device": 8, "host": 16, "disk": 32}
 KEYS = chain("metrics", 6)
+ANYBODY = '{"anonymous": true, "caches": ["*"], "verbs": ["read", "write"]}'
 
 
 @pytest.fixture
@@ -37,6 +39,8 @@ def seen(pool):
     async def scraped():
         async with await connect(lent.address) as client:
             await traffic(client)
+            with pytest.raises(NotFound):
+                await client.remove_cache("none")
             return await scrape(lent)
 
     beyond = ("--tcp-insecure", "--peers", "localhost:1", "--remote", "memory:///")
@@ -72,7 +76,8 @@ async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(daemon,
 def test_hits_are_attributed_to_the_tier_of_the_match(seen):
     hits = {tier: seen.value("kvtier_hit_blocks_total", cache="c", tier=str(tier)) for tier in TIERS}
     assert hits == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 4}
-    assert seen.value("kvtier_missed_blocks_total", cache="c") == 3
+    assert seen.value("kvtier_queried_blocks_total", cache="c") == 9
+    assert seen.value("kvtier_found_blocks_total", cache="c") == 6
     assert seen.value("kvtier_stored_blocks_total", cache="c") == seen.value("kvtier_blocks", cache="c") == 6
 
 
@@ -115,6 +120,36 @@ async def test_orphaned_leases_are_told_from_live_ones(daemon, client):
         assert seen.value("kvtier_sessions", state="orphaned") == 1
 
 
+@pytest.mark.parametrize("local", [True, False], ids=["attach-socket", "grpc"])
+async def test_calls_are_counted_whichever_way_they_come(start_fresh, local):
+    daemon = start_fresh(*LISTEN, "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", ANYBODY, host=4)
+    async with await connect(daemon.address if local else daemon.tcp_address, insecure=not local) as client:
+        cache = await client.open_cache("c", SPEC, budgets=sizes(host=4), mapped=local)
+        for _ in range(3):
+            await cache.match(chain("absent", 2), remote=True)  # by a call
+        for _ in range(2):
+            with pytest.raises(NotFound):
+                await client.open_cache("other")
+        seen = await scrape(daemon)
+    calls = {
+        method: seen.values("kvtier_calls_total", method=f"kvtier.v1.{method}")
+        for method in ("Blocks.Match", "Caches.Open")
+    }
+    assert calls == {"Blocks.Match": {("OK",): 3}, "Caches.Open": {("OK",): 1, ("NOT_FOUND",): 2}}
+    assert seen.value("kvtier_refusals_total", reason="UNKNOWN_CACHE") == 2
+    for method, count in (("Blocks.Match", 3), ("Caches.Open", 3)):
+        buckets = seen.values("kvtier_call_seconds_bucket", method=f"kvtier.v1.{method}")
+        assert buckets["+Inf",] == seen.value("kvtier_call_seconds_count", method=f"kvtier.v1.{method}") == count
+        assert list(buckets.values()) == sorted(buckets.values())
+        assert seen.value("kvtier_call_seconds_sum", method=f"kvtier.v1.{method}") > 0
+
+
+async def test_free_bytes_are_those_of_the_disk_tier_s_file_system(daemon):
+    status = os.statvfs(daemon.disk_dir)
+    free = (await scrape(daemon)).value("kvtier_disk_free_bytes")
+    assert 0 < free <= status.f_blocks * status.f_frsize
+
+
 async def test_the_loop_is_timed(daemon):
     await eventually(lambda: scrape(daemon), lambda seen: seen.value("kvtier_loop_lateness_seconds_count") >= 2)
 
@@ -126,7 +161,7 @@ def test_every_metric_is_told_and_documented(seen):
         assert family.samples, f"{name} has no sample"
         assert all(set(sample.labels) == set(labels) for sample in family.samples), name
         assert f"| `{name}` |" in page
-    assert "kvtier_loop_lateness_seconds" in page
+    assert "kvtier_loop_lateness_seconds" in page and "kvtier_call_seconds" in page
 
 
 def test_the_dashboard_asks_for_what_there_is(seen):

@@ -162,7 +162,7 @@ async def test_acquire_of_several_chains_claims_every_match_first(client, cache)
             assert_bytes(keys, [bytes_in(lease.view(index)) for index in range(2)])
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 8
     stats = await cache_stats(client, cache.name)
-    assert (stats.hits_host, stats.misses) == (8, 3)
+    assert (stats.hits_host, stats.queried, stats.found) == (8, 11, 8)
 
 
 async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_blocks(cache):
@@ -303,7 +303,7 @@ async def test_stats_count_slots_hits_and_sessions(client, cache):
     lease = await cache.acquire([*KEYS, *chain("absent", 2)])
     stats = await client.stats()
     (one,) = [each for each in stats.caches if each.name == cache.name]
-    assert (one.hits_device, one.hits_host, one.hits_disk, one.misses) == (2, 0, 2, 2)
+    assert (one.hits_device, one.hits_host, one.hits_disk, one.queried, one.found) == (2, 0, 2, 6, 4)
     assert (one.blocks, one.stored, one.removed, one.waiting) == (4, 4, 0, 0)
     for tier in one.tiers:
         states = tier.free + tier.blank + tier.filling + tier.ready + tier.retiring + tier.orphaned + tier.quarantined

@@ -246,12 +246,12 @@ class World:
         retentions.matched([chain.keys[place] for place in certain], self.now)
         retentions.wanted([chain.keys[place] for place in possible], self.now)
 
-    def touch(self, site: Site, keys: Sequence[Key], misses: int) -> None:
-        """A client has read these without a call."""
-        before = dict(site.mirror.blocks)
-        counted = self.core.stats().misses
-        self._carry_out(self.core.touch(site.group, keys, misses, self.now))
-        require(self.core.stats().misses == counted + misses, "a touch counts other misses than it was told")
+    def touch(self, site: Site, keys: Sequence[Key], asked: int) -> None:
+        """A client has read these without a call, and asked for so many blocks."""
+        before, queried = dict(site.mirror.blocks), self.core.stats().queried
+        self.core.asked(site.group, asked, 0)
+        require(self.core.stats().queried == queried + asked, "other questions are counted than were told")
+        self._carry_out(self.core.touch(site.group, keys, self.now))
         chains = [self.forest.chain(key) if site.plan.chained else [key] for key in keys if key in before]
         site.retentions.matched({key for chain in chains for key in chain}, self.now)
         self.seen["touched"] += bool(chains)

@@ -26,9 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import client as aio
+from kvtier.abi.attach import DEFAULT_ADDRESS
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import DaemonStats, RemoteStats, size
 
 USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
@@ -95,7 +96,9 @@ def examine(flags: Sequence[str]) -> list[Finding]:
         needs = read_needs(flags)
     except Refused as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
-        return [Finding("configuration", Level.FAIL, str(refused), advice)]
+        beside = is_running(Path(os.environ.get("KVTIER_ADDRESS", DEFAULT_ADDRESS)))
+        # Whose daemon runs has a configuration, which this user may not see.
+        return [Finding("configuration", Level.WARN if beside else Level.FAIL, str(refused), advice)]
     stats = stats_of(needs.runtime_dir)
     pid = 0 if stats is None else stats.pid
     runs = f"a daemon, pid {pid}," if pid else "no daemon"
@@ -158,6 +161,22 @@ def stats_of(runtime_dir: Path) -> DaemonStats | None:
         return asyncio.run(ask())
     except KvtierError:
         return None
+
+
+def is_running(runtime_dir: Path) -> bool:
+    """Whether a daemon answers there, be it that it does not serve this user."""
+
+    async def ask() -> None:
+        async with await aio.connect(str(runtime_dir)):
+            pass
+
+    try:
+        asyncio.run(ask())
+    except PermissionDenied:
+        return True
+    except KvtierError:
+        return False
+    return True
 
 
 def check_locked_memory(limits: str, needs: Needs) -> Finding:

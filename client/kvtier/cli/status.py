@@ -30,6 +30,7 @@ from kvtier.types import (
     LeaseInfo,
     RemoteStats,
     SessionStats,
+    TierBytes,
     clean,
     count,
     duration,
@@ -122,6 +123,7 @@ def report(stats: DaemonStats, address: str, own_session: int = 0) -> Renderable
     lines += map(peer_line, stats.peers)
     sessions = [session for session in stats.sessions if session.session_id != own_session]
     parts = (
+        _budgets(stats.tiers),
         tiers(stats.caches),
         _moves(stats.caches),
         _found(stats.caches),
@@ -183,6 +185,21 @@ def _past_events(stats: DaemonStats) -> Text:
     return Text(f"past events: {held}{lost}")
 
 
+def _budgets(found: Sequence[TierBytes]) -> Table:
+    """Who has which bytes of each tier, the largest first."""
+    rows = (
+        (
+            f"{each.tier} of {each.device}" if each.device else str(each.tier),
+            size(each.size),
+            size(each.size - each.left),
+            size(each.left),
+            ", ".join(f"{name} {size(n)}" for name, n in sorted(each.given.items(), key=lambda one: -one[1])),
+        )
+        for each in found
+    )
+    return table(("bytes", "size", "given out", "left", "to"), rows, left=("bytes", "to"), clip="to")
+
+
 def tiers(caches: Sequence[CacheStats]) -> Table:
     """The tiers, summed over the caches."""
     rows: list[Sequence[RenderableType]] = []
@@ -239,20 +256,24 @@ def _moves(caches: Sequence[CacheStats]) -> Table:
     return table(columns, rows, left=("move",))
 
 
-def looked_for(cache: CacheStats | GroupStats) -> tuple[int, int, int, int]:
-    """Blocks that were looked for, by the fastest tier that had them; the last were missed."""
-    return cache.hits_device, cache.hits_host, cache.hits_disk, cache.misses
+def looked_for(cache: CacheStats | GroupStats) -> tuple[int, int, int, int, int]:
+    """Blocks read, by the fastest tier that had them; blocks of chains that were asked for, and of those the found."""
+    return cache.hits_device, cache.hits_host, cache.hits_disk, cache.queried, cache.found
+
+
+LOOKED_FOR: Final = ("read from", *map(str, TIERS), "asked for", "found", "hits")
+"""Columns of a table of such counts and their ratio."""
 
 
 def hit_ratio(counts: Sequence[int]) -> str:
     """Of the counts of :func:`looked_for`."""
-    return share(sum(counts) - counts[-1], sum(counts))
+    return share(counts[-1], counts[-2])
 
 
 def _found(caches: Sequence[CacheStats]) -> Table:
     total = [sum(each) for each in zip(*map(looked_for, caches), strict=True)]
     rows = [("blocks", *map(count, total), hit_ratio(total))] if any(total) else []
-    return table(("found in", *map(str, TIERS), "missed", "hits"), rows, left=("found in",))
+    return table(LOOKED_FOR, rows, left=LOOKED_FOR[:1])
 
 
 def _caches(stats: DaemonStats) -> Table:

@@ -23,7 +23,7 @@ from rich.text import Text
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
 from kvtier.cli.options import command
 from kvtier.cli.output import UNKNOWN, console, share, table
-from kvtier.cli.status import edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
+from kvtier.cli.status import LOOKED_FOR, edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
 
@@ -40,7 +40,8 @@ _LOOKED_FOR: Final[Sequence[Callable[[CacheStats], int]]] = [
     lambda cache: cache.hits_device,
     lambda cache: cache.hits_host,
     lambda cache: cache.hits_disk,
-    lambda cache: cache.misses,
+    lambda cache: cache.queried,
+    lambda cache: cache.found,
 ]
 """As :func:`looked_for`, a counter each."""
 
@@ -191,7 +192,7 @@ def _hits(look: Look) -> Table:
         ("blocks/s", *(_rate(look.rate(counter)) for counter in _LOOKED_FOR), ""),
         ("since start", *map(count, total), hit_ratio(total)),
     )
-    return table(("found in", *map(str, TIERS), "missed", "hits"), rows, left=("found in",))
+    return table(LOOKED_FOR, rows, left=LOOKED_FOR[:1])
 
 
 def _caches(look: Look) -> RenderableType:

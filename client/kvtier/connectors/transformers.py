@@ -150,7 +150,8 @@ class PrefixStore:
         prompt = self.cache.prompt(_flat(ids)[: int(past.get_seq_length())], scope)
         stored, count = 0, len(prompt.keys) // KEY_BYTES
         try:
-            stored = self.cache.prefix_length(prompt.keys, timeout=self._timeout)
+            first_absent = self.cache.probe(prompt.keys, timeout=self._timeout).find(0)
+            stored = count if first_absent < 0 else first_absent
             if stored < count and time.monotonic() >= self._save_from:
                 stored += self._put(prompt, tensors, stored, count)
         except KvtierError as error:

@@ -137,11 +137,12 @@ class Leader:
         """The cache is open, and the daemon answered when it was last asked."""
         return self._cache is not None and self._client is not None and self._client.connected
 
-    def prefix_length(self, keys: bytes) -> int:
+    def prefix_length(self, keys: bytes, *, for_save: bool = False) -> int:
         """The longest prefix of a chain that all groups can serve, looked up in mapped memory. While the daemon does
-        not answer, of memory alone."""
+        not answer, of memory alone. ``for_save``: to store the rest, which counts as no question."""
         cache = self._cache
-        return 0 if cache is None else cache.reader.length_across(keys[: MAX_KEYS * KEY_BYTES]) or 0
+        few = keys[: MAX_KEYS * KEY_BYTES]
+        return 0 if cache is None else cache.reader.length_across(few, for_save=for_save) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """For each block of a group a byte, which is not 0 where the block is there for certain."""

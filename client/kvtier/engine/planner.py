@@ -381,7 +381,7 @@ class Planner:
         end = min(request.complete, len(request.chain))
         end = end if request.most is None else min(end, request.most)
         if request.saved is None:
-            request.saved = self.leader.prefix_length(request.chain.packed)
+            request.saved = self.leader.prefix_length(request.chain.packed, for_save=True)
         first = request.saved
         while first < end and request.chain.key(first) in self._being_saved:
             first += 1

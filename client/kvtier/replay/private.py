@@ -85,6 +85,7 @@ class PrivateDaemon:
             *("--runtime-dir", self.address),
             *("--state-dir", str(state / "state")),
             *("--disk-dir", str(state / "disk")),
+            *("--default-budget", "100%"),  # its one cache has it all
         ]
         for tier, size in self._sizes.items():
             flag = ("--device", f"{self._device}={size}") if tier is Tier.DEVICE else (f"--{tier}-bytes", str(size))

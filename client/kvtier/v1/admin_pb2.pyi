@@ -604,7 +604,8 @@ class GroupStats(google.protobuf.message.Message):
     HITS_DEVICE_FIELD_NUMBER: builtins.int
     HITS_HOST_FIELD_NUMBER: builtins.int
     HITS_DISK_FIELD_NUMBER: builtins.int
-    MISSES_FIELD_NUMBER: builtins.int
+    QUERIED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     group: builtins.int
@@ -614,7 +615,8 @@ class GroupStats(google.protobuf.message.Message):
     hits_device: builtins.int
     hits_host: builtins.int
     hits_disk: builtins.int
-    misses: builtins.int
+    queried: builtins.int
+    found: builtins.int
     stored: builtins.int
     removed: builtins.int
     @property
@@ -629,11 +631,12 @@ class GroupStats(google.protobuf.message.Message):
         hits_device: builtins.int = ...,
         hits_host: builtins.int = ...,
         hits_disk: builtins.int = ...,
-        misses: builtins.int = ...,
+        queried: builtins.int = ...,
+        found: builtins.int = ...,
         stored: builtins.int = ...,
         removed: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "group", b"group", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "misses", b"misses", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "found", b"found", "group", b"group", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "queried", b"queried", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___GroupStats = GroupStats
 
@@ -649,7 +652,8 @@ class CacheStats(google.protobuf.message.Message):
     HITS_DEVICE_FIELD_NUMBER: builtins.int
     HITS_HOST_FIELD_NUMBER: builtins.int
     HITS_DISK_FIELD_NUMBER: builtins.int
-    MISSES_FIELD_NUMBER: builtins.int
+    QUERIED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
@@ -664,8 +668,11 @@ class CacheStats(google.protobuf.message.Message):
     """Blocks acquired, and blocks read without a call (Touch), by the tier they were found in at the moment of the match."""
     hits_host: builtins.int
     hits_disk: builtins.int
-    misses: builtins.int
-    """blocks of acquired chains that were not stored; once for a chain over all groups"""
+    queried: builtins.int
+    """Blocks of the chains that were asked for by Match, Acquire and Get, or without a call, and how many of them were stored:
+    each chain once, where it is asked for first; of one over all groups in group 0.
+    """
+    found: builtins.int
     stored: builtins.int
     removed: builtins.int
     waiting: builtins.int
@@ -695,7 +702,8 @@ class CacheStats(google.protobuf.message.Message):
         hits_device: builtins.int = ...,
         hits_host: builtins.int = ...,
         hits_disk: builtins.int = ...,
-        misses: builtins.int = ...,
+        queried: builtins.int = ...,
+        found: builtins.int = ...,
         stored: builtins.int = ...,
         removed: builtins.int = ...,
         waiting: builtins.int = ...,
@@ -704,7 +712,7 @@ class CacheStats(google.protobuf.message.Message):
         unindexed: builtins.int = ...,
         device: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "edges", b"edges", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "index_places", b"index_places", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "unindexed", b"unindexed", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "edges", b"edges", "found", b"found", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "index_places", b"index_places", "name", b"name", "queried", b"queried", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "unindexed", b"unindexed", "waiting", b"waiting"]) -> None: ...
 
 global___CacheStats = CacheStats
 
@@ -964,6 +972,57 @@ class PeerStats(google.protobuf.message.Message):
 global___PeerStats = PeerStats
 
 @typing.final
+class TierBytes(google.protobuf.message.Message):
+    """Bytes of a tier, and which caches have them. A cache has its bytes until it is removed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class GivenEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TIER_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    LEFT_FIELD_NUMBER: builtins.int
+    GIVEN_FIELD_NUMBER: builtins.int
+    tier: kvtier.v1.common_pb2.Tier.ValueType
+    device: builtins.str
+    """that it is on, as in CacheInfo; empty for host and disk"""
+    size: builtins.int
+    """as configured"""
+    left: builtins.int
+    """the rest is given out"""
+    @property
+    def given(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by name of the cache; of those that the caller may administer"""
+
+    def __init__(
+        self,
+        *,
+        tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        device: builtins.str = ...,
+        size: builtins.int = ...,
+        left: builtins.int = ...,
+        given: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "given", b"given", "left", b"left", "size", b"size", "tier", b"tier"]) -> None: ...
+
+global___TierBytes = TierBytes
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -979,6 +1038,7 @@ class StatsResponse(google.protobuf.message.Message):
     PROBLEMS_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
     REMOTE_FIELD_NUMBER: builtins.int
     UPTIME_NS_FIELD_NUMBER: builtins.int
@@ -1007,6 +1067,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceStats]: ...
     @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBytes]:
+        """that are configured, from the highest down"""
+
+    @property
     def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerStats]:
         """for an admin of "*" """
 
@@ -1033,12 +1097,13 @@ class StatsResponse(google.protobuf.message.Message):
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         event_log: global___EventLogStats | None = ...,
         devices: collections.abc.Iterable[global___DeviceStats] | None = ...,
+        tiers: collections.abc.Iterable[global___TierBytes] | None = ...,
         peers: collections.abc.Iterable[global___PeerStats] | None = ...,
         remote: global___RemoteStats | None = ...,
         uptime_ns: builtins.int = ...,
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["event_log", b"event_log", "remote", b"remote"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "peers", b"peers", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "peers", b"peers", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "tiers", b"tiers", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

@@ -53,6 +53,7 @@ class MatchRequest(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     LORA_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    COUNTED_FIELD_NUMBER: builtins.int
     REMOTE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
@@ -67,6 +68,8 @@ class MatchRequest(google.protobuf.message.Message):
     lora_id: builtins.int
     """with tokens, as in the commit of the blocks"""
     cache_salt: builtins.str
+    counted: builtins.bool
+    """the client tells by Touch, or the request that it is for was counted before"""
     remote: builtins.bool
     """also asks the store beyond the host, if there is one"""
     def __init__(
@@ -79,10 +82,11 @@ class MatchRequest(google.protobuf.message.Message):
         tokens: builtins.bytes = ...,
         lora_id: builtins.int | None = ...,
         cache_salt: builtins.str | None = ...,
+        counted: builtins.bool = ...,
         remote: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "across_groups", b"across_groups", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "group", b"group", "keys", b"keys", "lora_id", b"lora_id", "remote", b"remote", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "across_groups", b"across_groups", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "counted", b"counted", "group", b"group", "keys", b"keys", "lora_id", b"lora_id", "remote", b"remote", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -277,22 +281,27 @@ class TouchRequest(google.protobuf.message.Message):
     CACHE_ID_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
-    MISSES_FIELD_NUMBER: builtins.int
+    QUERIED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     keys: builtins.bytes
-    """the one read last stands last; none where there are only misses"""
-    misses: builtins.int
-    """blocks that reads asked for since the last call and did not find, for the daemon's counts"""
+    """the one read last stands last; none where there are only counts"""
+    queried: builtins.int
+    """For the daemon's counts: blocks of the chains that the client has asked for since the last call, without a call or by
+    one that says `counted`, and how many of them it has found.
+    """
+    found: builtins.int
     def __init__(
         self,
         *,
         cache_id: builtins.int = ...,
         group: builtins.int = ...,
         keys: builtins.bytes = ...,
-        misses: builtins.int = ...,
+        queried: builtins.int = ...,
+        found: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys", "misses", b"misses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "found", b"found", "group", b"group", "keys", b"keys", "queried", b"queried"]) -> None: ...
 
 global___TouchRequest = TouchRequest
 
@@ -500,6 +509,7 @@ class Chain(google.protobuf.message.Message):
     MIN_BLOCKS_FIELD_NUMBER: builtins.int
     PRIORITIES_FIELD_NUMBER: builtins.int
     DURATIONS_MS_FIELD_NUMBER: builtins.int
+    COUNTED_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
     """the root first"""
     min_blocks: builtins.int
@@ -508,6 +518,8 @@ class Chain(google.protobuf.message.Message):
     """New retention for what is found of the chain; one a key, or none to leave it as it is. A priority of 255 leaves its
     block as it is.
     """
+    counted: builtins.bool
+    """as in MatchRequest"""
     @property
     def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """with priorities; 0 = for ever"""
@@ -519,8 +531,9 @@ class Chain(google.protobuf.message.Message):
         min_blocks: builtins.int = ...,
         priorities: builtins.bytes = ...,
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
+        counted: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["durations_ms", b"durations_ms", "keys", b"keys", "min_blocks", b"min_blocks", "priorities", b"priorities"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counted", b"counted", "durations_ms", b"durations_ms", "keys", b"keys", "min_blocks", b"min_blocks", "priorities", b"priorities"]) -> None: ...
 
 global___Chain = Chain
 

@@ -276,7 +276,7 @@ class OpenRequest(google.protobuf.message.Message):
 
     @property
     def budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBudget]:
-        """none: all that is left of every tier"""
+        """none: the default share of every tier"""
 
     @property
     def options(self) -> global___CacheOptions:

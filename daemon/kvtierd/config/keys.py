@@ -47,16 +47,17 @@ STAND_IN: Final = "stand-in"
 
 _MAX_TIER_BYTES: Final = 1 << 50
 _MAX_PEERS: Final = 64
+_PAGE: Final = 4096
 _SIZE: Final = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE | re.ASCII)
 _PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
 
 
-class FreeShare(float):
-    """A share of the memory that is free when the daemon first starts: above 0, at most 1."""
+class Share(float):
+    """A share of some bytes: above 0, at most 1."""
 
-    def of(self, free: int) -> int:
-        """The share of ``free`` bytes, in bytes."""
-        return int(free * self)
+    def of(self, nbytes: int) -> int:
+        """In bytes."""
+        return int(nbytes * self)
 
     def __str__(self) -> str:
         return f"{self * 100:.10g}%"
@@ -69,16 +70,28 @@ def _size(value: object) -> object:
     return value
 
 
-def _size_or_share(value: object) -> ByteSize | FreeShare:
-    if isinstance(value, FreeShare):
+def _share(value: object) -> Share:
+    if isinstance(value, Share):
         return value
     percent = _PERCENT.fullmatch(value) if isinstance(value, str) else None
-    if percent is None:
-        return _SOME_BYTES.validate_python(value)
-    share = FreeShare(float(percent[1]) / 100)
+    share = Share(float(percent[1]) / 100 if percent else 0)
     if not 0 < share <= 1:
         raise ValueError("must be above 0% to 100%")
     return share
+
+
+def _size_or_share(value: object) -> ByteSize | Share:
+    is_share = isinstance(value, Share) or (isinstance(value, str) and _PERCENT.fullmatch(value))
+    return _share(value) if is_share else _SOME_BYTES.validate_python(value)
+
+
+def _some_pages(size: ByteSize) -> ByteSize:
+    """Refuses a size that has lost its unit."""
+    if 0 < size < _PAGE:
+        raise ValueError(
+            f"must be 0, or {_PAGE} bytes or more, the least that a slot has; text such as 8GiB has a unit"
+        )
+    return size
 
 
 def _path(value: object) -> object:
@@ -121,11 +134,12 @@ def _listed(value: object) -> object:
 
 FilePath = Annotated[Path, BeforeValidator(_path)]
 Size = Annotated[ByteSize, BeforeValidator(_size)]
-TierBytes = Annotated[Size, Field(ge=0, le=_MAX_TIER_BYTES)]
+TierShare = Annotated[Share, PlainValidator(_share), PlainSerializer(str)]
+TierBytes = Annotated[Size, Field(ge=0, le=_MAX_TIER_BYTES), AfterValidator(_some_pages)]
 DeviceBytes = Annotated[
-    ByteSize | FreeShare,
+    ByteSize | Share,
     PlainValidator(_size_or_share),
-    PlainSerializer(lambda size: str(size) if isinstance(size, FreeShare) else int(size)),
+    PlainSerializer(lambda size: str(size) if isinstance(size, Share) else int(size)),
 ]
 _SOME_BYTES: Final[TypeAdapter[ByteSize]] = TypeAdapter(Annotated[Size, Field(gt=0, le=_MAX_TIER_BYTES)])
 
@@ -154,7 +168,7 @@ class Device(BaseModel):
 
     @model_validator(mode="after")
     def _in_bytes(self) -> Self:
-        if isinstance(self.bytes, FreeShare) and self.name == STAND_IN:
+        if isinstance(self.bytes, Share) and self.name == STAND_IN:
             raise ValueError("bytes must be a size, unless name is a GPU such as cuda")
         return self
 
@@ -241,6 +255,11 @@ class Config(BaseSettings):
         description="Size of the host tier. A tier exists if its size is above 0; at least one tier must exist.",
     )
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
+    default_budget: TierShare = Field(
+        Share(0.25),
+        description="Share of each tier that a cache gets that is opened without budgets, or all that is left of the "
+        "tier if that is less.",
+    )
     sync: Literal["batch", "commit"] = Field(
         "batch",
         description="What a power cut may undo of the disk tier: the last transaction of each cache, or with `commit` "

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, FreeShare, Peer, Remote
+from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, Peer, Remote, Share
 from kvtierd.rights import AllowRule
 
 _FIELDS: Final = Config.model_fields
@@ -30,6 +30,7 @@ _KINDS: Final[Mapping[Any, str]] = {
     str: "text",
     Path: "path",
     ByteSize: "size",
+    Share: "share",
 }
 _REFERENCE: Final = f"""\
 # Configuration
@@ -200,7 +201,7 @@ def _kind(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(map(str, arguments))
-    if annotation == ByteSize | FreeShare:
+    if annotation == ByteSize | Share:
         return "size or share"
     if origin is tuple:
         return f"list of {_kind(arguments[0])}"

@@ -83,8 +83,6 @@ class AcrossGroups:
         self._new_lease = new_lease
         self._refusal = refusal
         self.tickets: dict[TicketId, AcrossTicket] = {}
-        self.recounted = 0
-        """Misses that more than one group counts: each group does, for the one block that a request did not find."""
         self._removed = 0
 
     @property
@@ -106,10 +104,10 @@ class AcrossGroups:
         self.tickets[id] = ticket
         ticket.matched, covers = self._match(ticket, len(chain.keys), self._readable(ticket, now))
         self._claim(ticket, ticket.matched, covers)
-        missed = len(chain.keys) - ticket.matched
-        self.recounted += missed * (len(parts) - 1)
+        if not chain.counted:
+            parts[0].window.uses.asked(len(chain.keys), ticket.matched)
         for part in ticket.parts:
-            part.window.uses.found(part.fetch.blocks, part.fetch.found_in, missed)
+            part.window.uses.acquired(part.fetch.blocks, part.fetch.found_in)
             part.window.retain(part.fetch.blocks, part.needed.pick(pairs(chain.priorities, chain.durations_ms)))
         return ticket
 

@@ -180,20 +180,27 @@ TOUCHED_A_CALL: Final = 4_096
 
 
 class Uses:
-    """``hits``: blocks, by the tier that they were found in. ``misses``: blocks that were asked for in vain."""
+    """``hits``: blocks that were used, by the tier that they were found in. ``queried``: blocks of chains that were
+    asked for, each chain once; ``found``: of them."""
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
         self._background = background
         self.hits = dict.fromkeys(state.tiers, 0)
-        self.misses = 0
+        self.queried = 0
+        self.found = 0
 
-    def found(self, blocks: Sequence[Block], found_in: Sequence[int], missed: int) -> None:
-        """A chain was asked for. ``found_in``: the residency of each then; ``missed``: how many were not found."""
-        self._used(blocks, found_in, missed)
+    def asked(self, queried: int, found: int) -> None:
+        """Chains of so many blocks were asked for."""
+        self.queried += queried
+        self.found += found
+
+    def acquired(self, blocks: Sequence[Block], found_in: Sequence[int]) -> None:
+        """``found_in``: the residency of each at the match."""
+        self._used(blocks, found_in)
         self._state.touch(reversed(blocks))
 
-    def touch(self, keys: Sequence[Key], missed: int) -> None:
+    def touch(self, keys: Sequence[Key]) -> None:
         """As if an acquire had found these blocks with all that they stand on; the last key was read last."""
         touched: dict[Block, None] = {}
         for key in reversed(keys):
@@ -203,13 +210,12 @@ class Uses:
                 block = block.parent
         oldest_first = list(touched)[::-1]
         blocks = sorted(oldest_first, key=lambda block: block.depth)
-        self._used(blocks, [block.residency for block in blocks], missed)
+        self._used(blocks, [block.residency for block in blocks])
         named = filter(None, map(self._state.index.get, keys))
         self._state.touch(chain((block for block in named if block not in touched), blocks))
 
-    def _used(self, blocks: Sequence[Block], found_in: Sequence[int], missed: int) -> None:
+    def _used(self, blocks: Sequence[Block], found_in: Sequence[int]) -> None:
         """All that a use means but recency. ``blocks``: parents before children."""
-        self.misses += missed
         for residency, times in Counter(found_in).items():
             self.hits[next(tier for tier in self._state.tiers if residency & tier.bit)] += times
         self._background.used_again(blocks)

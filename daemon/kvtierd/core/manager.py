@@ -285,15 +285,17 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
-    def touch(self, group: GroupId, keys: Sequence[Key], misses: int, now: int) -> Outcome:
-        """Blocks were read, the least recently read first, and ``misses`` others asked for in vain: recency, and what
-        else follows from a use, as by :meth:`acquire`. Of a full-attention group a key stands for its whole prefix.
+    def asked(self, group: GroupId, queried: int, found: int) -> None:
+        self._window(group).uses.asked(queried, found)
 
-        Keys that are not indexed are passed over. Blocks beyond the bound of a call, counted from the last key back,
-        become more recent, and that is all.
+    def touch(self, group: GroupId, keys: Sequence[Key], now: int) -> Outcome:
+        """Blocks were read, the least recently read first: recency, and what else follows from a use, as by an acquire.
+
+        Of a full-attention group a key stands for its whole prefix. Keys that are not indexed are passed over. Blocks
+        beyond the bound of a call, counted from the last key back, become more recent, and that is all.
         """
         window = self._window(group)
-        window.uses.touch(keys, misses)
+        window.uses.touch(keys)
         self._pump(now, window)
         return self._take(now)
 

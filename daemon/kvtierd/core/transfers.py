@@ -321,13 +321,14 @@ class ChainRequest:
     """Keys of a chain, the root first. Fewer than ``min_blocks`` of it are of no use.
 
     ``priorities``: new ones for what is found of it, one a key, or none to leave its retention as it is.
-    ``durations_ms``: to go with them, one a key; none: for ever.
+    ``durations_ms``: to go with them, one a key; none: for ever. ``counted``: the chain was asked for before.
     """
 
     keys: Sequence[Key]
     min_blocks: int = 0
     priorities: Sequence[int] = ()
     durations_ms: Sequence[int] = ()
+    counted: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -352,14 +353,15 @@ class TierCount:
 
 @dataclass(slots=True, frozen=True)
 class GroupCounts:
-    """One window group. ``pinned``: slots. ``hits``: blocks, by the tier that they were found in at the match.
+    """One window group. ``pinned``: slots. ``hits``, ``queried``, ``found``: as in :class:`Uses`.
     ``shadow_misses``: blocks that each policy of eviction would have missed, an estimate."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
     pinned: Mapping[Tier, int]
     hits: Mapping[Tier, int]
-    misses: int
+    queried: int
+    found: int
     stored: int
     removed: int
     shadow_misses: Mapping[str, int]
@@ -367,14 +369,15 @@ class GroupCounts:
 
 @dataclass(slots=True, frozen=True)
 class ManagerStats:
-    """``held_by``: slots by session. Sums over the groups of the cache, but a block that a request over all groups did
-    not find is one miss. Orphaned leases are among the ``leases``. ``disk_lost``: the disk tier is out of service."""
+    """``held_by``: slots by session. Sums over the groups of the cache. Orphaned leases are among the ``leases``.
+    ``disk_lost``: the disk tier is out of service."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
     edges: Mapping[Edge, EdgeRecord]
     hits: Mapping[Tier, int]
-    misses: int
+    queried: int
+    found: int
     stored: int
     removed: int
     waiting: int

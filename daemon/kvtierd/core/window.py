@@ -85,7 +85,9 @@ class WindowManager:
         blocks = list(takewhile(lambda block: self.readable(block, ticket.tier, now), prefix(self.state, keys)))
         ticket.matched = len(blocks)
         self.claim(ticket, blocks)
-        self.uses.found(ticket.blocks, ticket.found_in, len(keys) - len(blocks))
+        if not wanted.counted:
+            self.uses.asked(len(keys), len(blocks))
+        self.uses.acquired(ticket.blocks, ticket.found_in)
         self.retain(blocks, pairs(wanted.priorities, wanted.durations_ms))
 
     def retain(self, blocks: Sequence[Block], given: Sequence[tuple[int, int]]) -> None:

@@ -139,7 +139,7 @@ async def _get(session: Session, link: Link, place: Place, wanted: Sequence[_Wan
                     cache_id=opened.cache_id,
                     group=place.group,
                     tier=tier,
-                    chains=[blocks_pb2.Chain(keys=b"".join(one.key for one in left), min_blocks=1)],
+                    chains=[blocks_pb2.Chain(keys=b"".join(one.key for one in left), min_blocks=1, counted=True)],
                 )
                 came = await _stream(link, acquire, left, spec.block_bytes(place.group))
                 if attention.chained and came < len(left):

@@ -278,14 +278,14 @@ class Engine:
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), slots))
 
-    async def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], misses: int) -> None:
-        """Blocks were read without a call, and ``misses`` others were asked for in vain."""
+    async def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> None:
+        """Blocks were read without a call."""
         cache = self._find(cache_id)
-        for start in range(0, len(keys) or 1, KEYS_A_TURN):
+        for start in range(0, len(keys), KEYS_A_TURN):
             if start:
                 await self._others(cache)
             few = keys[start : start + KEYS_A_TURN]
-            self._executor.apply(cache, cache.manager.touch(group, few, 0 if start else misses, self._clock()))
+            self._executor.apply(cache, cache.manager.touch(group, few, self._clock()))
 
     def lose_bytes(self, cache_id: CacheId, group: GroupId, key: Key, tier: Tier, slot: SlotId) -> None:
         """A block's bytes in a slot of memory are not what was committed."""

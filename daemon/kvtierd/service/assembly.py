@@ -23,7 +23,7 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2
 from kvtierd.config import Config
-from kvtierd.config.keys import STAND_IN, FreeShare
+from kvtierd.config.keys import STAND_IN, Share
 from kvtierd.config.keys import Device as DeviceTable
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, SlotId, Tier
@@ -349,13 +349,14 @@ def _id(name: str, gpu: Gpu | None) -> str:
 def open_devices(config: Config, gpus: Sequence[Gpu | None], keeper: Keeper, remembered: RememberedSlots) -> Devices:
     """The devices and their bytes. ``gpus``: of :func:`open_gpus`. Blocks. Raises :class:`TierConfigError`."""
     sizes = {Tier.HOST: int(config.host_bytes), Tier.DISK: int(config.disk_bytes)}
-    shared = Budgets({tier: size for tier, size in sizes.items() if size})
+    shared = Budgets({tier: size for tier, size in sizes.items() if size}, default=config.default_budget)
     devices = []
     for table, gpu in zip(config.device, gpus, strict=True):
         device = _id(table.name, gpu)
         nbytes = int(table.bytes) if gpu is None else _gpu_bytes(table, gpu, keeper, remembered)
         _log.info("device tiers are on %s device=%s bytes=%d", "a stand-in" if gpu is None else "a GPU", device, nbytes)
-        devices.append(Device(table.name, device, gpu, Budgets({Tier.DEVICE: nbytes}, shared, device)))
+        budgets = Budgets({Tier.DEVICE: nbytes}, shared, device, config.default_budget)
+        devices.append(Device(table.name, device, gpu, budgets))
     return Devices(devices, shared)
 
 
@@ -368,7 +369,7 @@ def _gpu_bytes(table: DeviceTable, gpu: Gpu, keeper: Keeper, remembered: Remembe
     """
     free = min(gpu.total, gpu.memory()[0] + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
     nbytes = int(table.bytes)
-    if isinstance(table.bytes, FreeShare):
+    if isinstance(table.bytes, Share):
         nbytes = remembered.share(f"{table.bytes} of {gpu.uuid}", table.bytes.of(free))
     if not 0 < nbytes <= gpu.total:
         limit = (

@@ -30,7 +30,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.local import LocalCalls
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
-from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry, this_task
+from kvtierd.service.sessions import GOODBYE, AttachRefused, Capacity, Session, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
@@ -130,7 +130,11 @@ class AttachServer:
         try:
             await self._converse(sock)
         except (AttachRefused, attach.AttachProtocolError) as error:
-            _log.warning("attach refused pid=%d reason=%s why=%r", credentials(sock).pid, error.reason, error.message)
+            # A client that reconnects after a restart names its old session first.
+            level = logging.INFO if error.reason == "UNKNOWN_SESSION" else logging.WARNING
+            _log.log(
+                level, "attach refused pid=%d reason=%s why=%r", credentials(sock).pid, error.reason, error.message
+            )
             with suppress(OSError):  # the connection is closed anyway
                 _send(sock, attach.Failure(error.reason, error.message))
         except OSError as error:
@@ -156,7 +160,7 @@ class AttachServer:
                     continue
                 request = attach.decode_request(packet)
                 if isinstance(request, attach.Bye):
-                    self._sessions.end(session, "goodbye")
+                    self._sessions.end(session, GOODBYE)
                     return
                 if isinstance(request, attach.Forget):
                     self._sessions.give_up(request.token, session)

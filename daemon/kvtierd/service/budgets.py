@@ -16,18 +16,19 @@ import logging
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 import grpc
+from pydantic import ByteSize
 
 from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2
 from kvtierd.config import Config
-from kvtierd.config.keys import STAND_IN
+from kvtierd.config.keys import STAND_IN, Share
 from kvtierd.core.ids import TIERS, GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
@@ -44,6 +45,7 @@ from kvtierd.tiers.disk.superblock import (
 from kvtierd.tiers.memfd import total_bytes
 
 REFERENCE_TOKENS: Final = 32_768
+WHOLE: Final = Share(1)
 
 _log = logging.getLogger(__name__)
 
@@ -123,49 +125,110 @@ def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
 
 
 @dataclass(slots=True)
-class _Rest:
-    nbytes: int
+class Account:
+    """Bytes of a tier. ``device``: that the tier is on, "" for host and disk. ``given``: by name of the cache.
+
+    ``refused``: the log has a refusal since the last change.
+    """
+
+    tier: Tier
+    device: str
+    size: int
+    given: dict[str, int] = field(default_factory=dict)
+    refused: bool = False
+
+    @property
+    def left(self) -> int:
+        return self.size - sum(self.given.values())
+
+    def told(self, may_see: Callable[[str], bool]) -> str:
+        """Who has how much. ``may_see``: whether a cache may be named."""
+        name = f"{self.tier} tier of {self.device}" if self.device else f"{self.tier} tier"
+        largest = sorted(filter(may_see, self.given), key=self.given.__getitem__, reverse=True)[:MAX_NAMED]
+        parts = [f"{cache} {_readable(self.given[cache])}" for cache in largest]
+        if len(parts) < len(self.given):
+            parts.append(f"{len(self.given) - len(parts)} other caches")
+        free = f"{self.left} bytes of {_readable(self.size)} are free"
+        says = free if self.left else f"all {_readable(self.size)} are given out"
+        return f"{name}: {says}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+MAX_NAMED: Final = 8
+"""Caches that a refusal names: the largest."""
+
+
+class TierFull(CallRefused):
+    """RESOURCE_EXHAUSTED for bytes of a tier. ``asked``: a sentence on what for."""
+
+    def __init__(self, account: Account, asked: str, wanted: int, free: int) -> None:
+        detail = common_pb2.ErrorDetail(
+            reason="TIER_FULL",
+            tier=wire.TIER_TO_WIRE[account.tier],
+            wanted=min(wanted, MAX_SLOTS),
+            free=min(free, MAX_SLOTS),
+        )
+        super().__init__(grpc.StatusCode.RESOURCE_EXHAUSTED, asked, detail)
+        self._account: Final = account
+        self._asked: Final = asked
+        self.tell(lambda _: True)
+        if not account.refused:
+            _log.warning("a cache is refused: %s", self.message)
+            account.refused = True
+
+    def tell(self, may_see: Callable[[str], bool]) -> None:
+        """Names the caches that the caller may see, and no other."""
+        way_out = "`kvtier cache rm NAME`, or open caches with budgets="
+        self.message = f"{self._account.told(may_see)}; {self._asked}. {way_out}"
 
 
 class Budgets:
-    """Free bytes of tiers. ``shared``: tiers that other budgets have, too. ``device``: what the device tier is on."""
+    """Bytes of tiers, and who has them.
 
-    def __init__(self, sizes: Mapping[Tier, int], shared: Budgets | None = None, device: str = "") -> None:
-        self._left: Final[dict[Tier, _Rest]] = {tier: _Rest(size) for tier, size in sizes.items()} | (
-            {} if shared is None else shared._left
-        )
-        self._device: Final = device
+    Args:
+        shared: Tiers that other budgets have, too.
+        device: What the device tier is on.
+        default: Share of each tier for a cache that does not say.
+    """
+
+    def __init__(
+        self, sizes: Mapping[Tier, int], shared: Budgets | None = None, device: str = "", default: Share = WHOLE
+    ) -> None:
+        own = {tier: Account(tier, device, size) for tier, size in sizes.items()}
+        self._accounts: Final[dict[Tier, Account]] = own | ({} if shared is None else shared._accounts)
+        self._default: Final = default
 
     @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The configured tiers, the highest first."""
-        return tuple(sorted(self._left))
+    def accounts(self) -> list[Account]:
+        """Of the configured tiers, the highest first."""
+        return [self._accounts[tier] for tier in sorted(self._accounts)]
 
     def left(self, tier: Tier) -> int:
         """Free bytes of a tier; 0 if it is not configured."""
-        return self._left[tier].nbytes if tier in self._left else 0
+        return self._accounts[tier].left if tier in self._accounts else 0
 
-    def take(self, spec: CacheSpec, slots: Slots) -> None:
-        """Takes slots, which must fit: see :meth:`slots_for`."""
+    def take(self, name: str, spec: CacheSpec, slots: Slots) -> None:
+        """Takes slots for a cache, which must fit: see :meth:`slots_for`."""
         for tier, counts in slots.items():
-            self._left[tier].nbytes -= tier_bytes(spec, counts)
+            account = self._accounts[tier]
+            account.given[name], account.refused = tier_bytes(spec, counts), False
 
-    def give_back(self, spec: CacheSpec, slots: Slots) -> None:
-        for tier, counts in slots.items():
-            self._left[tier].nbytes += tier_bytes(spec, counts)
+    def give_back(self, name: str, slots: Slots) -> None:
+        for tier in slots:
+            account = self._accounts[tier]
+            del account.given[name]
+            account.refused = False
 
     def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
-        """Slots for budgets; no budgets = all that is left of every tier.
+        """Slots for budgets; no budgets = the default share of every tier, or what is left of it.
 
         Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT as :func:`slots_of`.
         """
         if not asked:
-            return self._all_left(spec)
+            return self._default_slots(spec)
         for tier, budget in asked.items():
             if budget.nbytes > self.left(tier):
                 wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
-                says = f"{budget.nbytes} bytes wanted, {self.left(tier)} free"
-                raise self._exhausted(tier, wanted, free, says)
+                raise TierFull(self._accounts[tier], f"{budget.nbytes} bytes were asked for", wanted, free)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
     def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
@@ -194,21 +257,19 @@ class Budgets:
                 slots[tier] = share
         return slots
 
-    def _all_left(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
-        shares = {tier: share_of(spec, self.left(tier)) for tier in self.tiers}
-        found = {tier: share for tier, share in shares.items() if share}
+    def _default_slots(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
+        """At least a slot of each group in each tier that has room for that."""
+        least = least_bytes(spec)
+        sizes = {each.tier: min(each.left, max(self._default.of(each.size), least)) for each in self.accounts}
+        found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
         if not found:
-            top = self.tiers[0]
-            says = f"{self.left(top)} bytes free, {least_bytes(spec)} needed for a slot of each window group"
-            raise self._exhausted(top, len(spec.groups), 0, says)
+            says = f"a slot of each window group takes {least} bytes"
+            raise TierFull(self.accounts[0], says, len(spec.groups), 0)
         return found
 
-    def _exhausted(self, tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
-        detail = common_pb2.ErrorDetail(
-            reason="TIER_FULL", tier=wire.TIER_TO_WIRE[tier], wanted=min(wanted, MAX_SLOTS), free=min(free, MAX_SLOTS)
-        )
-        which = f"{tier} tier of {self._device}" if tier is Tier.DEVICE else f"{tier} tier"
-        return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {which} has too few free bytes: {says}", detail)
+
+def _readable(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable(separator=" ")
 
 
 def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
@@ -402,12 +463,27 @@ def require_possible(config: Config) -> None:
         if config.disk_bytes > whole > 0:  # a file system that grows on demand may report 0
             limit = f"the file system of {config.disk_path} has {whole} bytes"
             raise TierConfigError("disk_bytes", int(config.disk_bytes), limit)
+        free = _file_system_bytes(config.disk_path, free=True) + _bytes_below(config.disk_path)
+        if config.disk_bytes > free > 0:
+            says = (
+                "the disk tier is larger than its share of the file system can be disk_bytes=%d free_or_own=%d dir=%s"
+            )
+            _log.warning(says, config.disk_bytes, free, config.disk_path)
 
 
-def _file_system_bytes(path: Path) -> int:
-    """Size of the file system; 0 if it cannot be read."""
+def _bytes_below(path: Path) -> int:
+    """What its files take on disk; 0 if it cannot be read."""
+    try:
+        files = (Path(place, name) for place, _, names in os.walk(path) for name in names)
+        return sum(each.lstat().st_blocks * 512 for each in files)
+    except OSError:
+        return 0
+
+
+def _file_system_bytes(path: Path, *, free: bool = False) -> int:
+    """Size of the file system, or what is free of it; 0 if it cannot be read."""
     try:
         status = os.statvfs(next(each for each in (path, *path.absolute().parents) if each.exists()))
     except OSError:
         return 0
-    return status.f_blocks * status.f_frsize
+    return (status.f_bavail if free else status.f_blocks) * status.f_frsize

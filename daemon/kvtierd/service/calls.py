@@ -30,6 +30,7 @@ from kvtierd.rights import Anonymous, Certificate, Identity, Right, Rights
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused, shown, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, account, require_attached, session_ended
+from kvtierd.service.tally import Tally
 from kvtierd.service.visitors import read
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
@@ -254,6 +255,7 @@ class Dispatcher:
         self._translate: Final = translate
         self._open: Final = open_calls
         self._kept: Final = kept
+        self.tally: Final = Tally()
         self._stopping = False
         self._of: Counter[Identity] = Counter()
         """Open calls."""
@@ -294,7 +296,7 @@ class Dispatcher:
             else:
                 perform = self._performing(method, verb)
                 self._local[f"/{service}/{name}".encode()] = perform
-                call = self._open.counted(self._unary(perform))
+                call = self._open.counted(self._unary(method.full_name, perform))
                 # Reads its one message itself: after the session is known, and not for ever.
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service, handlers)
@@ -336,21 +338,24 @@ class Dispatcher:
 
         return perform
 
-    def _unary(self, perform: _Perform) -> Callable[[object, _Context], Awaitable[Message]]:
+    def _unary(self, name: str, perform: _Perform) -> Callable[[object, _Context], Awaitable[Message]]:
         async def call(_: object, context: _Context) -> Message:
-            try:
-                session = self._caller(context)
-                with self._counting(session):
-                    return await perform(session, await _only(session, context))
-            except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                refusal = self._translate(error)
+            with self.tally.call(name) as told:
+                try:
+                    session = self._caller(context)
+                    with self._counting(session):
+                        return told.answered(await perform(session, await _only(session, context)))
+                except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
+                    refusal = told.refused(self._translate(error))
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
         return call
 
     async def _answer_locally(self, call: LocalCall, answer: Callable[[int, bytes], Awaitable[None]]) -> None:
         status, body = 0, b""
+        method = call.path.decode(errors="replace")[1:].replace("/", ".") if call.path in self._local else "unknown"
         with ExitStack() as counted:
+            told = counted.enter_context(self.tally.call(method))
             try:
                 if self._stopping:
                     raise shutting_down()
@@ -359,9 +364,9 @@ class Dispatcher:
                 perform = self._local.get(call.path)
                 if perform is None:
                     raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
-                body = (await perform(call.session, call.request)).SerializeToString()
+                body = told.answered(await perform(call.session, call.request)).SerializeToString()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                refusal = self._translate(error)
+                refusal = told.refused(self._translate(error))
                 status, body = refusal.code.value[0], refusal.status()
             await answer(status, body)
 
@@ -373,22 +378,24 @@ class Dispatcher:
 
         async def call(_: object, context: _Context) -> None:
             session: Session | None = None
-            try:
-                session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
-                with self._counting(session):
-                    request = parse(await _only(session, context))
-                    self._access.require(session, needs, request)
-                    idle_s = None if pace is None else pace.idle_s
-                    async with session.streaming(), aclosing(verb(session, request)) as replies:
-                        async for reply in replies:
-                            await _write(session, context, reply, idle_s, replies.aclose)
-                return
-            except asyncio.CancelledError:
-                if session is None or not session.ended or context.cancelled():
-                    raise  # the client cancelled the call
-                refusal = session_ended()
-            except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                refusal = self._translate(error)
+            with self.tally.call(method.full_name, timed=False) as told:
+                try:
+                    session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+                    with self._counting(session):
+                        request = parse(await _only(session, context))
+                        self._access.require(session, needs, request)
+                        idle_s = None if pace is None else pace.idle_s
+                        async with session.streaming(), aclosing(verb(session, request)) as replies:
+                            async for reply in replies:
+                                await _write(session, context, reply, idle_s, replies.aclose)
+                    told.code = "OK"
+                    return
+                except asyncio.CancelledError:
+                    if session is None or not session.ended or context.cancelled():
+                        raise  # the client cancelled the call
+                    refusal = told.refused(session_ended())
+                except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
+                    refusal = told.refused(self._translate(error))
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
         return call
@@ -401,18 +408,20 @@ class Dispatcher:
 
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
             upload = _Upload(messages, parser(method), context, pace)
-            try:
-                session = self._caller(context)
-                with self._counting(session):
-                    raw, header = await upload.header()
-                    self._access.require(session, needs, header)
-                    if not (seq := header.commit.seq):
-                        return await verb(session, header, upload.chunks())
-                    # The checksums in the header stand for the bytes after it.
-                    run = partial(_run, verb, session, header, upload.chunks())
-                    return await session.replies.answer(seq, xxhash.xxh3_128_digest(name + raw), run)
-            except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                refusal = self._translate(shutting_down() if self._stopping else error)
+            with self.tally.call(method.full_name) as told:
+                try:
+                    session = self._caller(context)
+                    with self._counting(session):
+                        raw, header = await upload.header()
+                        self._access.require(session, needs, header)
+                        if not (seq := header.commit.seq):
+                            return told.answered(await verb(session, header, upload.chunks()))
+                        # The checksums in the header stand for the bytes after it.
+                        run = partial(_run, verb, session, header, upload.chunks())
+                        reply = await session.replies.answer(seq, xxhash.xxh3_128_digest(name + raw), run)
+                        return told.answered(reply)
+                except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
+                    refusal = told.refused(self._translate(shutting_down() if self._stopping else error))
             await upload.drain()
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 

@@ -24,7 +24,7 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
-from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
+from kvtierd.service.budgets import Account, Slots, TierBudget, tier_bytes
 from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.hub import CacheHeader
@@ -95,6 +95,11 @@ class Catalog:
         lock = self._locks.get(name)
         return name in self._by_name or (lock is not None and lock.locked())
 
+    @property
+    def accounts(self) -> list[Account]:
+        """Bytes of the tiers, and which caches have them."""
+        return self._stores.devices.accounts
+
     def problems(self) -> list[str]:
         """Problems for health: caches that are left out or not read yet, and noted problems."""
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
@@ -128,7 +133,7 @@ class Catalog:
 
         Args:
             spec: None = the cache's own; a new cache needs a specification.
-            asked: Budgets; none = all that is left of every tier.
+            asked: Budgets; none = the default share of every tier.
             device: Name or id of its device; "" = as :meth:`Devices.for_new` chooses.
             create: Whether the cache may be made.
 
@@ -156,7 +161,7 @@ class Catalog:
                     home = self._stores.devices.for_new(device, asked)
                     slots = home.budgets.slots_for(spec, asked)
                     plan = Plan(name, spec, slots, self._new_options(name, spec, named), home)
-                    home.budgets.take(spec, slots)
+                    home.budgets.take(name, spec, slots)
                     return await self._make(plan), True
         require_same_cache(cache, spec or cache.spec, asked, device)
         require_same(cache.options, named, name)
@@ -207,7 +212,7 @@ class Catalog:
             await asyncio.to_thread(self._delete, name)
             del self._left_out[name], self._unfinished[name]
             if removal.spec is not None and removal.device is not None:
-                removal.device.budgets.give_back(removal.spec, removal.slots)
+                removal.device.budgets.give_back(name, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
         return removal
 
@@ -266,7 +271,7 @@ class Catalog:
                     continue
                 device = devices.for_known(remembered.device(cache.name))
                 slots = device.budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
-                device.budgets.take(cache.spec, slots)
+                device.budgets.take(cache.name, cache.spec, slots)
                 try:
                     options = CacheOptions.from_stored(cache.options)
                 except (TypeError, ValueError) as error:
@@ -286,7 +291,7 @@ class Catalog:
                     _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
                     self._announce_gone({name: len(about.spec.groups)})
                     continue
-                device.budgets.take(about.spec, about.slots)
+                device.budgets.take(name, about.spec, about.slots)
                 plans.append(Plan(name, about.spec, about.slots, about.options, device, unclean=unclean, old=old))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
@@ -330,7 +335,7 @@ class Catalog:
         if not rest:
             self._announce_gone({plan.name: len(plan.spec.groups)})
             return
-        plan.device.budgets.take(plan.spec, rest)
+        plan.device.budgets.take(plan.name, plan.spec, rest)
         await self._make(replace(plan, slots=rest))
 
     async def loaded(self) -> None:
@@ -370,7 +375,7 @@ class Catalog:
                 parts.close()
                 raise
         except BaseException:
-            plan.device.budgets.give_back(plan.spec, plan.slots)
+            plan.device.budgets.give_back(plan.name, plan.slots)
             raise
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:

@@ -480,6 +480,8 @@ class Daemon:
             self._log,
             self.fleet,
             self._beyond,
+            self._dispatcher.tally,
+            self._config.disk_path if self._config.disk_bytes else None,
         )
         return Metrics(host, port, subjects)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.core.ids import Tier
-from kvtierd.service.budgets import Budgets, TierBudget
+from kvtierd.service.budgets import Account, Budgets, TierBudget
 from kvtierd.service.errors import bad_argument
 from kvtierd.tiers.cuda.pool import Gpu
 
@@ -35,6 +35,12 @@ class Devices:
 
     def __iter__(self) -> Iterator[Device]:
         return iter(self._devices)
+
+    @property
+    def accounts(self) -> list[Account]:
+        """The bytes of every tier: of each device, of host and disk."""
+        own = [each for device in self for each in device.budgets.accounts if each.tier is Tier.DEVICE]
+        return own + self._none.budgets.accounts
 
     @property
     def gpus(self) -> list[Gpu]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 import socket
 import sys
@@ -16,12 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
@@ -35,6 +38,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import SessionRegistry
+from kvtierd.service.tally import BOUNDS_S, Tally
 from kvtierd.tiers.base import TierConfigError
 
 if TYPE_CHECKING:
@@ -57,14 +61,22 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_epoch": ("Epoch of the event stream", ()),
     "kvtier_problems": ("Problems that kvtier status names, 0 on a healthy daemon", ()),
     "kvtier_sessions": ("Client processes, attached or orphaned by a connection that broke", ("state",)),
+    "kvtier_calls_total": ("Calls and streams that have ended, by what gRPC calls the outcome", ("method", "code")),
+    "kvtier_refusals_total": ("Refused calls by the reason in the error's detail", ("reason",)),
+    "kvtier_disk_free_bytes": ("Bytes free on the file system of the disk tier", ()),
+    "kvtier_tier_bytes": (
+        "Bytes by state, given to caches or left, which sum to the size",
+        ("tier", "device", "state"),
+    ),
     "kvtier_slots": ("Slots by state, which sum to the capacity", (*_PLACE, "state")),
     "kvtier_held_slots": ("Slots under a lease or pinned", _PLACE),
     "kvtier_slot_bytes": ("Size of a slot, the same in every tier", _GROUP),
     "kvtier_page_locked_bytes": ("Bytes of the host tier that are page-locked for the GPU", ("cache",)),
     "kvtier_tier_lost": ("1 while a cache does without a tier that failed", ("cache", "tier")),
     "kvtier_blocks": ("Blocks that can be found by their key", _GROUP),
-    "kvtier_hit_blocks_total": ("Blocks found, by the fastest tier they were in", _PLACE),
-    "kvtier_missed_blocks_total": ("Blocks asked for that were not stored", _GROUP),
+    "kvtier_hit_blocks_total": ("Blocks acquired or read, by the fastest tier they were in", _PLACE),
+    "kvtier_queried_blocks_total": ("Blocks of chains that were asked for, each chain once", _GROUP),
+    "kvtier_found_blocks_total": ("Blocks of those that were stored", _GROUP),
     "kvtier_shadow_missed_blocks_total": (
         "Blocks stored that a policy of eviction would have missed, estimated from a sample of the keys",
         (*_GROUP, "policy"),
@@ -92,7 +104,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
     "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
 }
-"""Help and labels of every metric but the histogram of the loop."""
+"""Help and labels of every metric but the histograms."""
 
 Sample = tuple[str, tuple[str, ...], float]
 
@@ -105,7 +117,7 @@ class Subjects:
 
     ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``phase``: of the
     daemon's life. ``log``: None without an event log. ``fleet``: None without peers. ``remote``: None without a store
-    beyond the host and peers.
+    beyond the host and peers. ``disk``: the directory of the disk tier, None without one.
     """
 
     engine: Engine
@@ -119,6 +131,8 @@ class Subjects:
     log: EventLog | None
     fleet: Fleet | None
     remote: RemoteTier | None
+    tally: Tally
+    disk: Path | None
 
 
 class _Handler(WSGIRequestHandler):
@@ -227,21 +241,24 @@ class Metrics(Collector):
         return self._ask.phase(), self._ask.engine.stalled_s()
 
     def describe(self) -> list[Metric]:
-        return list(_families().values())
+        return [*_families().values(), _call_seconds(Tally())]
 
     def collect(self) -> list[Metric]:
         """Called by a scrape, in its thread. Raises TimeoutError if the loop does not answer."""
-        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        free = None if self._ask.disk is None else _free_bytes(self._ask.disk)
+        reading = asyncio.run_coroutine_threadsafe(self._read(free), self._loop)
         try:
             return reading.result(READ_S)
         finally:
             reading.cancel()
 
-    async def _read(self) -> list[Metric]:
+    async def _read(self, disk_free: int | None) -> list[Metric]:
         families = _families()
+        if disk_free is not None:
+            families["kvtier_disk_free_bytes"].add_metric((), disk_free)
         for name, labels, value in self._samples():
             families[name].add_metric(labels, value)
-        return list(families.values())
+        return [*families.values(), _call_seconds(self._ask.tally)]
 
     def _next_probe(self) -> asyncio.TimerHandle:
         due = self._loop.time() + _PROBE_S
@@ -259,6 +276,14 @@ class Metrics(Collector):
         attached = sum(session.attached for session in ask.sessions)
         yield "kvtier_sessions", ("attached",), attached
         yield "kvtier_sessions", ("orphaned",), sum(1 for _ in ask.sessions) - attached
+        for key, count in ask.tally.calls.items():
+            yield "kvtier_calls_total", key, count
+        for reason, count in ask.tally.refusals.items():
+            yield "kvtier_refusals_total", (reason,), count
+        for account in ask.catalog.accounts:
+            place = str(account.tier), account.device
+            yield "kvtier_tier_bytes", (*place, "given"), account.size - account.left
+            yield "kvtier_tier_bytes", (*place, "left"), account.left
         for (src, dst), blocks in ask.engine.queues().items():
             yield "kvtier_queued_blocks", (str(src), str(dst or "none")), blocks
         for (kind, cause), count in ask.hub.published.items():
@@ -284,6 +309,25 @@ def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
         name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
         for name, (text, labels) in METRICS.items()
     }
+
+
+def _call_seconds(tally: Tally) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(
+        "kvtier_call_seconds", "Time from a call to its answer, of methods with one answer", labels=("method",)
+    )
+    for method, times in tally.times.items():
+        bounds = zip((*map(str, BOUNDS_S), "+Inf"), accumulate(times.buckets), strict=True)
+        family.add_metric((method,), list(bounds), times.seconds)
+    return family
+
+
+def _free_bytes(disk: Path) -> int | None:
+    """None where it cannot be told. Blocks, as long as the disk does."""
+    try:
+        status = os.statvfs(disk)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
 
 
 def _of_remote(remote: RemoteTier) -> Iterator[Sample]:
@@ -322,7 +366,8 @@ def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
 def _of_group(name: str, group: GroupId, counts: GroupCounts) -> Iterator[Sample]:
     labels = (name, str(group))
     yield "kvtier_blocks", labels, counts.blocks
-    yield "kvtier_missed_blocks_total", labels, counts.misses
+    yield "kvtier_queried_blocks_total", labels, counts.queried
+    yield "kvtier_found_blocks_total", labels, counts.found
     yield "kvtier_stored_blocks_total", labels, counts.stored
     yield "kvtier_removed_blocks_total", labels, counts.removed
     for policy, misses in counts.shadow_misses.items():

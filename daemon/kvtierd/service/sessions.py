@@ -119,6 +119,9 @@ IDLE_DETACHED_S: Final = 30.0
 
 _TOKEN_BYTES: Final = 16
 
+GOODBYE: Final = "goodbye"
+"""Why a session ends whose client has said so."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -262,7 +265,7 @@ class SessionRegistry:
         self._by_token[session.token] = self._by_id[session.id] = session
         self._of[account(peer.identity)] += 1
         peer.watch(partial(self.end, session, "its process is gone"))
-        _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
+        _log.debug("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
 
     def resume(self, token: str, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
@@ -303,7 +306,8 @@ class SessionRegistry:
         if self._by_id.get(session.id) is not session:
             return
         self._forget(session)
-        _log.info("session ends session=%d pid=%d why=%r", session.id, session.peer.pid, why)
+        level = logging.DEBUG if why == GOODBYE else logging.INFO  # each command of the CLI is a session
+        _log.log(level, "session ends session=%d pid=%d why=%r", session.id, session.peer.pid, why)
         self._engine.end_session(session.id)
         if self._roll is not None:
             self._roll.strike(session.id)

@@ -38,11 +38,12 @@ STATS = DaemonStats(
             hits_device=30,
             hits_host=20,
             hits_disk=10,
-            misses=40,
+            queried=100,
+            found=60,
             stored=300,
             removed=50,
             waiting=2,
-            groups=(GroupStats(0, 1024, 250, (DEVICE,), 30, 20, 10, 40, 300, 50),),
+            groups=(GroupStats(0, 1024, 250, (DEVICE,), 30, 20, 10, 100, 60, 300, 50),),
             index_places=384,
             unindexed=1,
         ),
@@ -101,8 +102,8 @@ def test_status_shows_all_that_matters() -> None:
 def test_zeros_are_left_out_of_the_status() -> None:
     idle = replace(DEVICE, blank=0, filling=0, retiring=0, orphaned=0, quarantined=0)
     nothing = replace(STATS.caches[0], tiers=(idle,), edges=(), groups=(), hits_device=0, hits_host=0, hits_disk=0)
-    text = shown(report(replace(STATS, caches=(replace(nothing, misses=0, waiting=0),)), "/run/kvtier"))
-    for part in ("blank", "quarantined", "move", "found in", "waiting", "window"):
+    text = shown(report(replace(STATS, caches=(replace(nothing, queried=0, found=0, waiting=0),)), "/run/kvtier"))
+    for part in ("blank", "quarantined", "move", "read from", "waiting", "window"):
         assert part not in text, part
 
 

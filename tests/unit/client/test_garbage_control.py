@@ -24,6 +24,7 @@ from kvtier.abi.key_index import ENTRIES_OFFSET, ENTRY, KEY_BYTES, TIERS_OFFSET
 from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import Arena
+from kvtier.asked import Asked
 from kvtier.errors import DaemonError
 from kvtier.reading import Reader
 from kvtier.types import Tier
@@ -94,7 +95,7 @@ def reader_of(arena: Arena) -> Reader:
     """Reads without calls, and nobody to tell of them."""
     session = SimpleNamespace(reachable=True)
     binding = SimpleNamespace(mapped=arena, info=SimpleNamespace(remote=False))
-    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=binding, session=session)
+    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=binding, session=session, asked=Asked())
 
     async def make() -> Reader:
         return Reader(binder)

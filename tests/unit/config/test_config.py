@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtierd.config import Config, ConfigError, load
-from kvtierd.config.keys import SECTIONS, FreeShare
+from kvtierd.config.keys import SECTIONS, Share
 from kvtierd.config.load import reference
 from kvtierd.core.ids import Tier
 from kvtierd.main import main
@@ -65,7 +65,7 @@ def test_devices_are_tables_of_the_file_repeated_flags_or_json_of_the_environmen
     in_file = load(file, {})
     assert in_file.tiers == (Tier.DEVICE,)
     assert [(device.name, str(device.bytes)) for device in in_file.device] == [("cuda:1", "62.5%"), (UUID, "4096")]
-    assert isinstance(in_file.device[0].bytes, FreeShare) and in_file.device[0].bytes.of(1 << 30) == 5 << 27
+    assert isinstance(in_file.device[0].bytes, Share) and in_file.device[0].bytes.of(1 << 30) == 5 << 27
     assert load(None, {"device": ("cuda:1=62.5%", f"{UUID}=4KiB")}).device == in_file.device
     monkeypatch.setenv("KVTIERD_DEVICE", '["stand-in=1MiB"]')
     assert load(file, {}).device == load(None, {"device": ("stand-in=1MiB",)}).device
@@ -74,24 +74,26 @@ def test_devices_are_tables_of_the_file_repeated_flags_or_json_of_the_environmen
 def test_peers_are_tables_of_the_file_repeated_flags_or_json_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_file = load(toml(tmp_path, '[[peers]]\naddress = "localhost:7"\n'), {"host_bytes": 1, "tcp_insecure": True})
+    in_file = load(toml(tmp_path, '[[peers]]\naddress = "localhost:7"\n'), {"host_bytes": 4096, "tcp_insecure": True})
     assert [peer.address for peer in in_file.peers] == ["localhost:7"] and in_file.peer_tls is None
     monkeypatch.setenv("KVTIERD_PEERS", '["localhost:7"]')
-    assert load(None, {"host_bytes": 1, "tcp_insecure": True}).peers == in_file.peers
+    assert load(None, {"host_bytes": 4096, "tcp_insecure": True}).peers == in_file.peers
     tls = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
-    other = load(None, {"host_bytes": 1, "peers": ("far.example:7411",), **tls})
+    other = load(None, {"host_bytes": 4096, "peers": ("far.example:7411",), **tls})
     assert other.peer_tls is not None and [peer.address for peer in other.peers] == ["far.example:7411"]
 
 
 def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
-    assert load(None, {"host_bytes": 1, "state_dir": tmp_path}).disk_path == tmp_path / "disk"
-    assert load(None, {"host_bytes": 1, "disk_dir": tmp_path}).disk_path == tmp_path
+    assert load(None, {"host_bytes": 4096, "state_dir": tmp_path}).disk_path == tmp_path / "disk"
+    assert load(None, {"host_bytes": 4096, "disk_dir": tmp_path}).disk_path == tmp_path
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("host_bytes = 1\nhost_byte = 3", "host_byte: there is no such key"),
+        ("host_bytes = 4096\nhost_byte = 3", "host_byte: there is no such key"),
+        ("host_bytes = 5", "host_bytes = 5: must be 0, or 4096 bytes or more"),
+        ("disk_bytes = 100", "disk_bytes = 100: must be 0, or 4096 bytes or more"),
         ("host_bytes = -1", "host_bytes = -1: must be bytes, 0 or more, or text such as 8GiB"),
         ('host_bytes = "many"', "host_bytes = 'many': must be bytes"),
         ('host_bytes = "80%"', "host_bytes = '80%': must be bytes"),
@@ -106,20 +108,23 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
         ('[[device]]\nname = "cuda"', "device[0][bytes]: must be given"),
         ('device = ["stand-in=80%"]', "device[0] = 'stand-in=80%': bytes must be a size, unless name is a GPU"),
         ('device = "cuda"', "device = 'cuda': "),
-        ("host_bytes = 1\nmax_sessions = 0", "max_sessions = 0: must be greater than or equal to 1"),
+        ("host_bytes = 4096\nmax_sessions = 0", "max_sessions = 0: must be greater than or equal to 1"),
         ("max_sessions = 'many'", "max_sessions = 'many': must be a valid integer"),
-        ("host_bytes = 1\nwait_seconds = inf", "wait_seconds = inf: must be less than or equal to 3600"),
+        ("host_bytes = 4096\nwait_seconds = inf", "wait_seconds = inf: must be less than or equal to 3600"),
         ("state_dir = ''", "state_dir = '': must not be empty"),
         ("allow = [5]", "allow[0] = 5: must be a valid dictionary or instance of AllowRule"),
         ("[[allow]]\nverbs = ['reed']", "verbs][0] = 'reed': must be 'read', 'write', 'watch', 'tokens' or 'admin'"),
         ('log_level = "loud"', "log_level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
-        ('host_bytes = 1\neviction = "random"', "eviction = 'random': must be 'lru' or 'lfuda'"),
+        ('host_bytes = 4096\neviction = "random"', "eviction = 'random': must be 'lru' or 'lfuda'"),
         ('[[peers]]\naddress = "there"', "peers[0][address] = 'there': must be host:port, or [host]:port for IPv6"),
         ('peers = ["there:0"]', "peers[0][address] = 'there:0': must be host:port, or [host]:port for IPv6, with the"),
         ("[[peers]]\nhost = 'there:1'", "peers[0][host]: there is no such key"),
-        ('host_bytes = 1\npeers = ["there:1"]', "peers = there:1: needs tls_cert and tls_key and tls_client_ca"),
-        ('host_bytes = 1\npeers = ["there:1"]\ntcp_insecure = true', "peers = there:1: without TLS only a loopback"),
-        ('host_bytes = 1\ntcp_insecure = true\npeers = ["[::1]:7", "[::1]:7"]', "peers = [::1]:7: must be named once"),
+        ('host_bytes = 4096\npeers = ["there:1"]', "peers = there:1: needs tls_cert and tls_key and tls_client_ca"),
+        ('host_bytes = 4096\npeers = ["there:1"]\ntcp_insecure = true', "peers = there:1: without TLS only a loopback"),
+        (
+            'host_bytes = 4096\ntcp_insecure = true\npeers = ["[::1]:7", "[::1]:7"]',
+            "peers = [::1]:7: must be named once",
+        ),
         (f"peers = {[f'p:{n}' for n in range(1, 66)]}", "should have at most 64 items"),
         ("host_bytes = ", "Invalid value"),
         ("", "no tier is configured: give a device, or set host_bytes or disk_bytes above 0"),

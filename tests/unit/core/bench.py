@@ -182,9 +182,9 @@ class Bench:
         (ticket,) = self.acquire(chain, tier=tier)
         self.release(self.lease(ticket))
 
-    def tell_read(self, names: str, misses: int = 0) -> None:
+    def tell_read(self, names: str) -> None:
         """A client has read these blocks without a call."""
-        self.apply(self.core.touch(GROUP, keys(names), misses, self.now))
+        self.apply(self.core.touch(GROUP, keys(names), self.now))
 
     def release(self, *leases: LeaseId, session: SessionId = ALICE) -> None:
         self.apply(self.core.release(session, leases, self.now))

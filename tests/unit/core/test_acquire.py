@@ -89,7 +89,7 @@ def test_hits_count_where_the_block_was_found_nearest() -> None:
         bench.land()
         bench.end()
     stats = bench.core.stats()
-    assert (stats.hits, stats.misses) == ({DEVICE: 1, HOST: 1, DISK: 1}, 1)
+    assert (stats.hits, stats.queried, stats.found) == ({DEVICE: 1, HOST: 1, DISK: 1}, 4, 3)
 
 
 def test_looking_touches_nothing() -> None:

@@ -58,7 +58,7 @@ def ranks(bench: Bench) -> dict[Block, int]:
 
 
 def test_a_touch_of_the_last_block(bench: Bench) -> None:
-    assert most_touched(bench, lambda: bench.core.touch(GROUP, [key(LEAF)], 0, bench.now)) <= SLICE
+    assert most_touched(bench, lambda: bench.core.touch(GROUP, [key(LEAF)], bench.now)) <= SLICE
 
 
 def test_a_commit_under_the_last_block(bench: Bench) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtierd.config.keys import Share
 from kvtierd.core.ids import Tier
 from kvtierd.service import budgets
 from kvtierd.service.budgets import (
@@ -44,17 +45,26 @@ def test_a_slot_takes_padded_parts_in_every_tier() -> None:
     assert tier_bytes(WINDOWS, (3, 2)) == 3 * 4096 + 2 * 8192
 
 
-def test_nothing_asked_means_all_that_is_left() -> None:
+def test_a_share_of_all_is_what_is_left() -> None:
     budgets = Budgets({Tier.DEVICE: 3 * EACH, Tier.HOST: 5 * EACH + 100})
     assert budgets.slots_for(SPEC, {}) == {Tier.DEVICE: (3,), Tier.HOST: (5,)}
-    budgets.take(SPEC, {Tier.DEVICE: (3,), Tier.HOST: (1,)})
+    budgets.take("one", SPEC, {Tier.DEVICE: (3,), Tier.HOST: (1,)})
     assert budgets.slots_for(SPEC, {}) == {Tier.HOST: (4,)}
-    budgets.take(SPEC, {Tier.HOST: (4,)})
+    budgets.take("two", SPEC, {Tier.HOST: (4,)})
     with pytest.raises(CallRefused) as refused:
         budgets.slots_for(SPEC, {})
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    budgets.give_back(SPEC, {Tier.HOST: (4,)})
+    budgets.give_back("two", {Tier.HOST: (4,)})
     assert budgets.slots_for(SPEC, {}) == {Tier.HOST: (4,)}
+
+
+def test_nothing_asked_means_the_default_share_of_the_size_and_never_less_than_a_slot() -> None:
+    budgets = Budgets({Tier.DEVICE: 3 * EACH, Tier.HOST: 16 * EACH + 100}, default=Share(0.25))
+    assert budgets.slots_for(SPEC, {}) == {Tier.DEVICE: (1,), Tier.HOST: (4,)}
+    budgets.take("one", SPEC, {Tier.DEVICE: (3,), Tier.HOST: (4,)})
+    assert budgets.slots_for(SPEC, {}) == {Tier.HOST: (4,)}
+    budgets.take("two", SPEC, {Tier.HOST: (10,)})
+    assert budgets.slots_for(SPEC, {}) == {Tier.HOST: (2,)}
 
 
 def test_a_tier_without_a_slot_for_each_group_is_not_given() -> None:

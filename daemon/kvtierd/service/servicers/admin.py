@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
@@ -25,6 +25,7 @@ from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.budgets import Account
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
@@ -112,6 +113,7 @@ class AdminService:
             problems=self._health.problems(caches),
             event_log=None if self._log is None else _event_log(self._log.status()),
             devices=self._devices,
+            tiers=[_tier_bytes(account, {cache.name for cache in caches}) for account in self._catalog.accounts],
             remote=None if self._remote is None else _remote(self._remote),
             uptime_ns=time.monotonic_ns() - self._started,
             peers=self._peers() if everything else (),
@@ -245,7 +247,8 @@ class AdminService:
             hits_device=stats.hits.get(Tier.DEVICE, 0),
             hits_host=stats.hits.get(Tier.HOST, 0),
             hits_disk=stats.hits.get(Tier.DISK, 0),
-            misses=stats.misses,
+            queried=stats.queried,
+            found=stats.found,
             stored=stats.stored,
             removed=stats.removed,
             waiting=stats.waiting,
@@ -408,9 +411,21 @@ def _group(cache: Cache, group: GroupId, counts: GroupCounts) -> admin_pb2.Group
         hits_device=counts.hits.get(Tier.DEVICE, 0),
         hits_host=counts.hits.get(Tier.HOST, 0),
         hits_disk=counts.hits.get(Tier.DISK, 0),
-        misses=counts.misses,
+        queried=counts.queried,
+        found=counts.found,
         stored=counts.stored,
         removed=counts.removed,
+    )
+
+
+def _tier_bytes(account: Account, shown: Collection[str]) -> admin_pb2.TierBytes:
+    """``shown``: caches whose names are told."""
+    return admin_pb2.TierBytes(
+        tier=wire.TIER_TO_WIRE[account.tier],
+        device=account.device,
+        size=account.size,
+        left=account.left,
+        given={name: nbytes for name, nbytes in account.given.items() if name in shown},
     )
 
 

@@ -161,8 +161,18 @@ class BlocksService:
         keys = validation.keys("keys", request.keys)
         tokens, scope = validation.following(cache, group, request)
         remote = await self._reach(cache, None if request.across_groups else group, keys) if request.remote else 0
-        if request.across_groups:
-            return self._match_across(cache, group, keys, remote)
+        response = (
+            self._match_across(cache, group, keys, remote)
+            if request.across_groups
+            else self._match_alone(cache, group, keys, tokens, scope, remote)
+        )
+        if not request.counted:
+            self._engine.manager(cache.id).asked(group, len(keys), response.blocks)
+        return response
+
+    def _match_alone(
+        self, cache: Cache, group: GroupId, keys: Sequence[Key], tokens: bytes, scope: bytes, remote: int
+    ) -> blocks_pb2.MatchResponse:
         found = self._engine.manager(cache.id).match(group, keys, tokens, scope)
         response = blocks_pb2.MatchResponse(
             blocks=found.blocks,
@@ -198,7 +208,9 @@ class BlocksService:
     async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        await self._engine.touch(cache.id, group, keys, request.misses)
+        found = validation.count("found", request.found, 0, request.queried)
+        self._engine.manager(cache.id).asked(group, request.queried, found)
+        await self._engine.touch(cache.id, group, keys)
         return blocks_pb2.TouchResponse(as_of_event=self._now_cursor())
 
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
@@ -442,7 +454,7 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
         durations = message.durations_ms and validation.durations(
             f"chains[{index}].durations_ms", message.durations_ms, len(keys)
         )
-        chains.append(ChainRequest(keys, least, priorities, durations))
+        chains.append(ChainRequest(keys, least, priorities, durations, message.counted))
     return chains
 
 

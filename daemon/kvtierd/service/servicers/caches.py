@@ -11,7 +11,7 @@ from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import Tier
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
-from kvtierd.service.budgets import Slots, TierBudget
+from kvtierd.service.budgets import Slots, TierBudget, TierFull
 from kvtierd.service.cache import Cache, wanted
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
@@ -45,7 +45,11 @@ class CachesService:
             self._access.require_on(session, Right.WRITE, name)
         named = wanted(request.options)
         budgets = self._budgets(request)
-        cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
+        try:
+            cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
+        except TierFull as refusal:
+            refusal.tell(lambda other: self._access.may(session, Right.READ, other))
+            raise
         require_attached(session)
         if self._catalog.get(cache.id) is not cache:
             raise unknown("name", name)  # removed meanwhile

@@ -23,7 +23,7 @@ from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
 from kvtierd.service.peer import printable
-from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry, this_task
+from kvtierd.service.sessions import GOODBYE, AttachRefused, Session, SessionPeer, SessionRegistry, this_task
 from kvtierd.service.visitors import Visitors, write
 
 HELLO_TIMEOUT_S: Final = 5.0
@@ -147,7 +147,7 @@ class RemoteSessions:
             beating = asyncio.create_task(self._beat(context), name="session-heartbeat")
             try:
                 if await self._listen(context):
-                    self._sessions.end(session, "goodbye")
+                    self._sessions.end(session, GOODBYE)
             finally:
                 beating.cancel()
                 await asyncio.gather(beating, return_exceptions=True)  # a write to a broken stream fails

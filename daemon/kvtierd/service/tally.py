@@ -1,0 +1,72 @@
+"""Calls by method, code and time, and refusals by reason, whichever way the calls came."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from google.protobuf.message import Message
+
+from kvtierd.service.errors import CallRefused
+
+BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
+"""Upper ends of the buckets; the last bucket has no end."""
+
+
+@dataclass(slots=True)
+class Times:
+    """``buckets``: calls by duration. ``seconds``: their sum."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
+        self.seconds += seconds
+
+
+class Call:
+    """One that is open. ``code``: as gRPC names it; a call that nobody answers was cancelled."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally: Final = tally
+        self.code = "CANCELLED"
+
+    def answered(self, reply: Message) -> Message:
+        """Notes that the call succeeded."""
+        self.code = "OK"
+        return reply
+
+    def refused(self, refusal: CallRefused) -> CallRefused:
+        """Notes how the call ends."""
+        self.code = refusal.code.name
+        self._tally.refusals[refusal.detail.reason] += 1
+        return refusal
+
+
+class Tally:
+    """Loop thread only. Methods are the daemon's own: a client cannot add a name."""
+
+    def __init__(self) -> None:
+        self.calls: Final[Counter[tuple[str, str]]] = Counter()
+        """By method and code."""
+        self.times: Final[dict[str, Times]] = {}
+        """By method, of calls with one answer."""
+        self.refusals: Final[Counter[str]] = Counter()
+        """By reason."""
+
+    @contextmanager
+    def call(self, method: str, *, timed: bool = True) -> Iterator[Call]:
+        """Around a call. ``timed``: False for a stream, which lasts as long as its client likes."""
+        call, start = Call(self), time.perf_counter()
+        try:
+            yield call
+        finally:
+            self.calls[method, call.code] += 1
+            if timed:
+                self.times.setdefault(method, Times()).add(time.perf_counter() - start)
