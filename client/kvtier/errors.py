@@ -167,7 +167,7 @@ class DaemonError(KvtierError):
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
-_FAILED_WRITE: Final = "Internal error from Core"
+FAILED_WRITE: Final = "Internal error from Core"
 """With INTERNAL, what gRPC itself makes of a message that it could not send, whatever ended the stream meanwhile."""
 
 
@@ -194,7 +194,7 @@ def fault_of(error: AioRpcError) -> Fault:
                 if packed.Is(common_pb2.ErrorDetail.DESCRIPTOR):
                     packed.Unpack(detail)
     fault = Fault(error.code(), error.details() or "", detail)
-    if fault.code is grpc.StatusCode.INTERNAL and not detail.reason and fault.message == _FAILED_WRITE:
+    if fault.code is grpc.StatusCode.INTERNAL and not detail.reason and fault.message == FAILED_WRITE:
         return replace(fault, code=grpc.StatusCode.UNAVAILABLE)
     return fault
 

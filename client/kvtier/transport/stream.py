@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from kvtier.abi import attach as protocol
-from kvtier.errors import CallerError, DaemonError, error_of, fault_of
+from kvtier.errors import FAILED_WRITE, CallerError, DaemonError, error_of, fault_of
 from kvtier.transport.attached import Segments
 from kvtier.v1 import session_pb2, session_pb2_grpc
 
@@ -33,7 +33,9 @@ class StreamConnection:
         self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._listen())]
 
     @classmethod
-    async def open(cls, channel: grpc.aio.Channel, token: str | None) -> tuple[Self, protocol.Welcome]:
+    async def open(
+        cls, channel: grpc.aio.Channel, token: str | None, *, again: bool = False
+    ) -> tuple[Self, protocol.Welcome]:
         """Says hello and hears the welcome. Raises :class:`kvtier.errors.KvtierError`."""
         stub: Any = session_pb2_grpc.SessionsStub(channel)
         call = stub.Session()
@@ -42,7 +44,10 @@ class StreamConnection:
             await call.write(session_pb2.SessionRequest(hello=hello))
             reply = await call.read()
         except grpc.aio.AioRpcError as error:
-            raise error_of(fault_of(error)) from None
+            fault = fault_of(error)
+            if fault.message == FAILED_WRITE and not again:  # gRPC hides the refusal where it comes during the write
+                return await cls.open(channel, token, again=True)
+            raise error_of(fault) from None
         except BaseException:
             call.cancel()
             raise
