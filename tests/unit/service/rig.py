@@ -46,6 +46,7 @@ def config(directory: Path, *, device: int | list[str] = 8, host: int = 16, disk
         device = [f"stand-in={device * SLOT_BYTES}"] if device else []
     values["device"] = device
     values |= {"runtime_dir": directory / "run", "state_dir": directory / "state", "debug_checks": True}
+    values["default_budget"] = "100%"  # so that a test says its sizes once
     return Config(**(values | more))
 
 
