@@ -34,7 +34,7 @@ class StreamConnection:
 
     @classmethod
     async def open(
-        cls, channel: grpc.aio.Channel, token: str | None, *, again: bool = False
+        cls, channel: grpc.aio.Channel, token: str | None, *, attempts: int = 8
     ) -> tuple[Self, protocol.Welcome]:
         """Says hello and hears the welcome. Raises :class:`kvtier.errors.KvtierError`."""
         stub: Any = session_pb2_grpc.SessionsStub(channel)
@@ -45,8 +45,8 @@ class StreamConnection:
             reply = await call.read()
         except grpc.aio.AioRpcError as error:
             fault = fault_of(error)
-            if fault.message == FAILED_WRITE and not again:  # gRPC hides the refusal where it comes during the write
-                return await cls.open(channel, token, again=True)
+            if fault.message == FAILED_WRITE and attempts > 1:  # gRPC hides a refusal that comes during the write
+                return await cls.open(channel, token, attempts=attempts - 1)
             raise error_of(fault) from None
         except BaseException:
             call.cancel()
