@@ -95,7 +95,7 @@ ROWS = [
 def as_user(number, groups, namespaces, command):
     """The command, and all before it that the kernel is asked for."""
     listed = f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups"
-    user = ["setpriv", f"--reuid={number}", f"--regid={number}", listed]
+    user = ["setpriv", "--pdeathsig=keep", f"--reuid={number}", f"--regid={number}", listed]
     unshare = ["unshare", *namespaces] if namespaces else []
     # Only a user namespace can be entered by an ordinary user: the others come before the change of user.
     inside = [*user, *unshare, *command] if "-U" in namespaces else [*unshare, *user, *command]
