@@ -228,9 +228,9 @@ async def test_a_session_has_so_many_watches_and_their_heartbeats_are_spread(sta
             await calls[0].read()
             waited = time.monotonic() - started
         started = time.monotonic()
-        for _ in range(3):
+        for _ in range(4):  # the one before may have come late
             await calls[0].read()
-        assert time.monotonic() - started > 2 * 0.1
+        assert time.monotonic() - started > 3 * 0.1
         for call in calls:
             call.cancel()
 

@@ -74,22 +74,28 @@ async def test_half_a_call_ends_the_connection(daemon, raw, client, packet):
     daemon.assert_healthy_log()
 
 
+async def movable(client, raw):
+    """Stores four blocks. The request that moves them to disk."""
+    cache = await client.open_cache("c", SPEC)
+    keys = chain("c", 4)
+    await cache.put(keys, blocks(keys))
+    opened = await raw.open("c")
+    request = blocks_pb2.MoveRequest(
+        cache_id=opened.cache_id, to=tier_to_wire(Tier.DISK), keys=b"".join(keys), timeout_ns=60 * 10**9
+    )
+    return request.SerializeToString()
+
+
 async def test_a_call_is_given_up_and_made_again(start_fresh):
     daemon = start_fresh(host=8, disk=8)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("c", 4)
-        await cache.put(keys, blocks(keys))
-        opened = await raw.open("c")
-        asked = blocks_pb2.MoveRequest(
-            cache_id=opened.cache_id, to=tier_to_wire(Tier.DISK), keys=b"".join(keys), timeout_ns=60 * 10**9
-        )
+        asked = await movable(client, raw)
         with stuck_disk(daemon, "c"):
-            raw.socket.send(call(1, MOVE, asked.SerializeToString()))
+            raw.socket.send(call(1, MOVE, asked))
             raw.socket.send(call(2, STATS, b""))
             assert answer(raw).number == 2
             raw.socket.send(calls.encode_give_up(1))
-            raw.socket.send(call(3, MOVE, asked.SerializeToString()))
+            raw.socket.send(call(3, MOVE, asked))
         again = answer(raw)
         assert (again.number, again.status) == (3, 0)
         assert blocks_pb2.MoveResponse.FromString(again.body).results == bytes([BlockResult.OK]) * 4
@@ -98,16 +104,10 @@ async def test_a_call_is_given_up_and_made_again(start_fresh):
 async def test_two_open_calls_of_one_number_end_the_connection(start_fresh):
     daemon = start_fresh(host=8, disk=8)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("c", 4)
-        await cache.put(keys, blocks(keys))
-        opened = await raw.open("c")
-        asked = blocks_pb2.MoveRequest(
-            cache_id=opened.cache_id, to=tier_to_wire(Tier.DISK), keys=b"".join(keys), timeout_ns=60 * 10**9
-        )
+        asked = await movable(client, raw)
         with stuck_disk(daemon, "c"):
             for _ in range(2):
-                raw.socket.send(call(1, MOVE, asked.SerializeToString()))
+                raw.socket.send(call(1, MOVE, asked))
             assert b"BAD_MESSAGE" in raw.socket.receive()[0]
         come_back(raw)
 

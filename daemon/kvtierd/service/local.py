@@ -17,8 +17,8 @@ TURN: Final = 64
 
 
 class LocalCalls:
-    """Those of one connection. A call is open until its answer is written: so a client that reads no answers has soon
-    as many open as it may."""
+    """Those of one connection. While an answer waits for a client that reads none, no more calls are taken: it fills
+    its own socket, and not the number of calls that its user may have open."""
 
     def __init__(self, sock: socket.socket, session: Session, dispatcher: Dispatcher) -> None:
         self._sock: Final = sock
@@ -34,7 +34,8 @@ class LocalCalls:
         Packets that are there already are received in one turn of the loop: a call that was given up while the daemon
         was stopped does not even begin.
         """
-        self._taken += 1
+        async with self._writing:  # nobody else's answer waits
+            self._taken += 1
         if self._taken % TURN == 0:
             await asyncio.sleep(0)
         request = calls.decode_request(packet)
