@@ -204,6 +204,34 @@ def test_cleaning_sends_the_hosts_oldest_down_for_its_room() -> None:
     assert {name: bench.where(name) for name in "xb"} == {"x": {DEVICE, HOST}, "b": {DISK}}
 
 
+def land_some(bench: Bench) -> None:
+    """As many moves as could come to an end here."""
+    for _ in range(100):
+        if bench.moves:
+            bench.land_one()
+
+
+def test_copies_ahead_make_no_room_of_each_other() -> None:
+    bench = Bench(device=2, host=1, disk=2, policy=Policy(clean_most=1.0))
+    for name, tier in (("a", DEVICE), ("b", DEVICE), ("c", HOST)):
+        ticket = bench.reserve(tier, 1)
+        land_some(bench)
+        bench.commit(bench.grants[ticket], [(name, None, 35)])
+        bench.release(bench.lease(ticket))
+        land_some(bench)
+    assert not bench.moves, "copies beget copies"
+
+
+def test_what_is_moved_down_goes_from_above_whatever_is_under_way() -> None:
+    bench = Bench(device=4, host=4, disk=8, policy=Policy(clean_most=1.0))
+    bench.put("abcd")
+    assert {(src, dst) for _, src, dst, _ in bench.in_flight()} == {(DEVICE, HOST)}
+    bench.move("abcd", DISK)
+    while bench.moves:
+        bench.land_one(len(bench.moves) - 1)
+    assert [bench.where(name) for name in "abcd"] == [{DISK}] * 4
+
+
 @pytest.mark.parametrize("policy", [THROUGH, SELECTIVE, Policy(clean_most=0.9)])
 def test_an_edge_that_fails_does_not_hold_anything_up(policy: Policy) -> None:
     bench = Bench(device=2, host=2, policy=policy)
