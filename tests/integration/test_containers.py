@@ -6,7 +6,9 @@ The engine is the program of the pod in deploy/kubernetes/engine.yaml, as an ord
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,18 +36,24 @@ anonymous = true
 caches = ["*"]
 verbs = ["read", "write"]
 """
-UNLOCKED = """
-mount -t tmpfs tmpfs /mnt && mkdir /mnt/root && mount --bind /root /mnt/root
-mount -t tmpfs -o mode=755 tmpfs /root
-while [ "$1" != -- ]; do
-    case "$1" in /root/*) mkdir -p "$1" && mount --bind "/mnt$1" "$1" ;; esac
-    shift
-done
-shift
-exec "$@"
-"""
-"""Runs a command where anybody can read the Python that runs this, even where it lies in root's home."""
-NEEDED = sorted({sys.base_prefix, sys.prefix, str(ROOT)})
+NEEDED = [Path(path) for path in sorted({sys.base_prefix, sys.prefix, str(ROOT)})]
+
+
+def unlocked():
+    """A script that runs a command where anybody can read the Python that runs this, even where it lies in root's
+    home, or in another directory that is closed to others."""
+    closed = {
+        path: next((parent for parent in reversed(path.parents) if not parent.stat().st_mode & stat.S_IXOTH), None)
+        for path in NEEDED
+    }
+    lines = ["mount -t tmpfs tmpfs /mnt"]
+    for door in sorted({shlex.quote(str(parent)) for parent in closed.values() if parent is not None}):
+        lines += [f"mkdir -p /mnt{door}", f"mount --bind {door} /mnt{door}", f"mount -t tmpfs -o mode=755 tmpfs {door}"]
+    for place in [shlex.quote(str(path)) for path in NEEDED if closed[path] is not None]:
+        lines += [f"mkdir -p {place}", f"mount --bind /mnt{place} {place}"]
+    return "\n".join([*lines, 'exec "$@"'])
+
+
 OTHERS = ("-m", "-n", "-i", "-u")
 """All namespaces but those of pids and users."""
 OWN_PIDS = ("-p", "-f", "--mount-proc", "--kill-child")
@@ -99,7 +107,7 @@ def as_user(number, groups, namespaces, command):
     unshare = ["unshare", *namespaces] if namespaces else []
     # Only a user namespace can be entered by an ordinary user: the others come before the change of user.
     inside = [*user, *unshare, *command] if "-U" in namespaces else [*unshare, *user, *command]
-    return ["unshare", "-m", "sh", "-ec", UNLOCKED, "sh", *NEEDED, "--", *inside]
+    return ["unshare", "-m", "sh", "-ec", unlocked(), "sh", *inside]
 
 
 def engine(row, address):
