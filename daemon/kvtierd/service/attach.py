@@ -28,7 +28,7 @@ from kvtierd.rights import Right
 from kvtierd.service.calls import Access, Dispatcher
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.local import LocalCalls
+from kvtierd.service.local import LocalCalls, Packets
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
 from kvtierd.service.sessions import GOODBYE, AttachRefused, Capacity, Session, SessionRegistry, this_task
 
@@ -128,7 +128,8 @@ class AttachServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
-            await self._converse(sock)
+            with closing(Packets(sock)) as packets:
+                await self._converse(sock, packets)
         except (AttachRefused, attach.AttachProtocolError) as error:
             # A client that reconnects after a restart names its old session first.
             level = logging.INFO if error.reason == "UNKNOWN_SESSION" else logging.WARNING
@@ -147,14 +148,14 @@ class AttachServer:
             else:
                 sock.close()
 
-    async def _converse(self, sock: socket.socket) -> None:
-        hello = await _hear_hello(sock)
+    async def _converse(self, sock: socket.socket, packets: Packets) -> None:
+        hello = await _hear_hello(packets)
         session = self._admit(sock, hello)
         daemon, local = self._identity, LocalCalls(sock, session, self._dispatcher)
         try:
             resumed = hello.token is not None
             _send(sock, attach.Welcome(session.token, session.id, resumed, **asdict(daemon)))
-            while packet := await _receive(sock):
+            while packet := await packets.next():
                 if is_call(packet):
                     await local.take(packet)
                     continue
@@ -219,21 +220,16 @@ def _peer(sock: socket.socket) -> Peer:
         raise AttachRefused(error.reason, str(error)) from error
 
 
-async def _hear_hello(sock: socket.socket) -> attach.Hello:
+async def _hear_hello(packets: Packets) -> attach.Hello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            packet = await _receive(sock)
+            packet = await packets.next()
     except TimeoutError:
         raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
     hello = attach.decode_request(packet) if packet else None
     if not isinstance(hello, attach.Hello):
         raise AttachRefused("NO_HELLO", "the first message must be a hello")
     return hello
-
-
-async def _receive(sock: socket.socket) -> bytes:
-    """The next packet; empty at the end. The kernel closes descriptors that the peer sends."""
-    return await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
 
 
 async def _taken(sock: socket.socket) -> None:

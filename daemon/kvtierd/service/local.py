@@ -8,12 +8,48 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier.abi import calls
-from kvtier.abi.attach import AttachProtocolError
+from kvtier.abi.attach import MAX_MESSAGE, AttachProtocolError
 from kvtierd.service.calls import Dispatcher, LocalCall
 from kvtierd.service.sessions import Session
 
 TURN: Final = 64
 """Packets of a connection after which others have their turn."""
+
+
+class Packets:
+    """Those of one connection, for one reader. Its descriptor stays with the event loop from one wait to the next."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock: Final = sock
+        self._loop: Final = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._watched = False
+
+    async def next(self) -> bytes:
+        """Empty at the end. The kernel closes descriptors that the peer sends. Raises OSError."""
+        while True:
+            with suppress(BlockingIOError):
+                return self._sock.recv(MAX_MESSAGE + 1)
+            if not self._watched:
+                self._loop.add_reader(self._sock.fileno(), self._readable)
+                self._watched = True
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def close(self) -> None:
+        """Before the socket is closed. Closing twice is allowed."""
+        if self._watched:
+            self._loop.remove_reader(self._sock.fileno())
+            self._watched = False
+
+    def _readable(self) -> None:
+        if self._waiter is None:
+            self.close()  # nobody waits: the loop would call again and again
+        elif not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class LocalCalls:

@@ -34,18 +34,18 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T]):
-    """``task``: None for a call that its client gave up."""
+    """``reply``: cancelled where the call was, or was refused; None for a call that its client gave up."""
 
     digest: bytes
-    task: asyncio.Task[T] | None
-    waiting: int = 0
+    reply: asyncio.Future[T] | None
+    runner: asyncio.Task[Any] | None = None
 
 
 class ReplyMemory(Generic[T]):
     """The calls of one session. Loop thread only.
 
-    A call runs once, in its own task. A repeat of the call waits for the same task. The call is cancelled with its last
-    waiting caller. A cancelled or refused call changed nothing and is forgotten.
+    A call runs once, in the task of its caller. A repeat of the call waits for its reply. A cancelled or refused call
+    changed nothing and is forgotten: a repeat that waits runs it anew.
     """
 
     def __init__(self) -> None:
@@ -64,24 +64,25 @@ class ReplyMemory(Generic[T]):
             digest: Hash of the method and the request.
             kept: Whether the reply must stay remembered.
         """
-        known = self._calls.get(seq)
-        if known is None:
-            known = self._calls[seq] = _Call(digest, asyncio.create_task(call()))
-            if len(self._calls) > REMEMBERED:
-                self._forget_old(kept)
-        if known.task is None:
-            raise refused(grpc.StatusCode.NOT_FOUND, "GIVEN_UP", f"call {seq} of the session was given up")
-        if known.digest != digest:
-            raise bad_argument("seq", seq, "a number that no earlier call of this session had")
-        task = known.task
-        known.waiting += 1
+        while known := self._calls.get(seq):
+            if known.reply is None:
+                raise refused(grpc.StatusCode.NOT_FOUND, "GIVEN_UP", f"call {seq} of the session was given up")
+            if known.digest != digest:
+                raise bad_argument("seq", seq, "a number that no earlier call of this session had")
+            if known.reply.done():
+                return known.reply.result()
+            await asyncio.wait([known.reply])
+        reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls[seq] = _Call(digest, reply, asyncio.current_task())
+        if len(self._calls) > REMEMBERED:
+            self._forget_old(kept)
         try:
-            return await asyncio.shield(task)
-        finally:
-            known.waiting -= 1
-            if not known.waiting and _is_void(task) and known.task is task:
-                task.cancel()
-                self._calls.pop(seq, None)
+            reply.set_result(await call())
+        except BaseException:
+            del self._calls[seq]
+            reply.cancel()
+            raise
+        return reply.result()
 
     async def give_up(self, seq: int) -> T | None:
         """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered.
@@ -90,28 +91,22 @@ class ReplyMemory(Generic[T]):
         """
         while True:
             call = self._calls.setdefault(seq, _Call(b"", None))
-            task = call.task
-            if task is None:
+            if (reply := call.reply) is None:
                 return None
-            if task.done():
-                call.task = None
-                return None if _is_void(task) else task.result()
-            task.cancel()
-            await asyncio.wait([task])
+            if reply.done():
+                call.reply = None
+                return reply.result()
+            if call.runner is not None:
+                call.runner.cancel()
+            await asyncio.wait([reply])
 
     def _forget_old(self, kept: Callable[[T], bool]) -> None:
         """Forgets up to two of the oldest calls, so the memory shrinks to the calls that must stay."""
         for _ in range(2):
             seq, call = next(iter(self._calls.items()))
             del self._calls[seq]
-            runs = call.task is not None and not call.task.done()
-            if runs or (call.task is not None and not _is_void(call.task) and kept(call.task.result())):
+            if call.reply is not None and (not call.reply.done() or kept(call.reply.result())):
                 self._calls[seq] = call
-
-
-def _is_void(task: asyncio.Task[Any]) -> bool:
-    """Whether the task has no reply: it runs, was cancelled or failed."""
-    return not task.done() or task.cancelled() or task.exception() is not None
 
 
 IDLE_DETACHED_S: Final = 30.0

@@ -35,30 +35,29 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_call_ends_with_the_last_who_waits_for_it_and_may_then_run_again() -> None:
+async def test_a_call_ends_with_its_caller_and_a_repeat_that_waits_runs_it_anew() -> None:
     gate = asyncio.Event()
     memory, call = ReplyMemory[int](), Counted(gate)
     first, second = (asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(2))
     await turns()
+    assert call.runs == 1, "the repeat waits"
     first.cancel()
     await turns()
-    assert call.cancelled == 0, "somebody still waits"
-    second.cancel()
-    await asyncio.wait([first, second])
-    await asyncio.sleep(0)
-    assert call.cancelled == 1
+    assert (call.cancelled, call.runs) == (1, 2)
     gate.set()
-    assert await memory.answer(1, b"a", call) == 2
+    assert await second == await memory.answer(1, b"a", call) == 2
+    assert first.cancelled()
 
 
-async def test_an_answer_whose_only_waiter_was_cancelled_late_is_kept() -> None:
-    memory, call = ReplyMemory[int](), Counted()
-    waiter = asyncio.create_task(memory.answer(1, b"a", call))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)  # the call has run; the waiter has not been woken yet
-    waiter.cancel()
-    await asyncio.wait([waiter])
-    assert await memory.answer(1, b"a", call) == 1
+async def test_a_repeat_gets_the_reply_that_it_waited_for() -> None:
+    gate = asyncio.Event()
+    memory, call = ReplyMemory[int](), Counted(gate)
+    callers = [asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(3)]
+    await turns()
+    callers[2].cancel()
+    gate.set()
+    assert await asyncio.gather(*callers[:2]) == [1, 1]
+    assert call.cancelled == 0, "only its own caller's end ends it"
 
 
 async def test_old_answers_are_forgotten_but_never_a_call_that_runs() -> None:
