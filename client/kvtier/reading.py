@@ -31,7 +31,7 @@ from kvtier.arena import Arena, Binder, send
 from kvtier.buffers import PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.deadline import Deadline
-from kvtier.errors import ClientClosed, DamagedTransfer
+from kvtier.errors import ClientClosed, DaemonUnavailable, DamagedTransfer
 from kvtier.memory.arrays import Bytes
 from kvtier.session import Link
 from kvtier.types import Tier
@@ -440,7 +440,7 @@ class Recency:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await send(link, lambda stubs: stubs.blocks.Touch, request)
-        except (AioRpcError, TimeoutError) as error:
+        except (AioRpcError, DaemonUnavailable, TimeoutError) as error:
             _log.debug("%d reads of group %d are not told: %s", len(keys), group, error)
         except (asyncio.CancelledError, UsageError) as error:
             with suppress(ClientClosed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -294,6 +295,23 @@ async def test_what_a_daemon_closed_is_read_once_it_is_known_to_be_away(daemon):
         await asyncio.to_thread(daemon.start)
         await eventually(lambda: cache.prefix_length(KEYS), lambda length: length == 8)
         assert_bytes(KEYS, await cache.get(KEYS))
+
+
+async def test_a_read_that_a_dying_daemon_is_not_told_of_costs_nothing(daemon):
+    """A task of the client's tells it; nobody is there to see how that ended."""
+    await fill(daemon)
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        daemon.pause()
+        assert_bytes(MAPPED, await cache.get(MAPPED))
+        with pytest.raises(DeadlineExceeded):  # before it, the daemon is told
+            await cache.drop(LONG[:1], timeout=TIMEOUT_S)
+        await asyncio.to_thread(daemon.kill)
+        await missed(client)
+    gc.collect()
+    assert unseen == []
 
 
 async def test_a_get_of_which_nothing_can_be_read_says_so_once(daemon):
