@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 
 import pytest
 
@@ -66,6 +68,31 @@ async def test_a_refusal_says_who_has_what_and_is_logged_once(start_fresh):
         with pytest.raises(TierFull, match=f"{2 * SLOT_BYTES} bytes of 192.0 KiB are free .large 168.0 KiB"):
             await client.open_cache("late", SPEC, budgets=sizes(host=3))
         await eventually(lambda: daemon.log.count("a cache is refused"), lambda count: count == 2)
+
+
+async def test_a_refusal_says_which_caches_nobody_has_open(start_fresh):
+    """They were closed, or their client is gone, maybe with an earlier daemon."""
+    daemon = start_fresh(host=16, disk=16)
+
+    async def refusal(client):
+        with pytest.raises(TierFull) as full:
+            await client.open_cache("late", SPEC, budgets=sizes(host=16))
+        return str(full.value)
+
+    idle = r"idle for 0:00:\d\d"
+    async with await connect(daemon.address) as client:
+        await client.open_cache("used", SPEC, budgets=sizes(host=8, disk=8))
+        closed = await client.open_cache("closed", SPEC, budgets=sizes(host=4, disk=4))
+        await closed.close()
+        async with await connect(daemon.address) as other:
+            await other.open_cache("left", SPEC, budgets=sizes(host=2, disk=2))
+        said = await refusal(client)
+        assert re.search(f"used 96.0 KiB, closed 48.0 KiB {idle}, left 24.0 KiB {idle}[)]", said), said
+    await asyncio.to_thread(daemon.restart)
+    async with await connect(daemon.address) as client:
+        await client.open_cache("closed")
+        said = await refusal(client)
+        assert re.search(f"used 96.0 KiB {idle}, closed 48.0 KiB, left 24.0 KiB {idle}[)]", said), said
 
 
 async def test_a_refusal_names_no_cache_that_its_caller_may_not_read(start_fresh):

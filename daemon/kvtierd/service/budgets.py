@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -141,11 +142,15 @@ class Account:
     def left(self) -> int:
         return self.size - sum(self.given.values())
 
-    def told(self, may_see: Callable[[str], bool]) -> str:
-        """Who has how much. ``may_see``: whether a cache may be named."""
+    def told(self, may_see: Callable[[str], bool], idle_s: Callable[[str], int | None]) -> str:
+        """Who has how much. ``may_see``: whether a cache may be named. ``idle_s``: for how long nobody has had it open;
+        None = somebody has."""
         name = f"{self.tier} tier of {self.device}" if self.device else f"{self.tier} tier"
         largest = sorted(filter(may_see, self.given), key=self.given.__getitem__, reverse=True)[:MAX_NAMED]
-        parts = [f"{cache} {_readable(self.given[cache])}" for cache in largest]
+        times = {
+            cache: f" idle for {timedelta(seconds=idle)}" for cache in largest if (idle := idle_s(cache)) is not None
+        }
+        parts = [f"{cache} {_readable(self.given[cache])}{times.get(cache, '')}" for cache in largest]
         if len(parts) < len(self.given):
             parts.append(f"{len(self.given) - len(parts)} other caches")
         free = f"{self.left} bytes of {_readable(self.size)} are free"
@@ -170,15 +175,15 @@ class TierFull(CallRefused):
         super().__init__(grpc.StatusCode.RESOURCE_EXHAUSTED, asked, detail)
         self._account: Final = account
         self._asked: Final = asked
-        self.tell(lambda _: True)
+        self.tell(lambda _: True, lambda _: None)
         if not account.refused:
             _log.warning("a cache is refused: %s", self.message)
             account.refused = True
 
-    def tell(self, may_see: Callable[[str], bool]) -> None:
-        """Names the caches that the caller may see, and no other."""
+    def tell(self, may_see: Callable[[str], bool], idle_s: Callable[[str], int | None]) -> None:
+        """Names the caches that the caller may see, and no other: see :meth:`Account.told`."""
         way_out = "`kvtier cache rm NAME`, or open caches with budgets="
-        self.message = f"{self._account.told(may_see)}; {self._asked}. {way_out}"
+        self.message = f"{self._account.told(may_see, idle_s)}; {self._asked}. {way_out}"
 
 
 class Budgets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -244,6 +245,9 @@ class SessionRegistry:
         self._remnants: dict[str, Session] = {}
         self._keeper = SessionId(0)
         self._gone_before_settled: list[SessionId] | None = None
+        self._began: Final = time.monotonic()
+        self.left: Final[dict[CacheId, float]] = {}
+        """When a session last closed the cache, or ended with it."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())
@@ -379,6 +383,12 @@ class SessionRegistry:
         for session in list(self._by_id.values()):
             self._forget(session)
 
+    def idle_s(self, cache: CacheId) -> int | None:
+        """Seconds since a session last had the cache open, in this daemon's life; None = a session has."""
+        if any(cache in session.caches for session in self):
+            return None
+        return int(time.monotonic() - self.left.get(cache, self._began))
+
     def authenticate(
         self, metadata: Iterable[tuple[str, str | bytes]] | None, caller: Identity | None = None
     ) -> Session:
@@ -445,6 +455,7 @@ class SessionRegistry:
     def _forget(self, session: Session) -> None:
         self._shut_out(session)
         del self._by_id[session.id]
+        self.left.update(dict.fromkeys(session.caches, time.monotonic()))
         self._remnants.pop(session.token, None)
         session.peer.unwatch()
         session.peer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 import grpc
@@ -48,7 +49,7 @@ class CachesService:
         try:
             cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
         except TierFull as refusal:
-            refusal.tell(lambda other: self._access.may(session, Right.READ, other))
+            refusal.tell(lambda other: self._access.may(session, Right.READ, other), self._idle_s)
             raise
         require_attached(session)
         if self._catalog.get(cache.id) is not cache:
@@ -66,6 +67,7 @@ class CachesService:
         session.caches[cache.id] -= 1
         if session.caches[cache.id] == 0:
             del session.caches[cache.id]
+            self._sessions.left[cache.id] = time.monotonic()
         return caches_pb2.CloseResponse()
 
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
@@ -96,6 +98,11 @@ class CachesService:
         if not request.dry_run:
             for user in users:
                 del user.caches[cache.id]
+            self._sessions.left.pop(cache.id, None)
+
+    def _idle_s(self, name: str) -> int | None:
+        cache = self._catalog.named(name)
+        return None if cache is None else self._sessions.idle_s(cache.id)
 
     def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, TierBudget]:
         budgets: dict[Tier, TierBudget] = {}
