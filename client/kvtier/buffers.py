@@ -71,9 +71,10 @@ Reach: TypeAlias = "Callable[[OnGpu], Gpu | None]"
 
 Block: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray | DeviceBytes"
 Blocks: TypeAlias = (
-    "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] | Sequence[CudaArray] | Rows"
+    "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] | Sequence[CudaArray]"
+    " | Sequence[bytes] | Sequence[bytearray] | Rows"
 )
-"""n blocks: one array or tensor whose first axis is the block, a sequence of n of them, or n pages of
+"""n blocks: one array or tensor whose first axis is the block, a sequence of n of them or of ``bytes``, or n pages of
 :class:`kvtier.Planes`. Any dtype and shape. Arrays of a GPU that are no tensors, only for slots that are mapped."""
 
 
@@ -95,10 +96,10 @@ def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None =
     whole = _one_array(blocks, count, block_bytes)
     if whole is not None:
         return whole
-    _check(blocks, "blocks", count, block_bytes)
+    each = _checked(blocks, "blocks", count, block_bytes)
     after = _Reached(reach)
     # All of them before the point is marked that they are taken at: on a GPU it only begins here.
-    in_order = [block.contiguous() if reach and is_tensor(block) and block.is_cuda else block for block in blocks]
+    in_order = [block.contiguous() if reach and is_tensor(block) and block.is_cuda else block for block in each]
     return [_readable(block, f"blocks[{index}]", after) for index, block in enumerate(in_order)]
 
 
@@ -133,9 +134,9 @@ def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = No
     whole = _one_array(out, count, block_bytes)
     if whole is not None and whole.flags.writeable:
         return whole
-    _check(out, "out", count, block_bytes)
+    each = _checked(out, "out", count, block_bytes)
     after = _Reached(reach)
-    return [_writable(block, f"out[{index}]", block_bytes, after) for index, block in enumerate(out)]
+    return [_writable(block, f"out[{index}]", block_bytes, after) for index, block in enumerate(each)]
 
 
 def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Row:
@@ -171,13 +172,18 @@ def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
     return rows
 
 
-def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:
+def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequence[Block]:
+    """The blocks one by one."""
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
-    for index, block in enumerate(blocks):
-        nbytes = nbytes_of(block) if is_cuda_array(block) else block.nbytes
+    each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, bytes | bytearray) else one for one in blocks]
+    for index, block in enumerate(each):
+        nbytes = nbytes_of(block) if is_cuda_array(block) else getattr(block, "nbytes", None)
+        if nbytes is None:
+            raise InvalidArgument(f"{field}[{index}]", type(block).__name__, "an array, a tensor or bytes")
         if nbytes != block_bytes:
             raise InvalidArgument(f"{field}[{index}]", f"{nbytes} bytes", f"{block_bytes} bytes")
+    return each
 
 
 class _Reached:

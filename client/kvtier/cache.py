@@ -312,7 +312,7 @@ class Cache(GroupVerbs):
         each with its ``timeout``. If a parent is evicted meanwhile, the rest is tried once more, else PARENT_MISSING.
 
         Args:
-            blocks: an array or tensor a key, of :attr:`block_bytes`, or one whose first axis is the block.
+            blocks: an array, a tensor or bytes a key, of :attr:`block_bytes`, or one array whose first axis is blocks.
             parent: key of the block before the first one; None: the one in ``prompt``, or it is a root.
             prompt: what the keys are of, for events that tell more. ``retention``: instead of ``priorities``.
         Raises: :class:`InvalidArgument`, :class:`TierFull`.

@@ -152,6 +152,30 @@ async def test_strided_arrays_are_filled_in_place(cache, way):
     assert_bytes(keys, [whole[at].reshape(-1) for at in range(3)])
 
 
+@pytest.mark.parametrize("way", ["mapped", "streamed"])
+async def test_bytes_are_stored_and_bytearrays_filled(client, cache, way):
+    keys = chain("bytes", 2)
+    here = cache if way == "mapped" else await client.open_cache(cache.name, mapped=False)
+    assert await here.put(keys, [block.tobytes() for block in blocks(keys)], tier=Tier.HOST) == [OK] * 2
+    out = [bytearray(cache.block_bytes) for _ in keys]
+    assert await here.get(keys, out) == out
+    assert_bytes(keys, [np.frombuffer(block, np.uint8) for block in out])
+
+
+async def test_what_is_no_block_is_named(cache):
+    keys = chain("none", 2)
+    (array, _), size = blocks(keys), cache.block_bytes
+    for blocks_of_two, says in (
+        ([array, None], r"blocks\[1\] = NoneType: must be an array, a tensor or bytes"),
+        ([array, [1, 2]], r"blocks\[1\] = list: must be an array, a tensor or bytes"),
+        ([array, b"short"], rf"blocks\[1\] = 5 bytes: must be {size} bytes"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            await cache.put(keys, blocks_of_two, tier=Tier.HOST)
+    with pytest.raises(InvalidArgument, match=r"out\[0\] = .*: must be writable"):
+        await cache.get(keys, [bytes(size)] * 2)
+
+
 def test_the_synchronous_client_fills_strided_arrays_too(daemon, name):
     keys = chain("strided", 2)
     with Client(daemon.address) as client:
