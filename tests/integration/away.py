@@ -171,7 +171,7 @@ async def left_of(cache: Any, keys: list[bytes]) -> str:
 
 
 async def observed(way: Way, home: Path) -> list[str]:
-    """A row of the table."""
+    """A column of the table."""
     daemon = way.of(home, TIERS)
     await asyncio.to_thread(daemon.start)
     async with AsyncExitStack() as stack:
@@ -221,10 +221,12 @@ def line(cells: Sequence[str]) -> str:
 
 
 async def main() -> None:
-    print(line(HEAD), line(["---"] * len(HEAD)), sep="\n")
+    columns: list[Sequence[str]] = [HEAD]
     for way in WAYS:
         with tempfile.TemporaryDirectory(prefix="kv-") as home:
-            print(line(await observed(way, Path(home))))
+            columns.append(await observed(way, Path(home)))
+    first, *rest = zip(*columns, strict=True)
+    print(line(first), line(["---"] * len(columns)), *map(line, rest), sep="\n")
 
 
 if __name__ == "__main__":
