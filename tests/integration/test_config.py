@@ -61,6 +61,10 @@ async def tier_sizes(daemon):
             "metrics_listen = localhost: must be host:port, or [host]:port for IPv6",
         ),
         (
+            'host_bytes = 4096\ntraces = "http://127.0.0.1:4318/v1/traces"',
+            "traces = 'http://127.0.0.1:4318/v1/traces': must be http://host:port or, with TLS, https://host:port",
+        ),
+        (
             'host_bytes = 4096\nlisten_tcp = "0.0.0.0:0"',
             "listen_tcp = 0.0.0.0:0: needs tls_cert and tls_key and tls_client_ca",
         ),

@@ -133,7 +133,7 @@ async def test_arenas_are_stored_with_the_manager_and_forgotten_with_their_cache
         assert gone.fields["FDNAME"].startswith("arena/kept/")
 
 
-NOT_NEEDED = ("torch", "cuda", "prometheus_client", "rich")
+NOT_NEEDED = ("torch", "cuda", "prometheus_client", "rich", "opentelemetry")
 _TRAP = """
 with open({mark!r}, "a") as mark:
     mark.write({name!r} + "\\n")

@@ -117,6 +117,13 @@ def _peer_address(address: str) -> str:
     return address
 
 
+def _collector(url: str) -> str:
+    found = re.fullmatch(r"https?://[^/@]+:(\d{1,5})", url)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
+        raise ValueError("must be http://host:port or, with TLS, https://host:port")
+    return url
+
+
 def _runtime_dir(path: Path) -> Path:
     socket_path(path, ATTACH_SOCKET)  # raises ValueError for a path that is too long for a socket
     return path
@@ -360,6 +367,11 @@ class Config(BaseSettings):
         None,
         description="host:port to serve Prometheus metrics on, such as 127.0.0.1:9464; port 0 = any that is free. "
         "Whoever can connect can read them.",
+    )
+    traces: Annotated[str, AfterValidator(_collector)] | None = Field(
+        None,
+        description="Where an OpenTelemetry collector takes OTLP over gRPC, such as http://127.0.0.1:4317: spans of "
+        "calls and moves go there. Needs the extra `kvtier[otel]`.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     debug_checks: bool = Field(False, description="Check all invariants of the core after every step. Slow.")

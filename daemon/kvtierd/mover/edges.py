@@ -79,6 +79,8 @@ BLOCKS_PER_TURN: Final = 128
 """The most results that one loop callback gives the core; the rest follow in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
+Trace = Callable[[CacheRuntime, Move], Callable[[MoveResult], None]]
+"""Told of a move when it is planned. What it returns is told of the result."""
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ class _Journey:
     runtime: CacheRuntime
     move: Move
     pieces_left: int
+    ended: Callable[[MoveResult], None] | None
     failed: set[int] = field(default_factory=set)
     corrupt: set[int] = field(default_factory=set)
     waits_ns: list[int] = field(default_factory=list)
@@ -126,6 +129,7 @@ class Edges:
         self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
         self._in_flight: Counter[CacheId] = Counter()
         self._watchers: list[asyncio.Future[None]] = []
+        self.trace: Trace | None = None
         self._crews = [Crew(lane, loop, self._mailbox.post) for lane in lanes]
         self._routes = {
             edge: (lane, crew) for lane, crew in zip(lanes, self._crews, strict=True) for edge in lane.edges
@@ -137,7 +141,8 @@ class Edges:
         edge = (move.src, move.dst)
         lane, crew = self._routes[edge]
         pieces = list(_cut(runtime, move, lane.blocks_at_once(runtime, move)))
-        self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces))
+        ended = None if self.trace is None else self.trace(runtime, move)
+        self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces), ended)
         self._in_flight[runtime.id] += 1
         self._queued[edge] += len(move.items)
         crew.put(pieces)
@@ -221,7 +226,10 @@ class Edges:
         del self._journeys[runtime.id, move.id]
         self._in_flight[runtime.id] -= 1
         self._queued[move.src, move.dst] -= len(move.items)
-        return journey.result()
+        result = journey.result()
+        if journey.ended is not None:
+            journey.ended(result)
+        return result
 
 
 def _on_disk(move: Move) -> bool:

@@ -27,6 +27,7 @@ from kvtierd.core.transfers import (
     CommitItem,
     ResetReport,
 )
+from kvtierd.mover.edges import Trace
 from kvtierd.mover.executor import (
     Answer,
     EventSink,
@@ -434,6 +435,10 @@ class Engine:
         return sum(cache.manager.held_by(session) for cache in self._executor.caches.values())
 
     # how it goes
+
+    def trace_moves(self, trace: Trace) -> None:
+        """Has every move from now on be told of."""
+        self._executor.edges.trace = trace
 
     @property
     def last_event(self) -> EventId:

@@ -30,7 +30,7 @@ from kvtierd.rights import Anonymous, Certificate, Identity, Right, Rights
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused, shown, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, account, require_attached, session_ended
-from kvtierd.service.tally import Tally
+from kvtierd.service.tally import Call, Metadata, Tally
 from kvtierd.service.visitors import read
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
@@ -233,9 +233,10 @@ class LocalCall:
     session: Session
     path: bytes
     request: bytes
+    metadata: Metadata = ()
 
 
-_Perform = Callable[[Session, bytes], Awaitable[Message]]
+_Perform = Callable[[Call, Session, bytes], Awaitable[Message]]
 """Does what the request of a session asks for. Raises what :class:`Translator` translates."""
 
 
@@ -249,13 +250,14 @@ class Dispatcher:
         translate: Translator,
         open_calls: OpenCalls,
         kept: Callable[[Message], bool],
+        tally: Tally,
     ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
         self._translate: Final = translate
         self._open: Final = open_calls
         self._kept: Final = kept
-        self.tally: Final = Tally()
+        self.tally: Final = tally
         self._stopping = False
         self._of: Counter[Identity] = Counter()
         """Open calls."""
@@ -301,15 +303,16 @@ class Dispatcher:
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service, handlers)
 
-    def _caller(self, context: _Context) -> Session:
+    def _caller(self, context: _Context, metadata: Metadata) -> Session:
         """The session of a call. Raises UNAVAILABLE, UNAUTHENTICATED or PERMISSION_DENIED."""
         if self._stopping:
             raise shutting_down()
-        return self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+        return self._sessions.authenticate(metadata, caller_of(context))
 
     @contextmanager
-    def _counting(self, session: Session) -> Iterator[None]:
+    def _counting(self, told: Call, session: Session) -> Iterator[None]:
         """Raises RESOURCE_EXHAUSTED if the session's client has too many calls open."""
+        told.session = session
         who, most = account(session.peer.identity), MAX_CALLS // 2
         if self._of[who] >= most:
             says = f"{session.peer.identity} has {most} calls open; one identity may have {most}"
@@ -328,8 +331,8 @@ class Dispatcher:
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
-        async def perform(session: Session, raw: bytes) -> Message:
-            request = parse(raw)
+        async def perform(told: Call, session: Session, raw: bytes) -> Message:
+            told.request = request = parse(raw)
             self._access.require(session, needs, request)
             if not mutates or not request.seq:
                 return await verb(session, request)
@@ -340,11 +343,12 @@ class Dispatcher:
 
     def _unary(self, name: str, perform: _Perform) -> Callable[[object, _Context], Awaitable[Message]]:
         async def call(_: object, context: _Context) -> Message:
-            with self.tally.call(name) as told:
+            metadata = context.invocation_metadata()
+            with self.tally.call(name, metadata) as told:
                 try:
-                    session = self._caller(context)
-                    with self._counting(session):
-                        return told.answered(await perform(session, await _only(session, context)))
+                    session = self._caller(context, metadata)
+                    with self._counting(told, session):
+                        return told.answered(await perform(told, session, await _only(session, context)))
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                     refusal = told.refused(self._translate(error))
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
@@ -355,16 +359,16 @@ class Dispatcher:
         status, body = 0, b""
         method = call.path.decode(errors="replace")[1:].replace("/", ".") if call.path in self._local else "unknown"
         with ExitStack() as counted:
-            told = counted.enter_context(self.tally.call(method))
+            told = counted.enter_context(self.tally.call(method, call.metadata))
             try:
                 if self._stopping:
                     raise shutting_down()
                 require_attached(call.session)
-                counted.enter_context(self._counting(call.session))
+                counted.enter_context(self._counting(told, call.session))
                 perform = self._local.get(call.path)
                 if perform is None:
                     raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
-                body = told.answered(await perform(call.session, call.request)).SerializeToString()
+                body = told.answered(await perform(told, call.session, call.request)).SerializeToString()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = told.refused(self._translate(error))
                 status, body = refusal.code.value[0], refusal.status()
@@ -378,11 +382,12 @@ class Dispatcher:
 
         async def call(_: object, context: _Context) -> None:
             session: Session | None = None
-            with self.tally.call(method.full_name, timed=False) as told:
+            metadata = context.invocation_metadata()
+            with self.tally.call(method.full_name, metadata, timed=False) as told:
                 try:
-                    session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
-                    with self._counting(session):
-                        request = parse(await _only(session, context))
+                    session = self._sessions.authenticate(metadata, caller_of(context))
+                    with self._counting(told, session):
+                        told.request = request = parse(await _only(session, context))
                         self._access.require(session, needs, request)
                         idle_s = None if pace is None else pace.idle_s
                         async with session.streaming(), aclosing(verb(session, request)) as replies:
@@ -408,11 +413,13 @@ class Dispatcher:
 
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
             upload = _Upload(messages, parser(method), context, pace)
-            with self.tally.call(method.full_name) as told:
+            metadata = context.invocation_metadata()
+            with self.tally.call(method.full_name, metadata) as told:
                 try:
-                    session = self._caller(context)
-                    with self._counting(session):
+                    session = self._caller(context, metadata)
+                    with self._counting(told, session):
                         raw, header = await upload.header()
+                        told.request = header
                         self._access.require(session, needs, header)
                         if not (seq := header.commit.seq):
                             return told.answered(await verb(session, header, upload.chunks()))

@@ -44,9 +44,10 @@ from kvtierd.service.servicers.events import EventsService
 from kvtierd.service.servicers.sessions import RemoteSessions
 from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
+from kvtierd.service.tally import Tally
 from kvtierd.service.visitors import Visitors
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
-from kvtierd.tiers.base import TierIOError
+from kvtierd.tiers.base import TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.mapped import Chaos
@@ -56,6 +57,7 @@ from kvtierd.tiers.remote.opening import open_store
 if TYPE_CHECKING:
     from kvtierd.fleet.peers import Fleet
     from kvtierd.service.metrics import Metrics
+    from kvtierd.service.spans import Spans
 
 
 LOOK_S: Final = 1.0
@@ -232,6 +234,7 @@ class Daemon:
         roll: Roll | None,
         devices: Devices,
         store: RemoteStore | None,
+        spans: Spans | None,
     ) -> None:
         state, life = directories.state, directories.state.identity
         self._config = config
@@ -290,8 +293,11 @@ class Daemon:
         """None where there is neither a store nor a peer."""
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
+        self._spans: Final = spans
+        if spans is not None:
+            spans.watch(self._engine, self._catalog)
         self._dispatcher: Final = Dispatcher(
-            self._sessions, self._access, self._translator, self._calls, self._names_lease
+            self._sessions, self._access, self._translator, self._calls, self._names_lease, spans or Tally()
         )
         self._attach: Final = AttachServer(
             self._sessions,
@@ -325,12 +331,13 @@ class Daemon:
         """
         await asyncio.to_thread(require_possible, config)
         store = None if config.remote is None else open_store(config.remote.url)
+        spans = None if config.traces is None else _made_spans(config.traces)
         keeper = Keeper(notifier or Notifier(None), passed)
         gpus = await asyncio.to_thread(open_gpus, config, keeper)
         directories = await asyncio.to_thread(_Directories.open, config)
         roll, entries = await asyncio.to_thread(open_roll, keeper)
         devices = await asyncio.to_thread(open_devices, config, gpus, keeper, directories.remembered)
-        daemon = cls(config, directories, keeper, roll, devices, store)
+        daemon = cls(config, directories, keeper, roll, devices, store, spans)
         try:
             await daemon._serve(entries)
         except BaseException:
@@ -421,6 +428,8 @@ class Daemon:
         told = served or not self._directories.state.identity.unclean
         self._directories.state.close(self._sequencer.last if clean and told else None)
         self._directories.run.close()
+        if self._spans is not None:
+            await self._spans.close()
         return clean
 
     def _handlers(self) -> dict[str, grpc.GenericRpcHandler]:
@@ -542,6 +551,14 @@ class Daemon:
         """Whether a call granted a lease that still lives."""
         leases = wire.granted_leases(reply)
         return any(lease in cache.runtime.manager.leases for cache in self._catalog for lease in leases)
+
+
+def _made_spans(endpoint: str) -> Spans:
+    try:  # a daemon without traces does not wait for this import at its start
+        from kvtierd.service.spans import Spans
+    except ModuleNotFoundError as missing:
+        raise TierConfigError("traces", endpoint, f"needs pip install 'kvtier[otel]' ({missing})") from missing
+    return Spans(endpoint)
 
 
 def _capacity(config: Config) -> Capacity:

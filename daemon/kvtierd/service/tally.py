@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,6 +13,9 @@ from typing import Final
 from google.protobuf.message import Message
 
 from kvtierd.service.errors import CallRefused
+from kvtierd.service.sessions import Session
+
+Metadata = Iterable[tuple[str, str | bytes]] | None
 
 BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
 """Upper ends of the buckets; the last bucket has no end."""
@@ -31,11 +34,14 @@ class Times:
 
 
 class Call:
-    """One that is open. ``code``: as gRPC names it; a call that nobody answers was cancelled."""
+    """One that is open. ``code``: as gRPC names it; a call that nobody answers was cancelled. ``reason``: of a refusal.
+    ``session``, ``request``: None until they are known."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally: Final = tally
-        self.code = "CANCELLED"
+        self.code, self.reason = "CANCELLED", ""
+        self.session: Session | None = None
+        self.request: Message | None = None
 
     def answered(self, reply: Message) -> Message:
         """Notes that the call succeeded."""
@@ -44,8 +50,8 @@ class Call:
 
     def refused(self, refusal: CallRefused) -> CallRefused:
         """Notes how the call ends."""
-        self.code = refusal.code.name
-        self._tally.refusals[refusal.detail.reason] += 1
+        self.code, self.reason = refusal.code.name, refusal.detail.reason
+        self._tally.refusals[self.reason] += 1
         return refusal
 
 
@@ -61,8 +67,9 @@ class Tally:
         """By reason."""
 
     @contextmanager
-    def call(self, method: str, *, timed: bool = True) -> Iterator[Call]:
-        """Around a call. ``timed``: False for a stream, which lasts as long as its client likes."""
+    def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[Call]:
+        """Around a call. ``metadata``: for spans. ``timed``: False for a stream, which lasts as long as its client
+        likes."""
         call, start = Call(self), time.perf_counter()
         try:
             yield call
