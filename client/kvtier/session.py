@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -112,7 +113,15 @@ class Link:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Of each call in the session."""
-        return ((protocol.SESSION_METADATA_KEY, self.welcome.token),)
+        return ((protocol.SESSION_METADATA_KEY, self.welcome.token), *_trace())
+
+
+def _trace() -> tuple[tuple[str, str], ...]:
+    """The caller's OpenTelemetry span. Who has one has imported the library, so this need not."""
+    current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if current is None or not (span := current().get_span_context()).is_valid:
+        return ()
+    return ((protocol.TRACE_METADATA_KEY, f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"),)
 
 
 class Follower(Protocol):

@@ -43,8 +43,8 @@ async def test_what_is_too_long_for_a_packet_goes_over_grpc(start_fresh):
         assert (await cache.match(keys)).blocks == 2
 
 
-def call(number, path, request):
-    packet = calls.encode_call(number, path, request)
+def call(number, path, request, trace=b""):
+    packet = calls.encode_call(number, path, request, trace)
     assert packet is not None
     return packet
 
@@ -61,6 +61,18 @@ async def test_refusals_say_what_those_of_grpc_say(raw):
     assert [(each.number, each.status) for each in sorted(said, key=lambda each: each.number)] == [(7, 12), (8, 3)]
     assert "Blocks/None" in statuses[7].message
     assert "request" in statuses[8].message
+
+
+@pytest.mark.parametrize(
+    "trace", [b"\xff" * 55, b"00-" + b"0" * 52, b"00-" + b"f" * 52], ids=["no text", "zeros", "ones"]
+)
+@pytest.mark.parametrize("flags", [(), ("--traces", "http://127.0.0.1:1")])
+async def test_a_trace_that_is_none_does_not_matter(start_daemon, flags, trace):
+    async with attached(start_daemon(*flags, host=4).address) as raw:
+        raw.socket.send(call(1, STATS, b"", trace))
+        assert answer(raw).status == 0
+        raw.socket.send(call(2, STATS, b"", trace[:20]))  # and no request
+        assert answer(raw).status == 0
 
 
 @pytest.mark.parametrize("packet", [b"\x01", b"\x02\x00", b"\x02" + bytes(9)])

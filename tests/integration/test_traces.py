@@ -6,8 +6,9 @@ import os
 import socket
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
-from kvtier import InvalidArgument, Tier, connect
+from kvtier import Client, InvalidArgument, Tier, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
 from tests.integration.collector import collecting
 from tests.integration.starting import refused, tree
@@ -16,6 +17,7 @@ from tests.integration.waiting import eventually
 KEYS = chain("traces", 4)
 ANYBODY = '{"anonymous": true, "caches": ["*"], "verbs": ["read", "write"]}'
 TCP = ("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", ANYBODY)
+TRACER = TracerProvider().get_tracer("test")
 
 
 @pytest.fixture
@@ -81,6 +83,26 @@ async def test_a_refused_call_says_why(collector, start_fresh):
     told = {"rpc.response.status_code": "INVALID_ARGUMENT", "kvtier.cache": "c", "kvtier.blocks": 9}
     assert span.attributes.items() >= told.items()
     assert span.attributes["kvtier.reason"] and not span.failed
+
+
+@pytest.mark.parametrize("way", ["local", "sync", "tcp"])
+async def test_a_call_is_a_child_of_its_callers_span(collector, start_fresh, way):
+    daemon = start_fresh(*TCP, "--traces", collector.endpoint, host=8)
+    if way == "sync":
+        with Client(daemon.address) as client:
+            blocking = client.open_cache("c", SPEC)
+            with TRACER.start_as_current_span("prefill") as span:
+                blocking.drop(KEYS)
+    else:
+        address = daemon.tcp_address if way == "tcp" else daemon.address
+        async with await connect(address, insecure=way == "tcp") as client:
+            cache = await client.open_cache("c", SPEC)
+            with TRACER.start_as_current_span("prefill") as span:
+                await cache.drop(KEYS)
+    (drop,) = collector.call("Blocks.Drop")
+    ours = span.get_span_context()
+    assert (drop.trace, drop.parent) == (f"{ours.trace_id:032x}", f"{ours.span_id:016x}")
+    assert not collector.call("Caches.Open")[0].parent
 
 
 async def test_a_collector_that_is_away_costs_one_warning_and_the_spans(monkeypatch, start_fresh):

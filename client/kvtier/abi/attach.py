@@ -37,6 +37,8 @@ MAX_MESSAGE: Final = 64 * 1024
 RPC_SOCKET: Final = "kvtierd.sock"
 ATTACH_SOCKET: Final = "attach.sock"
 SESSION_METADATA_KEY: Final = "kvtier-session"
+TRACE_METADATA_KEY: Final = "traceparent"
+"""W3C Trace Context: the client's span, whose child the daemon's is."""
 ADDRESS_VARIABLE: Final = "KVTIER_ADDRESS"
 DEFAULT_ADDRESS: Final = "/run/kvtier"
 MAX_SOCKET_PATH: Final = 107

@@ -4,6 +4,7 @@ Beside its JSON messages the socket carries calls, any number at a time, one pac
 
     -> 1, number (u32), length of the method's path (u8), path, request     a call of the session
     -> 2, number (u32)                                                      whoever called has given up
+    -> 3, number (u32), length of the path (u8), path, traceparent, request as 1, with 55 bytes of W3C Trace Context
     <- 1, number (u32), status (u8), reply                                  status 0
     <- 1, number (u32), status (u8), google.rpc.Status                      gRPC's number of the status
     <- 1, number (u32), 255                                                 the reply is too long for a packet
@@ -22,6 +23,8 @@ from kvtier.abi.attach import MAX_MESSAGE, AttachProtocolError
 
 _CALL: Final = 1
 _GIVE_UP: Final = 2
+_TRACED_CALL: Final = 3
+_TRACE_BYTES: Final = 55
 TOO_LONG: Final = 255
 _HEAD: Final = struct.Struct("<BIB")
 _SHORT_HEAD: Final = struct.Struct("<BI")
@@ -29,11 +32,12 @@ _SHORT_HEAD: Final = struct.Struct("<BI")
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """``path``: of the method, such as ``/kvtier.v1.Blocks/Match``."""
+    """``path``: of the method, such as ``/kvtier.v1.Blocks/Match``. ``trace``: of the client's span, or empty."""
 
     number: int
     path: bytes
     request: bytes
+    trace: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,12 +56,12 @@ class Answer:
 
 def is_call(packet: bytes) -> bool:
     """Whether a packet is of a call, and not one of the JSON messages."""
-    return packet[0] in (_CALL, _GIVE_UP)
+    return packet[0] in (_CALL, _GIVE_UP, _TRACED_CALL)
 
 
-def encode_call(number: int, path: bytes, request: bytes) -> bytes | None:
+def encode_call(number: int, path: bytes, request: bytes, trace: bytes = b"") -> bytes | None:
     """None where it is too long for a packet."""
-    packet = _HEAD.pack(_CALL, number, len(path)) + path + request
+    packet = _HEAD.pack(_TRACED_CALL if trace else _CALL, number, len(path)) + path + trace + request
     return packet if len(packet) <= MAX_MESSAGE else None
 
 
@@ -76,11 +80,12 @@ def decode_request(packet: bytes) -> Call | GiveUp:
     try:
         if packet[0] == _GIVE_UP:
             return GiveUp(_SHORT_HEAD.unpack(packet)[1])
-        _, number, length = _HEAD.unpack_from(packet)
+        kind, number, length = _HEAD.unpack_from(packet)
     except struct.error as error:
         raise AttachProtocolError("BAD_MESSAGE", f"a call of {len(packet)} bytes: {error}") from None
     end = _HEAD.size + length
-    return Call(number, packet[_HEAD.size : end], packet[end:])
+    start = end + _TRACE_BYTES if kind == _TRACED_CALL else end
+    return Call(number, packet[_HEAD.size : end], packet[start:], packet[end:start])
 
 
 def decode_answer(packet: bytes) -> Answer:

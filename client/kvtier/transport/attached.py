@@ -144,13 +144,13 @@ class AttachConnection:
             with suppress(OSError):  # without a daemon there is no session to end
                 self._sock.send(protocol.encode(protocol.Bye()))
 
-    async def call(self, path: bytes, request: bytes) -> bytes | None:
-        """The reply of a unary method; None where gRPC is to make the call.
+    async def call(self, path: bytes, request: bytes, trace: str = "") -> bytes | None:
+        """The reply of a unary method; None where gRPC is to make the call. ``trace``: as metadata have it.
 
         Raises :class:`grpc.aio.AioRpcError` as gRPC does, :class:`DaemonUnavailable`.
         """
         number = next(self._numbers) & _MAX_U32
-        packet = calls.encode_call(number, path, request)
+        packet = calls.encode_call(number, path, request, trace.encode())
         if packet is None or self.closed.is_set() or self._under_way + len(packet) > _MOST_UNDER_WAY:
             return None
         self._send(packet)
@@ -273,7 +273,8 @@ class LocalChannel:
         over_grpc: Any = self._channel.unary_unary(method, request_serializer, response_deserializer, **options)
 
         async def call(request: Message, metadata: Sequence[tuple[str, str]]) -> Message:
-            reply = await self._connection.call(path, request_serializer(request))
+            trace = dict(metadata).get(protocol.TRACE_METADATA_KEY, "")
+            reply = await self._connection.call(path, request_serializer(request), trace)
             if reply is None:
                 return cast("Message", await over_grpc(request, metadata=metadata))
             return response_deserializer(reply)

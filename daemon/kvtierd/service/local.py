@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier.abi import calls
-from kvtier.abi.attach import MAX_MESSAGE, AttachProtocolError
+from kvtier.abi.attach import MAX_MESSAGE, TRACE_METADATA_KEY, AttachProtocolError
 from kvtierd.service.calls import Dispatcher, LocalCall
 from kvtierd.service.sessions import Session
 
@@ -82,7 +82,8 @@ class LocalCalls:
             return
         if number in self._open:
             raise AttachProtocolError("BAD_MESSAGE", f"call {number} is open already")
-        call = LocalCall(self._session, request.path, request.request)
+        metadata = ((TRACE_METADATA_KEY, request.trace.decode(errors="replace")),) if request.trace else ()
+        call = LocalCall(self._session, request.path, request.request, metadata)
         task: asyncio.Task[None] = asyncio.create_task(
             self._dispatcher.local(call, lambda status, body: self._answer(number, status, body))
         )
