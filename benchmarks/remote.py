@@ -12,18 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-import obstore
-from obstore.store import from_url
 
+from kvtier.bench.host import CACHE, timed
+from kvtier.bench.remote import Bucket
+from kvtier.memory.arrays import Bytes
 from kvtierd.tiers.remote.opening import open_store
 from tests.remote.servers import Server, mooncake, seaweed
 
@@ -33,73 +32,49 @@ SHAPES: Final = ((32, 1 << 20), (8, 4 << 20))
 Objects = Callable[[Sequence[str]], Awaitable[object]]
 
 
-class BareBucket:
-    """obstore alone."""
-
-    def __init__(self, url: str, objects: Sequence[bytes]) -> None:
-        self._store = from_url(url)
-        self._objects = objects
-
-    async def put(self, names: Sequence[str]) -> None:
-        pairs = zip(names, self._objects, strict=True)
-        await asyncio.gather(*(obstore.put_async(self._store, *pair, use_multipart=False) for pair in pairs))
-
-    async def get(self, names: Sequence[str]) -> None:
-        async def one(name: str) -> None:
-            await (await obstore.get_async(self._store, name)).bytes_async()
-
-        await asyncio.gather(*map(one, names))
-
-    async def delete(self, names: Sequence[str]) -> None:
-        await obstore.delete_async(self._store, names)
-
-
 class BareMooncake:
-    """Mooncake's library alone, with registered memory."""
+    """Mooncake's library alone. Its memory has the objects already, and is registered."""
 
-    def __init__(self, url: str, objects: Sequence[bytes]) -> None:
+    def __init__(self, url: str, count: int, nbytes: int) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self._store: Any = MooncakeDistributedStore()
         assert self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", url.split("/")[2]) == 0
-        self._memory = np.ones((len(objects), len(objects[0])), np.uint8)
+        self._memory = np.ones((count, nbytes), np.uint8)
         self._store.register_buffer(self._memory.ctypes.data, self._memory.nbytes)
-        self._sizes = [self._memory.shape[1]] * len(objects)
-        self._places = [self._memory[i].ctypes.data for i in range(len(objects))]
+        self._sizes = [nbytes] * count
+        self._places = [row.ctypes.data for row in self._memory]
 
-    async def put(self, names: Sequence[str]) -> None:
+    async def put(self, names: Sequence[str], rows: Sequence[Bytes]) -> None:
         assert not any(self._store.batch_put_from(list(names), self._places, self._sizes))
 
     async def get(self, names: Sequence[str]) -> None:
         found = self._store.batch_get_into(list(names), self._places, self._sizes)
         assert found == self._sizes, found
 
-    async def delete(self, names: Sequence[str]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         self._store.batch_remove(list(names), True)
 
 
-async def compare(
-    url: str, bare_of: Callable[..., BareBucket | BareMooncake], count: int, nbytes: int, rounds: int
-) -> None:
+async def compare(url: str, bare: Bucket | BareMooncake, count: int, nbytes: int, rounds: int) -> None:
     """Prints a line for puts and one for gets."""
-    objects = [os.urandom(nbytes) for _ in range(count)]
+    objects = list(np.random.default_rng(1).integers(0, 256, (count, nbytes), np.uint8))
     into = [memoryview(bytearray(nbytes)) for _ in range(count)]
-    store, bare = open_store(url), bare_of(url, objects)
+    store = open_store(url)
     ways: dict[str, tuple[Objects, Objects]] = {
-        "put": (lambda names: store.put(names, objects), bare.put),
+        "put": (lambda names: store.put(names, objects), lambda names: bare.put(names, objects)),
         "get": (lambda names: store.get(names, into), bare.get),
     }
     seconds: dict[tuple[str, int], list[float]] = {(verb, way): [] for verb in ways for way in range(2)}
     for turn in range(rounds + 1):
-        names = [[f"{way}/{nbytes}/{turn}/{i}" for i in range(count)] for way in range(2)]
+        names = [[f"{CACHE}/{way}/{nbytes}/{turn}/{i}" for i in range(count)] for way in range(2)]
         for verb, calls in ways.items():
             for way in (0, 1) if turn % 2 else (1, 0):
-                started = time.perf_counter()
-                await calls[way](names[way])
+                took = await timed(calls[way](names[way]))
                 if turn:  # the first meets cold connections
-                    seconds[verb, way].append(time.perf_counter() - started)
+                    seconds[verb, way].append(took)
         await store.delete(names[0])
-        await bare.delete(names[1])
+        await bare.remove(names[1])
     await store.close()
     for verb in ways:
         ours, theirs = (count * nbytes / median(seconds[verb, way]) / (1 << 20) for way in range(2))
@@ -119,11 +94,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
-    for stores, bare in ((directory, BareBucket), (seaweed, BareBucket), (mooncake, BareMooncake)):
+    for stores, library in (
+        (directory, lambda url, *_: Bucket(url)),
+        (seaweed, lambda url, *_: Bucket(url)),
+        (mooncake, BareMooncake),
+    ):
         with stores() as server:
             os.environ.update(server.env)
             for shape in SHAPES:
-                asyncio.run(partial(compare, server.url, bare)(*shape, rounds))
+                asyncio.run(compare(server.url, library(server.url, *shape), *shape, rounds))
 
 
 if __name__ == "__main__":

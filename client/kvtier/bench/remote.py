@@ -33,7 +33,7 @@ _TIMEOUT_S: Final = 30
 """Of a call of the store: a slow one is to be measured."""
 
 
-class _Bucket:
+class Bucket:
     """obstore. ``remove`` deletes the benchmark's objects whose names end so."""
 
     def __init__(self, url: str) -> None:
@@ -110,7 +110,7 @@ async def remote(url: str | None, sizes: Sequence[int], rounds: int) -> AsyncIte
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
         url = url or Path(directory).as_uri()
         try:
-            bare = _Mooncake(url) if url.startswith("mooncake:") else _Bucket(url)
+            bare = _Mooncake(url) if url.startswith("mooncake:") else Bucket(url)
         except ImportError as missing:
             raise InvalidArgument("url", url, f"a store whose library is installed ({missing})") from missing
         for block_bytes in sizes:
@@ -127,7 +127,7 @@ async def remote(url: str | None, sizes: Sequence[int], rounds: int) -> AsyncIte
                     yield result
 
 
-async def _both_ways(writer: Place, reader: Place, bare: _Bucket | _Mooncake, scheme: str, rounds: int) -> list[Result]:
+async def _both_ways(writer: Place, reader: Place, bare: Bucket | _Mooncake, scheme: str, rounds: int) -> list[Result]:
     block_bytes = writer.cache.block_bytes
     blocks = _ROUND_BYTES // block_bytes
     rows = list(np.random.default_rng(1).integers(0, 256, (blocks, block_bytes), dtype=np.uint8))
@@ -198,6 +198,6 @@ async def _written(writer: Place, rows: Sequence[Bytes]) -> tuple[list[bytes], f
             raise DaemonError(f"the store does not take blocks: {problem}", reason="BENCH") from None
 
 
-async def _forget(writer: Place, bare: _Bucket | _Mooncake, chain: Sequence[bytes]) -> None:
+async def _forget(writer: Place, bare: Bucket | _Mooncake, chain: Sequence[bytes]) -> None:
     await writer.cache.drop(chain[:1])
     await bare.remove([key.hex() for key in chain])
