@@ -23,8 +23,9 @@ from kvtier.deadline import MAX_TIMEOUT_S, Deadline, require_timeout
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
-from kvtier.session import DEFAULT_PATIENCE_S, Link, Session, Stubs
+from kvtier.session import DEFAULT_PATIENCE_S, Session
 from kvtier.transport import TlsFiles
+from kvtier.transport.link import Link, Stubs
 from kvtier.types import (
     CacheInfo,
     CacheOptions,

@@ -24,7 +24,7 @@ from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
 from kvtier.retention import BlockRetention
-from kvtier.session import Link
+from kvtier.transport.link import Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, split_keys, tier_to_wire

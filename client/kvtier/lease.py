@@ -30,10 +30,10 @@ from kvtier.errors import (
     chain_error,
     require_within,
 )
-from kvtier.memory.gpu import Fence, Stream, fence_over
+from kvtier.memory.gpu import Fence, Stream, fence_over, passing
 from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, chain_message
-from kvtier.session import Link, passing
+from kvtier.transport.link import Link
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, commit_request, split_keys, tier_to_wire

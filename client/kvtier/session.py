@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakSet
 
 import grpc
@@ -42,9 +40,9 @@ from kvtier.errors import (
     fault_of,
     link_is_broken,
 )
-from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passage
-from kvtier.transport import Attached, Connection, TlsFiles, transport_to
-from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
+from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passing
+from kvtier.transport import Attached, TlsFiles, transport_to
+from kvtier.transport.link import Link, Stubs
 
 DEFAULT_PATIENCE_S: Final = 5.0
 _FAIR_S: Final = 0.1
@@ -77,51 +75,6 @@ _WORK_GRACE_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, frozen=True)
-class Stubs:
-    """The daemon's services over one channel."""
-
-    admin: admin_pb2_grpc.AdminAsyncStub
-    blocks: blocks_pb2_grpc.BlocksAsyncStub
-    caches: caches_pb2_grpc.CachesAsyncStub
-    events: events_pb2_grpc.EventsAsyncStub
-    transfer: transfer_pb2_grpc.TransferAsyncStub
-
-    @classmethod
-    def over(cls, channel: Any) -> Self:
-        return cls(
-            admin=cast("admin_pb2_grpc.AdminAsyncStub", admin_pb2_grpc.AdminStub(channel)),
-            blocks=cast("blocks_pb2_grpc.BlocksAsyncStub", blocks_pb2_grpc.BlocksStub(channel)),
-            caches=cast("caches_pb2_grpc.CachesAsyncStub", caches_pb2_grpc.CachesStub(channel)),
-            events=cast("events_pb2_grpc.EventsAsyncStub", events_pb2_grpc.EventsStub(channel)),
-            transfer=cast("transfer_pb2_grpc.TransferAsyncStub", transfer_pb2_grpc.TransferStub(channel)),
-        )
-
-
-@dataclass(slots=True, frozen=True)
-class Link:
-    """An attached session and the way to its daemon. ``session`` rises when the daemon has forgotten the last."""
-
-    session: int
-    welcome: protocol.Welcome
-    attach: Connection
-    channel: grpc.aio.Channel
-    stubs: Stubs
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of each call in the session."""
-        return ((protocol.SESSION_METADATA_KEY, self.welcome.token), *_trace())
-
-
-def _trace() -> tuple[tuple[str, str], ...]:
-    """The caller's OpenTelemetry span. Who has one has imported the library, so this need not."""
-    current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
-    if current is None or not (span := current().get_span_context()).is_valid:
-        return ()
-    return ((protocol.TRACE_METADATA_KEY, f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"),)
 
 
 class Follower(Protocol):
@@ -590,18 +543,3 @@ async def _close_channel(channel: grpc.aio.Channel) -> None:
     # Calls still under way fail by themselves, with a status that their callers can retry on; closing at once would
     # cancel them instead, which looks like a cancelled task.
     await channel.close(grace=_CLOSE_GRACE_S)
-
-
-async def passing(fence: Fence, deadline: Deadline) -> None:
-    """Returns once the fence has passed.
-
-    Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) where it has not by the deadline, :class:`DeviceError`.
-    """
-    if fence.passed():
-        return
-    try:
-        async with asyncio.timeout_at(deadline.at):
-            await asyncio.wrap_future(passage(fence))
-    except TimeoutError:
-        message = "this process's own work on the slots has not completed in time: nothing was sent, they are held"
-        raise DeadlineExceeded(message, reason="WORK_UNFINISHED") from None

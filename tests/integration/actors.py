@@ -30,7 +30,7 @@ from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.arena import Arena
 from kvtier.errors import fault_of
-from kvtier.session import Stubs
+from kvtier.transport.link import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, block, chain, sizes

@@ -7,6 +7,7 @@ about leases on a GPU take a point in a stream's work, a :class:`Fence`, and are
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -28,7 +29,8 @@ from kvtier.abi.cuda.driver import Stream as DriverStream
 from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
 from kvtier.abi.cuda.memory import end
 from kvtier.abi.cuda.opening import uuid_name
-from kvtier.errors import DeviceError, InvalidArgument
+from kvtier.deadline import Deadline
+from kvtier.errors import DeadlineExceeded, DeviceError, InvalidArgument
 from kvtier.memory.arrays import OnGpu, address_of, is_tensor
 
 _log = logging.getLogger(__name__)
@@ -140,15 +142,30 @@ class _Lookout:
                 time.sleep(_LOOK_S)
 
 
-def _settled(fence: Fence, passing: Future[None]) -> bool:
+async def passing(fence: Fence, deadline: Deadline) -> None:
+    """Returns once the fence has passed.
+
+    Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) where it has not by the deadline, :class:`DeviceError`.
+    """
+    if fence.passed():
+        return
+    try:
+        async with asyncio.timeout_at(deadline.at):
+            await asyncio.wrap_future(passage(fence))
+    except TimeoutError:
+        message = "this process's own work on the slots has not completed in time: nothing was sent, they are held"
+        raise DeadlineExceeded(message, reason="WORK_UNFINISHED") from None
+
+
+def _settled(fence: Fence, told: Future[None]) -> bool:
     """Whether nobody has to look any more."""
     with suppress(InvalidStateError):  # it was cancelled meanwhile
         try:
             if not fence.passed():
-                return passing.cancelled()
-            passing.set_result(None)
+                return told.cancelled()
+            told.set_result(None)
         except Exception as error:  # noqa: BLE001  raised where it is awaited
-            passing.set_exception(error)
+            told.set_exception(error)
     return True
 
 

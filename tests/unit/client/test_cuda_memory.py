@@ -35,9 +35,8 @@ from kvtier.buffers import DeviceBytes
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError
 from kvtier.memory import arrays
-from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined
+from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined, passing
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
-from kvtier.session import passing
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.unit.tiers.arena_helpers import parts
