@@ -29,6 +29,8 @@ STATE: Final = Path("/var/lib/kvtier")
 SPEC: Final = kvtier.CacheSpec.single("trial", "float16", tokens_per_block=16, layers=2, kv_heads=4, head_size=64)
 IN_MEMORY: Final = [b"memory%026d" % number for number in range(48)]
 ON_DISK: Final = [b"disk%028d" % number for number in range(32)]
+BUDGETS: Final = {kvtier.Tier.HOST: 4 << 20, kvtier.Tier.DISK: 16 << 20}
+"""The host tier has room for every block, so that those of IN_MEMORY are in memory only."""
 PATIENCE_S: Final = 600.0
 """An emulated processor is slower than a real one by a factor of ten and more."""
 
@@ -105,8 +107,8 @@ class Trial:
 
     def blocks(self) -> None:
         """blocks are put and read in shared memory and on disk; systemd keeps the descriptors of the memory"""
-        self.client = kvtier.Client()
-        self.cache = self.client.open_cache("trial", SPEC)
+        self.client = kvtier.Client(timeout=PATIENCE_S, wait=PATIENCE_S)
+        self.cache = self.client.open_cache("trial", SPEC, budgets=BUDGETS)
         for keys in (IN_MEMORY, ON_DISK):
             self.cache.put(keys, [self._block(key) for key in keys], tier=kvtier.Tier.HOST)
         self.cache.move(ON_DISK, kvtier.Tier.DISK)
