@@ -2,7 +2,7 @@
 
 A fenced block's second word says how it is held to that: ``runnable`` ones are run as they stand, ``check-config`` ones
 go through ``kvtierd --check-config``, ``engines`` ones are run in tests/engines, and what takes another machine
-(``by-hand``) at least names what there is.
+(``by-hand``) at least names what there is. README's are all run, in its order, in test_readme.
 """
 
 from __future__ import annotations
@@ -109,12 +109,16 @@ def daemon(start_daemon):
 
 @pytest.fixture
 def environment(daemon, tmp_path):
-    """Where ``kvtier`` and ``kvtierd`` are those of this tree, and this daemon is theirs."""
+    return commands_in(tmp_path, daemon.address)
+
+
+def commands_in(directory, address):
+    """An environment where ``kvtier`` and ``kvtierd`` are of this tree, and find the daemon at the address."""
     for name, module in (("kvtier", "kvtier.cli"), ("kvtierd", "kvtierd.main")):
-        script = tmp_path / name
+        script = directory / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         script.chmod(0o755)
-    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KVTIER_ADDRESS": daemon.address}
+    return {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "KVTIER_ADDRESS": address}
 
 
 def run(command, environment, directory):
@@ -145,12 +149,6 @@ def run_page(page, environment, directory):
         if block.page == page:
             said += run(["sh", "-euxc", block.text], environment, directory)
     return said
-
-
-def test_the_readme_s_tour(environment, tmp_path):
-    said = run_page("README.md", environment, tmp_path)
-    for each in ("healthy", "4 blocks are stored", "no leases", "float16", "move 4 blocks: 4 ok"):
-        assert each in said, said
 
 
 def test_an_operator_s_look_around(daemon, environment, tmp_path):
