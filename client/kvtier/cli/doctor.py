@@ -91,7 +91,7 @@ class Refused(Exception):
 def examine(flags: Sequence[str]) -> list[Finding]:
     """Checks the machine against the configuration that ``kvtierd`` has with these options."""
     if not any(flag.partition("=")[0] == "--config" for flag in flags) and "KVTIERD_CONFIG" not in os.environ:
-        flags = [*(["--config", str(USUAL_FILE)] if USUAL_FILE.is_file() else []), *flags]
+        flags = [*(["--config", str(USUAL_FILE)] if is_there(USUAL_FILE) else []), *flags]
     try:
         needs = read_needs(flags)
     except Refused as refused:
@@ -265,6 +265,14 @@ def check_remote(stats: RemoteStats | None) -> Finding:
         return Finding("remote store", Level.OK, f"{stats.url} answers")
     advice = "look for a block that is not here, and run kvtier doctor again"
     return Finding("remote store", Level.WARN, f"{stats.url} has not answered a call yet", advice)
+
+
+def is_there(file: Path) -> bool:
+    """A file that this user may not see counts: kvtierd then says that it cannot be read."""
+    try:
+        return file.is_file()
+    except PermissionError:
+        return True
 
 
 def _nearest(directory: Path) -> Path:

@@ -46,6 +46,16 @@ def test_the_hard_limit_of_locked_memory_holds_the_tiers(hard: str, level: Level
     judged(doctor.check_locked_memory(limits, needs()), level, says)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_configuration_in_a_directory_of_others_is_left_to_kvtierd(tmp_path: Path) -> None:
+    assert not doctor.is_there(tmp_path / "kvtierd.toml")
+    os.seteuid(65534)
+    try:
+        assert doctor.is_there(tmp_path / "kvtierd.toml")
+    finally:
+        os.seteuid(0)
+
+
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     judged(doctor.check_shared_memory(), Level.OK)
 
