@@ -52,7 +52,7 @@ async def tier_sizes(daemon):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("device_byte = 4096", "device_byte: there is no such key"),
+        ("device_byte = 4096", "device_byte: there is no such key; did you mean device?"),
         ('disk_bytes = "8 parsecs"', "disk_bytes = '8 parsecs': could not interpret byte unit: parsecs"),
         ("event_ring_bytes = 1", "event_ring_bytes = 1: must be greater than or equal to 1024"),
         ("host_bytes = 4096\nhost_bytes = 8192", "Cannot overwrite a value"),
@@ -100,7 +100,7 @@ def test_every_fault_of_every_source_is_told_in_one_go(short_dir):
         f"kvtierd: {path}: host_bytes",
         f"kvtierd: {path}: max_sessions",
         "kvtierd: environment: KVTIERD_DISK_BYTES",
-        "kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key",
+        "kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key; did you mean host_bytes?",
         "kvtierd: command line: --device[0][bytes]",
         "kvtierd: command line: --wait-seconds",
     }

@@ -6,8 +6,9 @@ import json
 import os
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -21,7 +22,13 @@ from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, Peer, Remo
 from kvtierd.rights import AllowRule
 
 _FIELDS: Final = Config.model_fields
-_REASONS: Final = {"extra_forbidden": "there is no such key", "missing": "must be given"}
+_TABLES: Final[Mapping[str, type[BaseModel]]] = {
+    "allow": AllowRule,
+    "device": Device,
+    "peers": Peer,
+    "remote": Remote,
+}
+"""What a key's tables hold."""
 _SIGNS: Final = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _KINDS: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -84,7 +91,9 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
     sources = {key: f"{file}: {key}" for key in in_file}
     sources |= {key: f"environment: {name}" for key, name in in_env.items()}
     sources |= {key: f"command line: {_flag(key)}" for key in flags}
-    faults = [f"environment: {name}: there is no such key" for key, name in in_env.items() if key not in _FIELDS]
+    faults = [
+        f"environment: {name}: {_no_such_key(key, _FIELDS)}" for key, name in in_env.items() if key not in _FIELDS
+    ]
     try:
         # pydantic-settings adds what stands in the environment, below what it is given here.
         config = Config(**{key: value for key, value in in_file.items() if key not in in_env} | dict(flags))
@@ -112,10 +121,19 @@ def _told(fault: ErrorDetails, sources: Mapping[str, str]) -> Iterator[str]:
         return
     key, *inside = fault["loc"]
     where = sources.get(str(key), str(key)) + "".join(f"[{step}]" for step in inside)
-    if fault["type"] in _REASONS:
-        yield f"{where}: {_REASONS[fault['type']]}"
-    else:
-        yield f"{where} = {fault['input']!r}: {reason}"
+    match fault["type"]:
+        case "extra_forbidden":
+            known = _TABLES[str(key)].model_fields if inside else _FIELDS
+            yield f"{where}: {_no_such_key(str(fault['loc'][-1]), known)}"
+        case "missing":
+            yield f"{where}: must be given"
+        case _:
+            yield f"{where} = {fault['input']!r}: {reason}"
+
+
+def _no_such_key(key: str, known: Iterable[str]) -> str:
+    near = get_close_matches(key, known, 1)
+    return "there is no such key" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _located(fault: str, sources: Mapping[str, str]) -> str:
@@ -200,7 +218,7 @@ def _table(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
 def _kind(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return ", ".join(map(str, arguments))
+        return ", ".join(str(each or '""') for each in arguments)
     if annotation == ByteSize | Share:
         return "size or share"
     if origin is tuple:
@@ -230,4 +248,4 @@ def _default(field: FieldInfo) -> str:
 
 def _shown(field: FieldInfo, value: Any) -> str:
     is_size = field.annotation is ByteSize and value
-    return ByteSize(value).human_readable(separator="").replace(".0", "") if is_size else f"{value}"
+    return ByteSize(value).human_readable(separator="").replace(".0", "") if is_size else f"{value}" or '""'

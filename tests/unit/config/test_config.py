@@ -91,7 +91,7 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("host_bytes = 4096\nhost_byte = 3", "host_byte: there is no such key"),
+        ("host_bytes = 4096\nhost_byte = 3", "host_byte: there is no such key; did you mean host_bytes?"),
         ("host_bytes = 5", "host_bytes = 5: must be 0, or 4096 bytes or more"),
         ("disk_bytes = 100", "disk_bytes = 100: must be 0, or 4096 bytes or more"),
         ("host_bytes = -1", "host_bytes = -1: must be bytes, 0 or more, or text such as 8GiB"),
@@ -112,6 +112,7 @@ def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
         ("max_sessions = 'many'", "max_sessions = 'many': must be a valid integer"),
         ("host_bytes = 4096\nwait_seconds = inf", "wait_seconds = inf: must be less than or equal to 3600"),
         ("state_dir = ''", "state_dir = '': must not be empty"),
+        ("[[allow]]\nuid = [5]", "allow[0][uid]: there is no such key; did you mean uids?"),
         ("allow = [5]", "allow[0] = 5: must be a valid dictionary or instance of AllowRule"),
         ("[[allow]]\nverbs = ['reed']", "verbs][0] = 'reed': must be 'read', 'write', 'watch', 'tokens' or 'admin'"),
         ('log_level = "loud"', "log_level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
