@@ -258,6 +258,7 @@ async def test_one_bridge_serves_the_ranks_of_a_model(daemon, client):
         try:
             said = [dict(word.split("=") for word in process.stdout.readline().split()[3:]) for _ in names]
             for number, each in enumerate(sorted(said, key=lambda each: each["cache"])):
+                assert each["endpoint"].startswith("tcp://127.0.0.1:")
                 follower = Follower(each["endpoint"], each["replay"])
                 await assert_knows(follower, caches[number])
                 assert len(follower.router.listing) == 3

@@ -275,7 +275,7 @@ async def test_a_terminal_shows_coloured_lines_of_its_width(start_daemon):
         await asyncio.to_thread(screen.until, r"away +the daemon does not answer")
         await asyncio.to_thread(daemon.start)
         await asyncio.to_thread(screen.until, r"back +restarted, epoch 2, boot 2\x1b")
-        await asyncio.to_thread(screen.until, r"gap +events [^\x1b\n]*…")
+        await asyncio.to_thread(screen.until, r"gap +unlogged events [^\x1b\n]*…")
         screen.type(b"\x03")  # Ctrl-C
         assert await asyncio.to_thread(screen.ended) == 130
         assert "Traceback" not in screen.drawn

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -244,4 +245,4 @@ def bound(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: 
         raise InvalidArgument(field, endpoint, f"an address that can be bound: {error.strerror}") from error
     finally:
         os.umask(mask)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return re.sub(r"\[::ffff:([\d.]+)\]", r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))

@@ -36,7 +36,7 @@ def text_lines(item: WatchItem) -> Iterator[Text]:
         case Event():
             yield _event(item)
         case Gap():
-            yield _notice("gap", f"events {item.epoch}:{item.first_id} to {item.last_id} were lost: {item.reason}")
+            yield _notice("gap", _lost(item))
         case SnapshotSlice() if item.residency:
             yield _notice("snapshot", f"{len(item.residency)} blocks in {_places(item.residency)}  {item.cache}", "")
         case SnapshotEnd():
@@ -48,6 +48,12 @@ def text_lines(item: WatchItem) -> Iterator[Text]:
             yield _notice("back", f"{again}, epoch {item.epoch}, boot {item.boot}")
         case _:
             pass
+
+
+def _lost(gap: Gap) -> str:
+    if gap.reason == "unclean-stop":  # nobody knows how many of the ids were used
+        return f"unlogged events from {gap.epoch}:{gap.first_id} on were lost: {gap.reason}; next id {gap.last_id + 1}"
+    return f"events {gap.epoch}:{gap.first_id} to {gap.last_id} were lost: {gap.reason}"
 
 
 def plain_lines(item: WatchItem) -> Iterator[str]:
