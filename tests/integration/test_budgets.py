@@ -65,7 +65,7 @@ async def test_a_refusal_says_who_has_what_and_is_logged_once(start_fresh):
         refused = [line for line in daemon.log.splitlines() if "a cache is refused" in line]
         assert len(refused) == 1 and "level=warning" in refused[0]
         await client.remove_cache("small", force=True)
-        with pytest.raises(TierFull, match=f"{2 * SLOT_BYTES} bytes of 192.0 KiB are free .large 168.0 KiB"):
+        with pytest.raises(TierFull, match=r"24.0 KiB of 192.0 KiB are free .large 168.0 KiB"):
             await client.open_cache("late", SPEC, budgets=sizes(host=3))
         await eventually(lambda: daemon.log.count("a cache is refused"), lambda count: count == 2)
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_located_is_named(start_daemon):
     assert "'x' is no token id" in kvtier("locate", "1,x", "--cache", "c", *at, status=2).stderr
     assert "8 to 64 hexadecimal digits" in kvtier("locate", "abc", *at, status=2).stderr
     assert "/nowhere" in kvtier("locate", "@/nowhere", "--cache", "c", *at, status=2).stderr
-    assert "cache = c: there is no such cache" in kvtier("locate", PROMPT, "--cache", "c", *at, status=1).stderr
+    assert "no such cache that you may read: c" in kvtier("locate", PROMPT, "--cache", "c", *at, status=1).stderr
 
 
 async def test_mirrors_rank_daemons_that_come_later_or_go(served, authority):

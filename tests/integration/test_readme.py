@@ -11,7 +11,8 @@ from typing import Final
 import pytest
 
 from tests.integration.terminal import terminal
-from tests.integration.test_docs import BLOCKS, DEADLINE_S, ROOT, commands_in, run
+from tests.integration.test_cli import DEADLINE_S
+from tests.integration.test_docs import BLOCKS, ROOT, commands_in, run
 from tests.packages.source import copied_to
 
 FOLLOWERS: Final = {"top": ("--once", "healthy", 0), "watch": ("--limit 2", "stored", 130)}

@@ -150,7 +150,7 @@ async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon):
     assert all(answer.startswith("NO_RIGHT: ") for answer in answers[5:]), answers
     who = f"uid {NOBODY} (gids {NOBODY})"
     assert answers[5] == (
-        f"NO_RIGHT: the right to read on cache secret is missing: no rule of the daemon's gives it to {who}"
+        f"NO_RIGHT: the right to read on cache secret is missing: {who} needs an [[allow]] rule that gives it"
     )
     assert "the right to admin on any cache" in answers[7]
     # What there is cannot be told from what there is not.

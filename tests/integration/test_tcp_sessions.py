@@ -166,7 +166,7 @@ async def test_a_certificate_has_the_rights_of_its_rules(daemon, engine):
 async def test_alternative_names_count_and_strangers_are_refused(daemon, authority):
     async with await connect(daemon.tcp_address, tls=authority.issue("engine-2.example")) as client:
         assert await client.caches() == []
-    with pytest.raises(PermissionDenied, match="no rule of the daemon's names certificate engine-3"):
+    with pytest.raises(PermissionDenied, match=r"no \[\[allow\]\] rule of the daemon names certificate engine-3"):
         await connect(daemon.tcp_address, tls=authority.issue("engine-3"))
 
 
@@ -369,5 +369,5 @@ async def test_who_administers_one_cache_sees_the_sessions_there_and_no_others(s
 
 async def test_without_tls_and_without_a_rule_nobody_gets_in(start_daemon):
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=8)
-    with pytest.raises(PermissionDenied, match="no rule of the daemon's names an anonymous client"):
+    with pytest.raises(PermissionDenied, match=r"no \[\[allow\]\] rule of the daemon names an anonymous client"):
         await connect(daemon.tcp_address, insecure=True)

@@ -62,7 +62,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form:
             return await client.holdings(wanted, cache=cache)
         specs = {each.name: each.spec for each in await client.caches()}
         if cache not in specs:
-            raise NotFound(f"cache = {cache}: there is no such cache that you may read", reason="UNKNOWN_CACHE")
+            raise NotFound(f"no such cache that you may read: {cache}", reason="UNKNOWN_CACHE")
         return await client.holdings(chain_keys(wanted, specs[cache].tokens_per_block), cache=cache)
 
     told = daemon.ask(found)

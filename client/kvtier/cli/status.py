@@ -101,7 +101,7 @@ def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, form: str)
         sessions = (await client.stats()).sessions
         holder = next((one for one in sessions if one.session_id == session_id and pid in (None, one.pid)), None)
         if holder is None:
-            raise NotFound(f"session_id = {session_id}: there is no such session", reason="NO_SUCH_SESSION")
+            raise NotFound(f"no such session: {session_id}", reason="NO_SUCH_SESSION")
         return holder, await client.kick(session_id, dry_run=pid is None)
 
     holder, report = daemon.ask(kicked)

@@ -108,7 +108,8 @@ class AttachConnection:
             raise DaemonUnavailable(message, reason="TOO_MANY_SESSIONS") from error
         except PermissionError as error:
             sock.close()
-            raise PermissionDenied(f"{path}: {error.strerror}", reason="PERMISSION_DENIED") from error
+            message = f"{path}: {error.strerror}: it is for members of the daemon's group, usually kvtier"
+            raise PermissionDenied(message, reason="PERMISSION_DENIED") from error
         except OSError as error:
             sock.close()
             raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON") from error

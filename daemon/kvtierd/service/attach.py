@@ -175,7 +175,7 @@ class AttachServer:
         """The session of a hello. Raises :class:`AttachRefused`."""
         user = credentials(sock).identity
         if not self._access.admits(user):
-            raise AttachRefused("PERMISSION_DENIED", f"no rule of the daemon's names {user}")
+            raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {user}")
         peer = _peer(sock)
         if hello.token is None:
             return self._sessions.begin(peer, this_task())

@@ -153,7 +153,7 @@ class Account:
         parts = [f"{cache} {_readable(self.given[cache])}{times.get(cache, '')}" for cache in largest]
         if len(parts) < len(self.given):
             parts.append(f"{len(self.given) - len(parts)} other caches")
-        free = f"{self.left} bytes of {_readable(self.size)} are free"
+        free = f"{_exact(self.left)} of {_readable(self.size)} are free"
         says = free if self.left else f"all {_readable(self.size)} are given out"
         return f"{name}: {says}" + (f" ({', '.join(parts)})" if parts else "")
 
@@ -233,7 +233,7 @@ class Budgets:
         for tier, budget in asked.items():
             if budget.nbytes > self.left(tier):
                 wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
-                raise TierFull(self._accounts[tier], f"{budget.nbytes} bytes were asked for", wanted, free)
+                raise TierFull(self._accounts[tier], f"{_exact(budget.nbytes)} were asked for", wanted, free)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
     def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
@@ -268,13 +268,19 @@ class Budgets:
         sizes = {each.tier: min(each.left, max(self._default.of(each.size), least)) for each in self.accounts}
         found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
         if not found:
-            says = f"a slot of each window group takes {least} bytes"
+            says = f"a slot of each window group takes {_exact(least)}"
             raise TierFull(self.accounts[0], says, len(spec.groups), 0)
         return found
 
 
 def _readable(nbytes: int) -> str:
     return ByteSize(nbytes).human_readable(separator=" ")
+
+
+def _exact(nbytes: int) -> str:
+    """As :func:`_readable`, with the bytes where that rounds: two sizes that differ read differently."""
+    unit = 1 << (max(nbytes.bit_length(), 1) - 1) // 10 * 10
+    return _readable(nbytes) if nbytes * 10 % unit == 0 else f"{_readable(nbytes)} ({nbytes} bytes)"
 
 
 def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
@@ -461,12 +467,12 @@ def require_possible(config: Config) -> None:
     wanted, has = sum(in_memory.values()), total_bytes()
     if wanted > has:
         name = max(in_memory, key=in_memory.__getitem__)
-        limit = f"the memory tiers take {wanted} bytes, this machine has {has} with swap"
+        limit = f"the memory tiers take {_exact(wanted)}, this machine has {_exact(has)} with swap"
         raise TierConfigError(name, in_memory[name], limit)
     if config.disk_bytes:
         whole = _file_system_bytes(config.disk_path)
         if config.disk_bytes > whole > 0:  # a file system that grows on demand may report 0
-            limit = f"the file system of {config.disk_path} has {whole} bytes"
+            limit = f"the file system of {config.disk_path} has {_exact(whole)}"
             raise TierConfigError("disk_bytes", int(config.disk_bytes), limit)
         free = _file_system_bytes(config.disk_path, free=True) + _bytes_below(config.disk_path)
         if config.disk_bytes > free > 0:

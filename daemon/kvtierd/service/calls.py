@@ -166,7 +166,7 @@ def denied(right: Right, cache: str, who: Identity) -> CallRefused:
     """PERMISSION_DENIED that names the right, the cache and the identity."""
     detail = common_pb2.ErrorDetail(reason="NO_RIGHT", field=right, value=shown(cache), limit=shown(str(who)))
     where = cache if cache in ("any cache", "every cache") else f"cache {shown(cache)}"
-    message = f"the right to {right} on {where} is missing: no rule of the daemon's gives it to {who}"
+    message = f"the right to {right} on {where} is missing: {who} needs an [[allow]] rule that gives it"
     return CallRefused(grpc.StatusCode.PERMISSION_DENIED, message, detail)
 
 

@@ -73,7 +73,7 @@ def bad_argument(field: str, value: object, limit: str, reason: str = "BAD_ARGUM
 def unknown(field: str, value: object, what: str = "cache", reason: str = "UNKNOWN_CACHE") -> CallRefused:
     """NOT_FOUND."""
     detail = common_pb2.ErrorDetail(reason=reason, field=field, value=str(value))
-    return CallRefused(grpc.StatusCode.NOT_FOUND, f"{field} = {value}: there is no such {what}", detail)
+    return CallRefused(grpc.StatusCode.NOT_FOUND, f"no such {what}: {value}", detail)
 
 
 def cache_not_opened(cache_id: int) -> CallRefused:

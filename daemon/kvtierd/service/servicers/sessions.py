@@ -173,7 +173,7 @@ class RemoteSessions:
         if who is None:
             _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
         if not self._access.admits(who):
-            _refuse("PERMISSION_DENIED", f"no rule of the daemon's names {who}")
+            _refuse("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {who}")
         return who
 
     def _admit(self, context: _Context, who: Identity, token: str) -> Session:
