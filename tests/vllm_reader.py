@@ -12,7 +12,7 @@ import msgspec
 
 
 class MapEvent(msgspec.Struct, omit_defaults=True, tag=True):
-    """As of June 2026: by name."""
+    """Since June 2026, and in 0.33: by name."""
 
 
 class BlockStored(MapEvent):

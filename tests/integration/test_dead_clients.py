@@ -156,7 +156,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     session = next(one for one in (await client.stats()).sessions if one.session_id == raw.welcome.session_id)
     assert (session.attached, session.leases, session.held_slots) == (False, 2, 6)
     fault = await raw.refusal(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
-    assert (fault.code, fault.reason) == (grpc.StatusCode.UNAUTHENTICATED, "DETACHED_SESSION")
+    assert (fault.code, fault.reason) == (grpc.StatusCode.UNAUTHENTICATED, "ORPHANED_SESSION")
 
     # Nobody else gets the slots, however hard they are wanted, and what was acquired stays where it is.
     with pytest.raises(TierFull) as full:

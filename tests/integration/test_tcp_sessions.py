@@ -282,7 +282,7 @@ async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(sta
         assert "no heartbeat for 3 s; open Sessions.Session with this token" in ended.message
         listed = Stubs.over(channel).caches.List(caches_pb2.ListCachesRequest(), metadata=by_token(welcome.token))
         refused = await refusal(listed)
-        assert refused.reason == "DETACHED_SESSION"
+        assert refused.reason == "ORPHANED_SESSION"
         assert "open Sessions.Session with its token" in refused.message
 
 

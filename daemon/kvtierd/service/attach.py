@@ -96,7 +96,7 @@ class AttachServer:
             self._listener.close()
 
     async def hang_up(self) -> None:
-        """Ends all connections. Their sessions are detached, unless the registry is closed."""
+        """Ends all connections. Their sessions are orphaned, unless the registry is closed."""
         while self._connections:  # a connection that ends leaves another where its answers are not read
             for connection in self._connections:
                 connection.cancel()

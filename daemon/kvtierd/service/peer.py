@@ -68,7 +68,7 @@ class Peer:
 
     address: str = ""
     grace_s: None = None
-    """A detached session lives as long as its process."""
+    """An orphaned session lives as long as its process."""
     transport_identity: None = None
     """gRPC over a unix socket proves no identity."""
 

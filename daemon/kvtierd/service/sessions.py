@@ -110,8 +110,8 @@ class ReplyMemory(Generic[T]):
                 self._calls[seq] = call
 
 
-IDLE_DETACHED_S: Final = 30.0
-"""Life of a detached local session without a lease: its client may come back for a reply."""
+IDLE_ORPHANED_S: Final = 30.0
+"""Life of an orphaned local session without a lease: its client may come back for a reply."""
 
 _TOKEN_BYTES: Final = 16
 
@@ -150,7 +150,7 @@ class SessionPeer(Protocol):
 
     @property
     def grace_s(self) -> float | None:
-        """Seconds that the session may stay detached; None = as long as its process lives."""
+        """Seconds that the session may stay orphaned; None = as long as its process lives."""
         ...
 
     def is_same(self, other: SessionPeer) -> bool:
@@ -180,8 +180,8 @@ class Session:
     """A client's session.
 
     Args:
-        connection: Task of its attach connection or stream; None while detached.
-        lapse: Timer that ends a detached session.
+        connection: Task of its attach connection or stream; None while orphaned.
+        lapse: Timer that ends an orphaned session.
         caches: Open count of each cache that the session has open.
     """
 
@@ -227,7 +227,7 @@ class Capacity:
 
 
 class SessionRegistry:
-    """All live sessions. Loop thread only. At capacity, a detached session without a lease gives way."""
+    """All live sessions. Loop thread only. At capacity, an orphaned session without a lease gives way."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class SessionRegistry:
         session.connection = None
         _log.info("session orphaned session=%d pid=%d", session.id, session.peer.pid)
         self._engine.orphan_session(session.id)
-        after_s = IDLE_DETACHED_S if session.peer.grace_s is None else session.peer.grace_s
+        after_s = IDLE_ORPHANED_S if session.peer.grace_s is None else session.peer.grace_s
         session.lapse = asyncio.get_running_loop().call_later(after_s, self._let_go, session)
 
     def end(self, session: Session, why: str) -> None:
@@ -496,12 +496,12 @@ def _stop_lapsing(session: Session) -> None:
 
 
 def require_attached(session: Session) -> None:
-    """Raises UNAUTHENTICATED if the session has ended or is detached."""
+    """Raises UNAUTHENTICATED if the session has ended or is orphaned."""
     if session.ended:
         raise session_ended()
     if session.connection is None:
         way = _way(session.peer.transport_identity)
-        raise _dead("DETACHED_SESSION", f"the session's connection broke: {way} with its token")
+        raise _dead("ORPHANED_SESSION", f"the session's connection broke: {way} with its token")
 
 
 def _way(caller: Identity | None) -> str:

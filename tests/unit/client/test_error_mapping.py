@@ -88,7 +88,7 @@ def test_a_full_tier_says_who_holds_what() -> None:
         (Code.UNAVAILABLE, "SHUTTING_DOWN", True),
         (Code.UNAVAILABLE, "TIER_OFFLINE", False),
         (Code.UNAUTHENTICATED, "UNKNOWN_SESSION", True),
-        (Code.UNAUTHENTICATED, "DETACHED_SESSION", True),
+        (Code.UNAUTHENTICATED, "ORPHANED_SESSION", True),
         (Code.CANCELLED, "CANCELLED", True),
         (Code.RESOURCE_EXHAUSTED, "TIER_FULL", False),
         (Code.DEADLINE_EXCEEDED, "", False),

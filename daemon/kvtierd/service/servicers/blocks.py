@@ -404,7 +404,7 @@ class BlocksService:
         return blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event)
 
     def _require_not_withdrawn(self, cache: Cache, session: Session, answers: Sequence[Grant | Refusal]) -> None:
-        """Refuses the whole call if the session was detached while it waited, and releases the chains already granted.
+        """Refuses the whole call if the session was orphaned while it waited, and releases the chains already granted.
 
         The client may resume the session and repeat the call. Until then it must hold no lease that it does not know.
         """

@@ -1,7 +1,7 @@
 """Sessions over TCP: ``kvtier.v1.Sessions``.
 
 Where ``attach.sock`` has a process to watch, there is only a stream here. While it lives, so does the session; where it
-breaks, the session is detached and ends after a grace period, unless the same client comes back for it. Heartbeats both
+breaks, the session is orphaned and ends after a grace period, unless the same client comes back for it. Heartbeats both
 ways make a vanished host a broken stream.
 """
 
