@@ -102,6 +102,11 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
     }
 
 
+def test_the_site_has_every_page():
+    named = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
 @pytest.fixture
 def daemon(start_daemon):
     return start_daemon("--device", "stand-in=64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
