@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvtier.abi.keys import DIGEST_BYTES
+from kvtier.abi.keys import DIGEST_BYTES, KEY_BYTES
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
 from kvtier.wire import same_fields, split_keys, tier_from_wire, tier_to_wire
@@ -80,6 +80,11 @@ class Event:
         return split_keys(self.packed_keys)
 
     @property
+    def hashes(self) -> list[bytes]:
+        """With ``event_hash``: one a key, all zeros for a block without."""
+        return split_hashes(self.packed_hashes, len(self.packed_keys) // KEY_BYTES) if self.event_hash else []
+
+    @property
     def parents(self) -> list[bytes | None]:
         """Stored only: one a key; None = it is a root."""
         return [None if parent == ROOT_PARENT else parent for parent in split_keys(self.packed_parents)]
@@ -130,6 +135,11 @@ class SnapshotSlice:
     @property
     def keys(self) -> list[bytes]:
         return split_keys(self.packed_keys)
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """With ``event_hash``: one a key, all zeros for a block without."""
+        return split_hashes(self.packed_hashes, len(self.packed_keys) // KEY_BYTES) if self.event_hash else []
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "snapshot", "cache": self.cache, "group": self.group, "blocks": _stored_blocks(self)}
@@ -279,6 +289,12 @@ _CAUSES: Final[dict[int, Cause | int]] = {int(each): each for each in Cause}
 _TIERS: Final[dict[int, Tier | None]] = {0: None} | {int(tier_to_wire(each)): each for each in Tier}
 
 
+def split_hashes(packed: bytes, count: int) -> list[bytes]:
+    """The hashes of ``count`` blocks, which are of one width."""
+    size = len(packed) // max(1, count)
+    return [packed[place * size : (place + 1) * size] for place in range(count)]
+
+
 def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
     rows = zip(
         split_keys(item.packed_keys), split_keys(item.packed_parents), item.residency, item.priorities, strict=True
@@ -293,9 +309,8 @@ def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
         }
         for key, parent, residency, priority in rows
     ]
-    size = len(item.packed_hashes) // max(1, len(blocks))
-    for place, block in enumerate(blocks if size else ()):
-        block["event_hash"] = item.packed_hashes[place * size : (place + 1) * size].hex()
+    for block, name in zip(blocks, item.hashes, strict=False):
+        block["event_hash"] = name.hex()
     for block, tokens in zip(blocks, item.tokens, strict=False):
         block["token_ids"] = tokens.token_ids
     return blocks

@@ -154,7 +154,7 @@ async def stored_by_key(client, end, **start):
         while watch.cursor is None or watch.cursor < end:
             event = await anext(watch)
             if isinstance(event, Event) and event.cache == "told" and event.type is EventType.STORED:
-                hashes = split_keys(event.packed_hashes)
+                hashes = event.hashes
                 found |= dict(zip(event.keys, zip(event.tokens, hashes, event.priorities, strict=True), strict=True))
     return found
 

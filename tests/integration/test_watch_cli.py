@@ -364,7 +364,7 @@ async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
         async with client.watch(snapshot=True, caches=[NAME]) as watch:
             found = await first_slice(watch)
     assert found.event_hash == "v1_block_key"
-    assert [int.from_bytes(found.packed_hashes[at : at + 8], "big") for at in (0, 8, 16)] == hashes()
+    assert [int.from_bytes(name, "big") for name in found.hashes] == hashes()
     assert [token for block in found.tokens for token in block.token_ids] == IDS
 
 

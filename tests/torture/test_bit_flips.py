@@ -85,7 +85,7 @@ async def told(client, name):
         while watch.cursor is None or watch.cursor < end:
             event = await anext(watch)
             if isinstance(event, Event) and event.cache == name and event.type is EventType.STORED:
-                hashes, parents = split_keys(event.packed_hashes), split_keys(event.packed_parents)
+                hashes, parents = event.hashes, split_keys(event.packed_parents)
                 for each in zip(event.keys, zip(event.tokens, hashes, parents, strict=True), strict=True):
                     yield each
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvtier.bridge import Encoding, Options
-from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem, split_hashes
 from kvtier.types import ROOT_PARENT, TIERS, EventType, Tier, tiers_of
 from kvtier.wire import split_keys
 
@@ -294,7 +294,7 @@ def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: in
     keys, parents = split_keys(item.packed_keys), split_keys(item.packed_parents)
     names, parent_names = keys, parents
     if item.event_hash:
-        names, parent_names = _cut(item.packed_hashes, len(keys)), _cut(item.packed_parent_hashes, len(keys))
+        names, parent_names = item.hashes, split_hashes(item.packed_parent_hashes, len(keys))
     tokens: Sequence[BlockTokens | None] = item.tokens or [None] * len(keys)
     rows = zip(keys, parents, names, parent_names, item.residency, tokens, strict=True)
     for key, parent, name, parent_name, residency, prompt in rows:
@@ -308,8 +308,3 @@ def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: in
             ids = array("I", prompt.token_ids)
             block = replace(block, token_ids=ids, lora_id=prompt.lora_id, cache_salt=prompt.cache_salt, items=items)
         yield block
-
-
-def _cut(packed: bytes, count: int) -> list[bytes]:
-    size = len(packed) // max(1, count)
-    return [packed[place * size : (place + 1) * size] for place in range(count)]

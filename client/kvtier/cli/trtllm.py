@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvtier.events import BlockTokens, Event, Gap, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import BlockTokens, Event, Gap, SnapshotSlice, SnapshotStart, WatchItem, split_hashes
 from kvtier.types import ROOT_PARENT, Cause, EventType, fastest
 from kvtier.wire import split_keys
 
@@ -176,9 +176,8 @@ def _names(algorithm: str, packed: bytes, keys: Sequence[bytes]) -> list[Hash | 
     """One hash a key; None for those that have none. 64 bits are a number, digests are in hex."""
     if not algorithm:
         return [key.hex() for key in keys]
-    size = len(packed) // max(1, len(keys))
-    raw = [packed[place * size : (place + 1) * size] for place in range(len(keys))]
-    as_shown = (int.from_bytes(each, "big") if size == _NUMBER_BYTES else each.hex() for each in raw)
+    raw = split_hashes(packed, len(keys))
+    as_shown = (int.from_bytes(each, "big") if len(each) == _NUMBER_BYTES else each.hex() for each in raw)
     return [name if any(each) else None for each, name in zip(raw, as_shown, strict=True)]
 
 
