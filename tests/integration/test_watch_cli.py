@@ -85,6 +85,11 @@ async def test_keys_cut_events_down_to_their_blocks(daemon, client, cache):
     found = lines(kvtier(*watch, *prefixes).stdout)
     assert [block["block_hash"] for each in found for block in each["blocks"]] == [keys[1].hex(), keys[3].hex()]
     assert kvtier(*watch, "--key", "00" * 32).stdout == "", "and it ends all the same"
+    await client.open_cache(f"{cache.name}-2", SPEC, budgets=sizes(host=2))
+    await client.remove_cache(cache.name, force=True)
+    told = lines(kvtier(*watch[:-2], "--key", keys[1].hex()).stdout)
+    assert {each["cache"] for each in told} == {cache.name}, "another cache began, and that is not told"
+    assert {each["type"] for each in told} >= {"stored", "cleared"}
 
 
 async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(daemon, client, cache):

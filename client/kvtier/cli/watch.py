@@ -21,7 +21,7 @@ from kvtier.cli.output import console
 from kvtier.cli.watch_lines import Lines, json_lines, plain_lines, text_lines, trtllm_lines, write, yaml_documents
 from kvtier.client import AsyncClient
 from kvtier.errors import PermissionDenied
-from kvtier.events import Event, WatchItem
+from kvtier.events import Event, SnapshotSlice, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
 
 NO_DAEMON: Final = 3
@@ -149,12 +149,16 @@ async def _follow(
                 _end_when_nobody_reads(interrupts)
                 await warn_of_silence(client, options["caches"], options["groups"])
                 last = None if follow else await _newest(client, options["caches"])
-                show = _shown(lines, interrupts)
+                show, concerned = _shown(lines, interrupts), set[str]()
                 async with client.watch(**options, breaks=True) as watch:
                     async for item in watch:
+                        if isinstance(item, Event | SnapshotSlice) and item.packed_keys:
+                            concerned.add(item.cache)
                         if isinstance(item, Event):
                             if last is not None and item.event_id > last:
                                 break
+                            if options["keys"] and not item.packed_keys and item.cache not in concerned:
+                                continue  # a whole cache began or was emptied: none of these blocks was in it
                             limit = limit - 1 if limit is not None else None
                         show(item)
                         if limit == 0 or (last is not None and watch.cursor is not None and watch.cursor.id >= last):
