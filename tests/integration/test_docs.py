@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
         ("docs/operations.md", "toml"),
         ("docs/retention.md", "python"),
         ("docs/remote.md", "toml"),
+        ("docs/security.md", "sh"),
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
@@ -215,6 +217,18 @@ def test_configurations_are_accepted(block, environment, tmp_path):
     flags = told or [["--config", str(tmp_path / "kvtierd.toml"), "--host-bytes", "1MiB"]]
     for each in flags:
         assert "right" in run(["kvtierd", *each, "--check-config"], environment, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificates_serve_a_daemon_and_its_client(start_fresh, environment, tmp_path):
+    (block,) = (block for block in of("runnable", "sh") if block.page == "docs/security.md")
+    run(["sh", "-euc", block.text.replace("kv-1.example", "localhost")], environment, tmp_path)
+    ca, cert, key = (str(tmp_path / name) for name in ("ca.pem", "host.pem", "host.key"))
+    tls = ("--tls-cert", cert, "--tls-key", key)
+    rule = '{"subjects": ["localhost"], "caches": ["*"], "verbs": ["admin"]}'
+    served = start_fresh("--listen-tcp", "localhost:0", *tls, "--tls-client-ca", ca, "--allow", rule, host=1)
+    at = f"tcp://localhost:{served.tcp_address.rpartition(':')[2]}"
+    assert "healthy" in run(["kvtier", "status", "--address", at, "--tls-ca", ca, *tls], environment, tmp_path)
 
 
 def spoken(words):

@@ -155,7 +155,7 @@ def _table(found: list[CacheInfo]) -> Table | str:
         for group in info.groups
     ]
     columns = ("cache", "window", "blocks", "open", "block", *map(str, TIERS), "model")
-    return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no caches"
+    return table(columns, rows, left=("cache", "model"), clip="model") if rows else "no caches that you may see"
 
 
 def _window(info: CacheInfo, group: int) -> str:
