@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 
 import pytest
@@ -36,6 +37,13 @@ async def test_one_screen_in_plain_text(start_fresh, name):
     assert rows["pid"][3:6] == ["device", "0", "2"]
     for part in (f"pid {daemon.pid}", "caches 1", "watchers 1", "healthy"):
         assert part in said.stdout
+
+
+async def test_a_look_as_json(daemon, client):
+    shown = json.loads(kvtier("top", "-o", "json", "--address", daemon.address).stdout)
+    assert shown["stats"]["pid"] == shown["before"]["pid"] == daemon.pid
+    assert shown["stats"]["uptime_ns"] > shown["before"]["uptime_ns"]
+    assert shown["leases"] == []
 
 
 def test_it_takes_a_daemon(short_dir):

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
-from kvtier.cli.options import command
-from kvtier.cli.output import UNKNOWN, console, share, table
+from kvtier.cli.options import command, output_option
+from kvtier.cli.output import UNKNOWN, console, plain, share, show, table
 from kvtier.cli.status import LOOKED_FOR, edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
@@ -85,13 +85,16 @@ class Look:
 @command()
 @address_option
 @click.option("--once", is_flag=True, help="Print one screen and end. Without a terminal it does so anyway.")
-def top(daemon: DaemonAt, once: bool) -> None:
+@output_option()
+def top(daemon: DaemonAt, once: bool, form: str) -> None:
     """Follow tiers, moves, hits and leases on one screen.
 
-    q ends it. Goes on over restarts of the daemon. You see the caches that you may administer.
+    q ends it. Goes on over restarts of the daemon. You see the caches that you may administer. JSON and YAML are one
+    look: the statistics, those of a second before, and the leases.
     """
+    once = once or form != "table"
     terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout)) and os.environ.get("TERM") != "dumb"
-    raise SystemExit(run((_print_one if once or not terminal else _follow)(daemon)))
+    raise SystemExit(run(_print_one(daemon, form) if once or not terminal else _follow(daemon)))
 
 
 async def looks(daemon: DaemonAt) -> AsyncGenerator[Look, None]:
@@ -116,11 +119,12 @@ async def looks(daemon: DaemonAt) -> AsyncGenerator[Look, None]:
             await asyncio.sleep(INTERVAL_S)
 
 
-async def _print_one(daemon: DaemonAt) -> int:
+async def _print_one(daemon: DaemonAt, form: str) -> int:
     """The second look, since rates take two."""
     async with aclosing(looks(daemon)) as following:
         await anext(following)
-        console().print(screen(await anext(following), daemon.address))
+        look = await anext(following)
+        show(form, plain(look), screen(look, daemon.address))
     return 0
 
 
