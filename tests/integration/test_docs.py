@@ -109,6 +109,22 @@ def test_the_site_has_every_page():
     assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
+def test_links_to_a_section_find_it():
+    """As ``make docs`` checks, which is not run by default."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    links = {
+        ((page.parent / file).resolve() if file else page, section)
+        for page in pages
+        for file, section in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", page.read_text())
+    }
+    titles = {page: re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) for page in pages}
+    there = {
+        (page, re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")) for page in pages for title in titles[page]
+    }
+    assert len(links) > 3
+    assert links - there == set()
+
+
 @pytest.fixture
 def daemon(start_daemon):
     return start_daemon("--device", "stand-in=64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
