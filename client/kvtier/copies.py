@@ -153,9 +153,12 @@ async def put(
         if stored[-1] is not BlockResult.PARENT_MISSING:
             continue
         orphan = places[stored.index(BlockResult.PARENT_MISSING)]
-        lost = absent(whole.chain) if again and orphan else None  # the first one's parent is not the caller's to store
-        if lost is None:
-            results[orphan:] = [BlockResult.PARENT_MISSING] * (count - orphan)
+        lost = absent(whole.chain) if orphan else None  # the first one's parent is not the caller's to store
+        if lost is None or not again:
+            full = lost is not None and orphan - 1 in lost  # this very put has made room of its own blocks
+            results[orphan:] = [BlockResult.NO_ROOM if full else BlockResult.PARENT_MISSING] * (count - orphan)
+            for place in lost if lost is not None and full else ():
+                results[place] = BlockResult.NO_ROOM
             break
         results[orphan:] = [BlockResult.EXISTS] * (count - orphan)
         left, again = deque(lost), False

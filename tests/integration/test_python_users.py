@@ -198,3 +198,11 @@ async def test_a_lease_lost_is_no_lease_forgotten(daemon, client, cache):
         warnings.simplefilter("error", ResourceWarning)
         del lease
         gc.collect()
+
+
+async def test_a_chain_longer_than_its_tier_says_what_of_it_is_stored(client, name):
+    cache, keys = await client.open_cache(name, SPEC, budgets=sizes(host=8)), chain("long", 25)
+    results = await cache.put(keys, blocks(keys))
+    there = [residency != 0 for residency in await cache.probe(keys)]
+    assert results == [OK if each else BlockResult.NO_ROOM for each in there]
+    assert 0 < sum(there) <= 8
