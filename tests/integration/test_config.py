@@ -52,25 +52,25 @@ async def tier_sizes(daemon):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("device_byte = 4096", "device_byte: there is no such key; did you mean device?"),
-        ('disk_bytes = "8 parsecs"', "disk_bytes = '8 parsecs': could not interpret byte unit: parsecs"),
-        ("event_ring_bytes = 1", "event_ring_bytes = 1: must be greater than or equal to 1024"),
-        ("host_bytes = 4096\nhost_bytes = 8192", "Cannot overwrite a value"),
+        ("device_byte = 4096", "1: device_byte: there is no such key; did you mean device?"),
+        ('disk_bytes = "8 parsecs"', "1: disk_bytes = '8 parsecs': could not interpret byte unit: parsecs"),
+        ("event_ring_bytes = 1", "1: event_ring_bytes = 1: must be greater than or equal to 1024"),
+        ("host_bytes = 4096\nhost_bytes = 8192", " Cannot overwrite a value"),
         (
             'host_bytes = 4096\nmetrics_listen = "localhost"',
-            "metrics_listen = localhost: must be host:port, or [host]:port for IPv6",
+            "2: metrics_listen = localhost: must be host:port, or [host]:port for IPv6",
         ),
         (
             'host_bytes = 4096\ntraces = "http://127.0.0.1:4318/v1/traces"',
-            "traces = 'http://127.0.0.1:4318/v1/traces': must be http://host:port or, with TLS, https://host:port",
+            "2: traces = 'http://127.0.0.1:4318/v1/traces': must be http://host:port or, with TLS, https://host:port",
         ),
         (
             'host_bytes = 4096\nlisten_tcp = "0.0.0.0:0"',
-            "listen_tcp = 0.0.0.0:0: needs tls_cert and tls_key and tls_client_ca",
+            "2: listen_tcp = 0.0.0.0:0: needs tls_cert and tls_key and tls_client_ca",
         ),
         (
             "host_bytes = 4096\n[[allow]]\nuids = [1]\nverbs = ['read']",
-            "allow[0][caches]: must be given",
+            "2: allow[0][caches]: must be given",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_bad_file_is_refused_before_anything_is_touched(short_dir, text, says)
     ended = kvtierd("--config", path, *directories(short_dir))
     assert ended.returncode == BAD_CONFIG, ended
     (said,) = message(ended).splitlines()
-    assert said.startswith(f"kvtierd: {path}: {says}")
+    assert said.startswith(f"kvtierd: {path}:{says}")
     assert tree(short_dir) == before
 
 
@@ -97,8 +97,8 @@ def test_every_fault_of_every_source_is_told_in_one_go(short_dir):
     ended = kvtierd("--config", path, *flags, env={"KVTIERD_DISK_BYTES": "plenty", "KVTIERD_HOST_BYTE": "4096"})
     assert ended.returncode == BAD_CONFIG
     assert {line.split(" = ")[0] for line in message(ended).splitlines()} == {
-        f"kvtierd: {path}: host_bytes",
-        f"kvtierd: {path}: max_sessions",
+        f"kvtierd: {path}:1: host_bytes",
+        f"kvtierd: {path}:2: max_sessions",
         "kvtierd: environment: KVTIERD_DISK_BYTES",
         "kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key; did you mean host_bytes?",
         "kvtierd: command line: --device[0][bytes]",
@@ -194,7 +194,7 @@ async def test_a_reload_takes_live_keys_names_the_others_and_survives_a_broken_f
             daemon.forget_log()
             reload('host_bytes = "1MiB"\nlog_level = "debug"\nwait_seconds = "soon"\n')
             (said,) = await eventually(problems, bool)
-            assert f"{path}: wait_seconds = 'soon': must be a valid number" in said
+            assert f"{path}:3: wait_seconds = 'soon': must be a valid number" in said
             assert "changed=" not in daemon.log
             await client.open_cache("still-serving", SPEC)
 
@@ -229,4 +229,4 @@ def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path):
         journal.seek(0)
         lines = journal.read().splitlines()
     assert ended.returncode == 2
-    assert len(lines) == 1 and lines[0].startswith(f"<3>kvtierd: {file}: hots_bytes: "), lines
+    assert len(lines) == 1 and lines[0].startswith(f"<3>kvtierd: {file}:1: hots_bytes: "), lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ _TABLES: Final[Mapping[str, type[BaseModel]]] = {
     "remote": Remote,
 }
 """What a key's tables hold."""
+_KEY: Final = re.compile(r"[\s\[\"']*(\w+)")
 _SIGNS: Final = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _KINDS: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -85,10 +87,10 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
     Raises:
         ConfigError: with one line for each fault, which names the source, the key, its value and the limit.
     """
-    in_file = {} if file is None else _read_toml(file)
+    in_file, lines = ({}, {}) if file is None else _read_toml(file)
     in_env = {name[len(ENV_PREFIX) :].lower(): name for name in os.environ if name.startswith(ENV_PREFIX)}
     in_env.pop("config", None)  # names the file
-    sources = {key: f"{file}: {key}" for key in in_file}
+    sources = {key: f"{file}:{lines.get(key, 1)}: {key}" for key in in_file}
     sources |= {key: f"environment: {name}" for key, name in in_env.items()}
     sources |= {key: f"command line: {_flag(key)}" for key in flags}
     faults = [
@@ -105,9 +107,13 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
     return Loaded(config, sources)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The keys, and the line where each begins."""
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        begins = [_KEY.match(line) for line in text.splitlines()]
+        found = [(each[1], number) for number, each in enumerate(begins, 1) if each is not None]
+        return tomllib.loads(text), dict(reversed(found))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

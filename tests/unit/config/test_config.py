@@ -147,7 +147,7 @@ def test_what_is_in_effect_is_printed_with_its_sources(
     flags = ["--host-bytes", "8GiB", "--device", "cuda=80%", "--device", "cuda:1=16GiB"]
     ended = kvtierd("--config", str(file), "--print-config", *flags)
     values = json.loads(ended.out)
-    assert values["wait_seconds"] == {"value": 5.0, "source": f"{file}: wait_seconds"}
+    assert values["wait_seconds"] == {"value": 5.0, "source": f"{file}:1: wait_seconds"}
     assert values["max_sessions"] == {"value": 8, "source": "environment: KVTIERD_MAX_SESSIONS"}
     assert values["host_bytes"] == {"value": 8 << 30, "source": "command line: --host-bytes"}
     assert values["device"] == {
@@ -184,11 +184,11 @@ def test_a_check_reads_the_tls_files(tmp_path: Path, kvtierd: Run) -> None:
     wrong = check(tls_key=missing, tls_client_ca=empty)
     assert wrong.status == 2
     key, authority = wrong.err.splitlines()
-    assert key == f"kvtierd: {file}: tls_key = {missing}: cannot be read: No such file or directory"
-    assert authority.startswith(f"kvtierd: {file}: tls_client_ca = {empty}: holds no certificate")
-    assert f"{file}: tls_cert = {missing}: cannot be read" in check(tls_cert=missing).err
+    assert key == f"kvtierd: {file}:4: tls_key = {missing}: cannot be read: No such file or directory"
+    assert authority.startswith(f"kvtierd: {file}:5: tls_client_ca = {empty}: holds no certificate")
+    assert f"{file}:3: tls_cert = {missing}: cannot be read" in check(tls_cert=missing).err
     for paths in ({"tls_cert": empty}, {"tls_key": foreign.key}):
-        wanted = f"{file}: tls_cert = {paths.get('tls_cert', served.cert)}: is no certificate that fits tls_key"
+        wanted = f"{file}:3: tls_cert = {paths.get('tls_cert', served.cert)}: is no certificate that fits tls_key"
         assert wanted in check(**paths).err
 
 
