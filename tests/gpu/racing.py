@@ -112,5 +112,5 @@ class Race:
         await cache.move(self._some(), self._random.choice(tuple(TIERS)))
 
     def _stored(self, results: list[BlockResult], how: str) -> None:
-        assert set(results) <= {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING}
+        assert set(results) <= {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING, BlockResult.NO_ROOM}
         self.tally[how] += results.count(BlockResult.OK)

@@ -107,7 +107,7 @@ class Load:
     async def _put(self, cache: Cache) -> None:
         keys = self._some_keys()
         results = await cache.put(keys, blocks(keys), tier=self._some_tier())
-        assert set(results) <= {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING}
+        assert set(results) <= {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING, BlockResult.NO_ROOM}
 
     async def _get(self, cache: Cache) -> None:
         keys = self._some_keys()

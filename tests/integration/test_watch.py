@@ -207,7 +207,7 @@ async def test_a_snapshot_is_exact_at_its_end(client, raw, name):
     many = chain(f"{name} settled", 1400)
     await raw.store(cache_id, Tier.HOST, many)
 
-    work = asyncio.gather(*(_traffic(cache, 6, f"writer {index}") for index in range(3)))
+    work = asyncio.gather(*(_traffic(cache, 12, f"writer {index}") for index in range(3)))
     taken: list[tuple[Cursor, dict[bytes, int]]] = []
     while not work.done():
         taken.append(await _snapshot(client, name))

@@ -173,7 +173,7 @@ class Part:
         self.note(counts)
 
     def has_put(self, results: Sequence[BlockResult]) -> None:
-        allowed = {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING}
+        allowed = {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING, BlockResult.NO_ROOM}
         if not set(results) <= allowed:
             self.wrong(f"a put answers {results}")
         self.count(puts=1, stored=results.count(BlockResult.OK))
