@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import traceback
 import warnings
@@ -9,10 +10,11 @@ import warnings
 import numpy as np
 import pytest
 
-from kvtier import CacheOptions, Client, InvalidArgument, LeaseLost, SpecMismatch, Tier, TierFull, connect
+from kvtier import CacheOptions, Client, ClientClosed, InvalidArgument, LeaseLost, SpecMismatch, Tier, TierFull, connect
 from kvtier.types import BlockResult
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import tier_stats
+from tests.integration.waiting import PATIENCE_S
 
 OK = BlockResult.OK
 LIMIT = 16_384
@@ -206,3 +208,18 @@ async def test_a_chain_longer_than_its_tier_says_what_of_it_is_stored(client, na
     there = [residency != 0 for residency in await cache.probe(keys)]
     assert results == [OK if each else BlockResult.NO_ROOM for each in there]
     assert 0 < sum(there) <= 8
+
+
+def test_a_thread_begins_a_verb_and_looks_later(daemon, name):
+    keys = chain("later", 4)
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
+        assert client.submit(lambda: cache.inner.put(keys, blocks(keys))).result(PATIENCE_S) == 4 * [OK]
+        assert_bytes(keys, client.submit(lambda: cache.inner.get(keys)).result(PATIENCE_S))
+        refused = client.submit(lambda: cache.inner.reserve(9).__aenter__())
+        assert isinstance(refused.exception(PATIENCE_S), InvalidArgument)
+        waiting, left = (client.submit(lambda: asyncio.sleep(2 * PATIENCE_S)) for _ in range(2))
+        assert not waiting.done() and waiting.cancel() and waiting.cancelled()
+    assert left.cancelled()
+    with pytest.raises(ClientClosed):
+        client.submit(lambda: cache.inner.get(keys))

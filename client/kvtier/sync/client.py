@@ -9,8 +9,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from kvtier import client, watch
 from kvtier.abi.spec import CacheSpec
@@ -21,9 +22,11 @@ from kvtier.mirror import follower
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, MirrorView
 from kvtier.session import DEFAULT_PATIENCE_S
 from kvtier.sync.cache import Cache, Fact, Twin, like, waits
-from kvtier.sync.loop import LoopThread
+from kvtier.sync.loop import LoopThread, Work
 from kvtier.transport import TlsFiles
 from kvtier.types import Cursor
+
+T = TypeVar("T")
 
 
 class Watch(Twin[watch.Watch]):
@@ -142,6 +145,14 @@ class Client(Twin[client.AsyncClient]):
     @like(client.AsyncClient.watch)
     def watch(self, **wanted: Any) -> Watch:
         return Watch(self.thread, self.inner.watch(**wanted))
+
+    def submit(self, work: Work[T]) -> Future[T]:
+        """Begins a verb and does not wait: ``client.submit(lambda: cache.inner.get(keys))``, of the asynchronous twin.
+
+        The future can be polled, waited for and cancelled; arrays are the verb's until it is done. Work of a GPU's
+        streams is not waited for. Raises :class:`kvtier.errors.ClientClosed`.
+        """
+        return self.thread.submit(work)
 
     @like(client.AsyncClient.close)
     def close(self, *, stream: Stream | None = None) -> None:
