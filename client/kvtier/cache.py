@@ -310,8 +310,7 @@ class Cache(GroupVerbs):
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
         In mapped memory, stored blocks are not copied again. More than half a tier, or 1,024 blocks, goes in pieces,
-        each with its ``timeout``. If a parent is evicted meanwhile, the rest is tried once more. NO_ROOM: the chain is
-        too long for its tiers, and the block is not, or no more, stored.
+        each with its ``timeout``. NO_ROOM: the chain is too long for its tiers, and the block is not there.
 
         Args:
             blocks: an array, a tensor or bytes a key, of :attr:`block_bytes`, or one array whose first axis is blocks.
