@@ -22,22 +22,21 @@ class Packets:
     def __init__(self, sock: socket.socket) -> None:
         self._sock: Final = sock
         self._loop: Final = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bytes] | None = None
         self._watched = False
 
     async def next(self) -> bytes:
         """Empty at the end. The kernel closes descriptors that the peer sends. Raises OSError."""
-        while True:
-            with suppress(BlockingIOError):
-                return self._sock.recv(MAX_MESSAGE + 1)
-            if not self._watched:
-                self._loop.add_reader(self._sock.fileno(), self._readable)
-                self._watched = True
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        with suppress(BlockingIOError):
+            return self._receive()
+        if not self._watched:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._watched = True
+        self._waiter = self._loop.create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
 
     def close(self) -> None:
         """Before the socket is closed. Closing twice is allowed."""
@@ -45,11 +44,20 @@ class Packets:
             self._loop.remove_reader(self._sock.fileno())
             self._watched = False
 
+    def _receive(self) -> bytes:
+        return self._sock.recv(MAX_MESSAGE + 1)
+
     def _readable(self) -> None:
+        """Receives here: a reader that is woken to receive could have what came after another connection's packet."""
         if self._waiter is None:
             self.close()  # nobody waits: the loop would call again and again
         elif not self._waiter.done():
-            self._waiter.set_result(None)
+            try:
+                self._waiter.set_result(self._receive())
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._waiter.set_exception(error)
 
 
 class LocalCalls:
