@@ -144,3 +144,8 @@ def test_a_seed_is_a_walk() -> None:
 @pytest.mark.parametrize("part", range(LONG_TESTS))
 def test_a_million_steps(part: int) -> None:
     run_walks(100_000 + part * WALKS_A_TEST, WALKS_A_TEST, STEPS_A_WALK)
+
+
+def test_a_loss_ends_though_blocks_are_written_through() -> None:
+    """A walk on which a block was copied to disk again as often as the loss of its parent took it from there."""
+    walk(900043, 3003)

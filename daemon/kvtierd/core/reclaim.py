@@ -383,6 +383,8 @@ class Background:
 
     def work(self, now: int) -> None:
         """Plans some copies. What finds no room now waits for what is in flight; what cannot go down is forgotten."""
+        if self._state.losing:
+            return  # what a loss takes off the disk, a slice a call, would be copied there again for ever
         self._write_down(self._most[self._state.tiers[-1]] - self._flights.background)
         for tier in self._state.tiers[:-1]:
             self._clean(tier, now)
