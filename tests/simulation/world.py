@@ -314,7 +314,8 @@ class World:
             self.seen[f"drop {result.name}"] += 1
             require((result is BlockResult.NOT_FOUND) == (key not in before), "drop misses a block, or invents one")
             require((result is BlockResult.OK) <= (key in gone), "drop left a block")
-            require((result is BlockResult.HELD) <= (key in site.mirror.blocks), "drop took a held block")
+            held = result is BlockResult.HELD
+            require(not held or not alone or key in site.mirror.blocks, "drop took a held block")
         if BlockResult.HELD in report.results:
             require(anybody or not alone, "drop finds a block held by nobody")
             partly = not alone and any(not set(keys).isdisjoint(self.forest.chain(key)[:-1]) for key in gone)

@@ -111,8 +111,7 @@ class Room:
         """
         if tier is DISK and self._state.disk_lost:
             return NEVER
-        short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
-        for _ in range(short):
+        while self._short_of(tier, count) > 0:  # one step may free several
             if len(self._going) >= self._state.policy.waiting_victims:
                 break
             if not (self._vacate(tier) or (desperate and self._drop_some_subtree(tier))):
@@ -121,6 +120,10 @@ class Room:
             return NOW
         self._promised[tier] += count
         return COMING
+
+    def _short_of(self, tier: Tier, count: int) -> int:
+        """How many of these slots are neither free nor on their way to be."""
+        return count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
 
     def _vacate(self, tier: Tier) -> bool:
         """One slot of the tier is freed, or on its way to be."""

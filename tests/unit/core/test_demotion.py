@@ -125,6 +125,20 @@ def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
     assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, key) for key in "ba"]
 
 
+def test_a_subtree_that_goes_may_make_room_for_more_than_one() -> None:
+    """Uses that are still on their way up have left the root behind its child."""
+    bench = Bench(device=2, host=2, policy=Policy(blocks_a_call=1))
+    bench.put("ab", HOST)
+    bench.put("cd", under="b")
+    bench.rest()
+    bench.tell_read("abcd")
+    bench.pass_ms(0)
+    bench.pass_ms(0)
+    bench.tell_read("abcd")
+    assert bench.reserve(HOST, 2) in bench.grants
+    assert bench.stored() == ""
+
+
 def test_a_leased_descendant_protects_the_subtree() -> None:
     bench = Bench(device=1, host=1)
     bench.put("a", HOST, priority=10)
