@@ -36,6 +36,8 @@ class Site:
         self.pins: Counter[tuple[Tier, Key]] = Counter()
         self.settled: set[Key] = set()
         """What the store beyond the host has, of blocks that are here."""
+        self.written_down: set[Key] = set()
+        """Blocks that background copies have taken to the lowest tier, since it was last cleared."""
         self._forest = forest
 
     def boot(self, memory: Mapping[Tier, int]) -> GroupShape:

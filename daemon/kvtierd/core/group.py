@@ -481,7 +481,7 @@ class GroupState:
         for block in self.clocks.take_changed():
             for tier in (DEVICE, HOST):
                 copy = block.copies[tier]
-                if copy is not None and copy.valid:
+                if copy is not None and copy.valid and copy not in self.losing:
                     self.ledgers[tier].restate(copy.slot, block)
 
     def expire(self, now: int) -> None:

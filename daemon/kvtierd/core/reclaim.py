@@ -221,6 +221,8 @@ class Room:
 
         Also returns those ancestors, and what of all this nothing was promised before.
         """
+        if low is DISK and self._state.losing:
+            return COMING, [], []  # an ancestor there may be about to go, and what comes now would go with it
         found = self._missing_ancestors(block, low)
         if found is None:
             return NEVER, [], []

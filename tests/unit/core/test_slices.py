@@ -13,6 +13,7 @@ from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import Policy
 from kvtierd.core.removal import Drop
 from kvtierd.core.transfers import BlockResult, ChainRequest
+from tests.slot_rows import restated
 from tests.unit.core.bench import ALICE, BOB, DISK, GROUP, HOST, Bench, key, keys, name_of
 
 SLICE = 16
@@ -182,6 +183,31 @@ def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(bench: Bench
     assert any(slot in changes.begun for changes in outcome.slots), "nor does who reads without a call"
     (ticket,) = bench.acquire(ROOT, tier=HOST, min_blocks=1)
     assert ticket in bench.refusals
+
+
+def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) -> None:
+    """Else a restart would find the block there."""
+    slot = bench.slot(ROOT, HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now))
+    _, outcome = bench.core.set_retention(ALICE, GROUP, [key(ROOT)], [80], [1_000], bench.now)
+    bench.apply(outcome)
+    assert not any(content.ref.slot == slot for content in restated(outcome))
+
+
+def test_nothing_goes_down_on_top_of_bytes_that_are_lost() -> None:
+    bench = Bench(host=300, disk=310, policy=Policy(blocks_a_call=SLICE))
+    grant = bench.blank(HOST, len(NAMES))
+    bench.commit(grant, [(name, parent, 35) for name, parent in zip(NAMES, SHAPES["chain"], strict=True)])
+    bench.end()
+    bench.rest()
+    slot = bench.slot(ROOT, HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now))
+    waiting = bench.reserve(HOST, 100)
+    assert not bench.moves
+    bench.rest()
+    assert waiting in bench.grants
 
 
 def test_a_listing_is_whole_while_the_departed_are_swept() -> None:
