@@ -277,6 +277,8 @@ class GroupState:
         source = block.copies[src]
         if source is None or not source.valid:
             raise InvariantViolation(f"block {block} is not in {src}")
+        if block.copies[dst] is not None:
+            raise InvariantViolation(f"block {block} is in {dst}, or on its way there")
         if source.phase is LEAVING:
             self.stay(block, src)
         slot = self.slots[dst].take(SLOT_FILLING)

@@ -432,7 +432,8 @@ class Background:
     def _clean_some(self, block: Block, tier: Tier, most: int) -> int:
         """Sends some of a block's chain down the first edge that it may go. Returns how many."""
         for low in self._state.below[tier]:
-            if self._state.goes_down(block, tier, low):
+            # Room made for it in the tier between may have sent a child to disk, and the block ahead of it.
+            if block.copies[low] is None and self._state.goes_down(block, tier, low):
                 planned = self._room.clean(block, tier, low, most)
                 if planned is not None:
                     return planned

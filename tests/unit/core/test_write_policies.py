@@ -6,7 +6,7 @@ import pytest
 
 from kvtierd.core.events import Cause
 from kvtierd.core.policy import Policy, WritePolicy
-from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
+from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
 
 THROUGH = Policy(write_policy=WritePolicy.THROUGH)
 SELECTIVE = Policy(write_policy=WritePolicy.SELECTIVE)
@@ -243,3 +243,20 @@ def test_an_edge_that_fails_does_not_hold_anything_up(policy: Policy) -> None:
         bench.commit(grant, [(name, None, 35)])
         bench.release(bench.lease(ticket))
     assert bench.core.match(GROUP, keys("f")).blocks == 1
+
+
+def test_a_block_that_goes_to_disk_for_its_child_is_not_sent_there_again() -> None:
+    """Room for the parent is made in the host tier, by sending its child to disk, and is not enough."""
+    bench = Bench(device=2, host=4, disk=16, policy=Policy(clean_most=0.5))
+    parent = bench.store("a")
+    bench.store("h")
+    for name in "pqr":
+        bench.put(name, HOST)
+    bench.put("b", HOST, under="a")
+    bench.land()
+    bench.reserve(HOST, 3, BOB)
+    bench.release(parent)
+    going = [("r", HOST, Cause.CAPACITY), ("a", DEVICE, Cause.WRITE_THROUGH), ("b", HOST, Cause.CAPACITY)]
+    assert bench.in_flight() == [(name, tier, DISK, cause) for name, tier, cause in going]
+    bench.land()
+    assert (bench.where("a"), bench.where("b")) == ({DEVICE, DISK}, {DISK})
