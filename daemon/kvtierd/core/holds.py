@@ -70,11 +70,14 @@ class Holding:
                 if not hold:
                     del lease.blank[slot]
                     state.disown(tier, slot)
-                for writer in lease.writers(slot):
+                writers = lease.writers(slot)
+                for writer in writers:
                     del writer.blank[slot]
                     writer.held[block] = state.hold(block, tier, writer.session)
                     if self._window.span:
                         self._slide(writer, block)
+                if len(writers) > 1:  # a restart may find the slot half committed
+                    state.ledgers[tier].own((slot,), SEVERAL)
                 results.append(OK)
             used.append(block)
         self._background.committed(made)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvtierd.core.events import Cause
-from kvtierd.core.ids import TIERS, Traits
+from kvtierd.core.ids import SEVERAL, TIERS, Traits
 from kvtierd.core.policy import Policy, WritePolicy
-from tests.slot_rows import begun, contents, restated
-from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, Bench, keys
+from kvtierd.core.transfers import CommitItem
+from tests.slot_rows import begun, contents, owners, restated
+from tests.unit.core.bench import ALICE, BOB, DEVICE, GROUP, HOST, Bench, keys
 
 
 def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block() -> None:
@@ -42,3 +43,16 @@ def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -
     assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.IO_ERROR]
     assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(HOST, None)]
     assert not begun(outcome), "who holds it reads on"
+
+
+def test_a_slot_that_several_write_is_theirs_until_all_of_its_commit_is_told() -> None:
+    """If the daemon dies before, none of them has it alone."""
+    bench = Bench(device=1)
+    grant = bench.blank(DEVICE, 1)
+    assert grant.lease is not None
+    _, outcome = bench.core.join(BOB, grant.lease, bench.now)
+    bench.apply(outcome)
+    item = CommitItem(grant.slots[0], *keys("a"), None, 35)
+    _, outcome = bench.core.commit(ALICE, grant.lease, [item], bench.now)
+    bench.apply(outcome)
+    assert [owner.session for owner in owners(outcome)] == [SEVERAL]
