@@ -137,7 +137,7 @@ class AcrossGroups:
 
         def ready(state: GroupState, block: Block) -> bool:
             copy = block.copies[ticket.tier]
-            return copy is not None and copy.valid
+            return copy is not None and copy.valid and not state.spoiled(block)
 
         length, covers = self._match(ticket, ticket.length, ready)
         if length < ticket.least:
@@ -208,7 +208,7 @@ class AcrossGroups:
             block
             for part in ticket.parts
             for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
-            if not (block.copies[ticket.tier] is copy and copy.valid)
+            if not (block.copies[ticket.tier] is copy and copy.valid) or copy in part.window.state.losing
         }
         if not failed:
             self._grant(ticket)

@@ -343,7 +343,7 @@ class WindowManager:
             return
         ready, tier = 0, ticket.tier
         for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not (block.copies[tier] is copy and copy.phase is not FILLING):
+            if not (block.copies[tier] is copy and copy.phase is not FILLING) or copy in self.state.losing:
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):

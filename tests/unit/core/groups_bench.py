@@ -10,7 +10,7 @@ from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import GroupGrant
-from kvtierd.core.policy import GroupShape
+from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench, key, keys, name_of
 
@@ -31,6 +31,7 @@ class GroupsBench(Bench):
         tokens_per_block: int = 1,
         sinks: int = 0,
         flat: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         super().__init__(host=1)
         shapes = []
@@ -39,7 +40,7 @@ class GroupsBench(Bench):
             kept, alone = (sinks if window else 0), flat and not window
             sizes = dict.fromkeys(slots, 4096)
             shapes.append(GroupShape(GroupId(group), slots, sizes, window, tokens_per_block, kept, flat=alone))
-        self.core = BlockManager(CacheId(1), shapes, EventSequencer())
+        self.core = BlockManager(CacheId(1), shapes, EventSequencer(), policy)
         self.events.clear()
         self.core.fill({}, {}, unclean=False, restarted=False)
         self.apply(self.core.announce(self.now))

@@ -8,6 +8,7 @@ import pytest
 
 from kvtierd.core.ids import GroupId, TicketId
 from kvtierd.core.outcome import RefusalReason
+from kvtierd.core.policy import Policy
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, HOST, key
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 
@@ -213,3 +214,22 @@ def test_a_chain_over_all_groups_counts_once() -> None:
     bench.acquire("z")  # of one group
     stats = bench.core.stats()
     assert (stats.queried - before.queried, stats.found - before.found) == (9, 6)
+
+
+@pytest.mark.parametrize("expires", [False, True])
+def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(expires: bool) -> None:
+    bench = GroupsBench(device=(4, 4), host=(8, 8), policy=Policy(blocks_a_call=1))
+    for group in (FULL, SLIDING):
+        bench.fill(group, "a", "abcd", DEVICE)
+        bench.fill(group, "bcd", "abcd")
+    bench.rest()
+    (ticket,) = bench.across("ab", min_blocks=1)
+    slot = bench.core.locate(FULL, [key("a")])[0].slots[DEVICE]
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(FULL, key("a"), DEVICE, slot, bench.now))
+    assert bench.core.behind
+    if expires:
+        bench.expire(ticket)
+    else:
+        bench.land()
+    assert ticket in bench.refusals

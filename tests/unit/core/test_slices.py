@@ -185,6 +185,24 @@ def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(bench: Bench
     assert ticket in bench.refusals
 
 
+@pytest.mark.parametrize("expires", [False, True])
+def test_nor_does_who_waits_for_another_copy(expires: bool) -> None:
+    bench = Bench(device=3, host=4, policy=Policy(blocks_a_call=1))
+    bench.put("a", HOST)
+    bench.put("bcd", under="a")
+    bench.rest()
+    (ticket,) = bench.acquire("ab", tier=HOST, min_blocks=1)
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    assert bench.core.behind
+    if expires:
+        bench.expire(ticket)
+    else:
+        bench.land_one()
+    assert ticket in bench.refusals
+
+
 def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) -> None:
     """Else a restart would find the block there."""
     slot = bench.slot(ROOT, HOST)
