@@ -75,7 +75,7 @@ class Remote:
     def take(self, count: int) -> list[Offer]:
         """The next blocks to copy, ``count`` or a few more: each comes after all that it stands on."""
         offers: list[Offer] = []
-        while len(offers) < count and (block := self._next()) is not None:
+        while not self._state.losing and len(offers) < count and (block := self._next()) is not None:
             line = [block]
             for above in block.ancestors():
                 if above in self.settled:

@@ -10,7 +10,7 @@ import pytest
 from kvtierd.core.block import Block
 from kvtierd.core.ids import Key
 from kvtierd.core.outcome import Outcome
-from kvtierd.core.policy import Policy
+from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
 from kvtierd.core.removal import Drop
 from kvtierd.core.transfers import BlockResult, ChainRequest
 from tests.slot_rows import restated
@@ -201,6 +201,21 @@ def test_nor_does_who_waits_for_another_copy(expires: bool) -> None:
     else:
         bench.land_one()
     assert ticket in bench.refusals
+
+
+@pytest.mark.parametrize("policy", RemotePolicy)
+def test_lost_bytes_are_not_offered_to_a_store_while_what_needs_them_goes(policy: RemotePolicy) -> None:
+    """Its generation is odd before and after it is read, so nobody would see that they are not the block's."""
+    bench = Bench(host=4, policy=Policy(blocks_a_call=1, remote=RemoteWrites(policy, ahead=1.0)))
+    bench.put("abcd", HOST)
+    bench.rest()
+    bench.touch("abcd", HOST)
+    bench.rest()
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    assert bench.core.behind
+    assert key("a") not in [offer.key for offer in bench.core.beyond.offers(GROUP, 4)]
 
 
 def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) -> None:
