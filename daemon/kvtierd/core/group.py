@@ -7,7 +7,6 @@ event, generations and owners into the recorder in the same step, so no caller c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
@@ -169,9 +168,9 @@ class GroupState:
         """The tier's slot is clean from now on, and what that took is kept."""
         self.ahead[tier].add(block)
 
-    def forget_ahead(self) -> bool:
-        """What was copied ahead may go, where nothing else can. Returns whether there was any."""
-        found = list(chain.from_iterable(self.ahead.values()))
+    def forget_ahead(self, tier: Tier) -> bool:
+        """What was copied to the tier ahead may go, where nothing else can. Returns whether there was any."""
+        found = [block for high in self.above[tier] for block in self.ahead[high] if block.residency & BITS[tier]]
         for block in found:
             self.needed(block)
         return bool(found)

@@ -145,7 +145,7 @@ class Room:
         if (block := lists.leaf.victim(spared)) is not None:
             state.remove(block, CAPACITY)
             return True
-        return not self._sparing and state.forget_ahead() and self._vacate(tier)
+        return not self._sparing and state.forget_ahead(tier) and self._vacate(tier)
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""

@@ -222,6 +222,24 @@ def test_copies_ahead_make_no_room_of_each_other() -> None:
     assert not bench.moves, "copies beget copies"
 
 
+def test_copies_ahead_are_not_given_up_for_room_in_another_tier() -> None:
+    """Else they are made anew as long as somebody waits, and he waits as long as they are made."""
+    kept = {(DEVICE, HOST): 101, (DEVICE, DISK): 101}
+    bench = Bench(device=1, host=11, disk=4, policy=Policy(clean_most=1.0, blocks_a_move=1, thresholds=kept))
+    bench.put("a")
+    bench.store("b", HOST, under="a")
+    for name in "ijklmnopq":
+        bench.put(name, HOST)
+    assert bench.in_flight() == [(name, HOST, DISK, Cause.WATERMARK) for name in "ijkl"]
+    ticket = bench.reserve(DEVICE, 1)
+    for _ in range(100):
+        if bench.moves:
+            deletions = [number for number, move in enumerate(bench.moves) if move.dst is None]
+            bench.land_one(deletions[0] if deletions else 0)
+    assert not bench.moves, "copies beget copies"
+    assert ticket in bench.refusals
+
+
 def test_what_is_moved_down_goes_from_above_whatever_is_under_way() -> None:
     bench = Bench(device=4, host=4, disk=8, policy=Policy(clean_most=1.0))
     bench.put("abcd")
