@@ -149,11 +149,11 @@ class Room:
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
-        copy = block.copies[tier]
-        if copy is not None and copy.sinking:
-            self._state.leave(block, tier)
-            return True
         for low in self._state.below[tier]:
+            copy = block.copies[tier]
+            if copy is not None and copy.sinking:  # room in the tier before may have sent it to disk for a child
+                self._state.leave(block, tier)
+                return True
             copy = block.copies[low]
             if copy is not None and not copy.valid:
                 continue  # On its way there from below already.

@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
 from kvtierd.core.slots import SlotState
-from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
+from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
 
 
 def test_the_source_is_free_when_the_destination_is_ready_and_no_sooner() -> None:
@@ -111,6 +111,20 @@ def test_a_leaf_that_cannot_go_down_is_dropped_and_a_parent_goes_only_after_it()
     told = len(bench.events)
     assert bench.reserve(DEVICE, 2) in bench.grants
     assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, "ba")]
+
+
+def test_a_block_that_goes_to_disk_for_its_child_leaves_rather_than_another() -> None:
+    """Room for the parent is made in the host tier, by sending its child to disk, and an older request waits for it."""
+    bench = Bench(device=4, host=2, disk=8, recovered=[("z", None, 35)])
+    bench.put("p", HOST, priority=10)
+    bench.store("y", under="p", priority=10)
+    leases = bench.store("a"), bench.store("b", HOST, under="a"), bench.store("x")
+    bench.move("z", DEVICE)
+    bench.reserve(HOST, 1, BOB)
+    bench.reserve(DEVICE, 1)
+    bench.release(*leases)
+    bench.land()
+    assert (bench.where("a"), bench.where("x")) == ({DISK}, {DEVICE})
 
 
 def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
