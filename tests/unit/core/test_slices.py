@@ -243,6 +243,21 @@ def test_nothing_goes_down_on_top_of_bytes_that_are_lost() -> None:
     assert waiting in bench.grants
 
 
+def test_nor_is_anything_moved_there() -> None:
+    """A restart would find the record of the parent, and believe it."""
+    bench = Bench(host=4, disk=4, policy=Policy(blocks_a_call=2))
+    bench.put("abcd", HOST)
+    bench.rest()
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    assert "b" in bench.stored()
+    ticket = bench.move("b", DISK)
+    assert not bench.moves
+    bench.rest()
+    assert bench.grants[ticket].results == (False,)
+
+
 def test_a_listing_is_whole_while_the_departed_are_swept() -> None:
     bench = build("fan")
     for number, name in enumerate(NAMES[299:0:-1]):
