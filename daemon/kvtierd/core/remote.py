@@ -53,7 +53,7 @@ class Remote:
 
     def is_candidate(self, block: Block, tier: Tier) -> bool:
         """It is to be offered before it leaves this tier."""
-        return self._by_rank and tier is self._lowest and block not in self.settled
+        return self._by_rank and tier is self._lowest and block not in self.settled and self._wanted(block)
 
     def arrived(self, block: Block) -> None:
         """It can be read now."""
