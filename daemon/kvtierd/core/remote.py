@@ -47,6 +47,8 @@ class Remote:
         """Blocks are offered in the order in which they will leave."""
         self._offered = 0
         self._due: dict[Block, None] = {}
+        self._later: set[Block] = set()
+        """Blocks that were due while only a device had them."""
         self.settled: set[Block] = set()
         self.left = 0
         """Blocks that have gone for good and that the store was never offered."""
@@ -57,7 +59,9 @@ class Remote:
 
     def arrived(self, block: Block) -> None:
         """It can be read now."""
-        if self._writes.policy is RemotePolicy.THROUGH and block not in self.settled:
+        due = self._writes.policy is RemotePolicy.THROUGH or block in self._later
+        self._later.discard(block)
+        if due and block not in self.settled:
             self._due[block] = None
 
     def used_again(self, blocks: Iterable[Block]) -> None:
@@ -67,6 +71,7 @@ class Remote:
     def forget(self, block: Block) -> None:
         """It is indexed no more."""
         self._due.pop(block, None)
+        self._later.discard(block)
         if block in self.settled:
             self.settled.discard(block)
         else:
@@ -101,7 +106,9 @@ class Remote:
 
     def _offer(self, block: Block) -> Iterable[Offer]:
         if not block.residency & _READABLE:
-            return  # only a device has it: it is offered when it comes down
+            if not self._by_rank:
+                self._later.add(block)
+            return
         self._settle(block)
         if not self._wanted(block):
             return
