@@ -182,7 +182,7 @@ def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
         state.losing[copy] = _lose_copy(state, block, tier, copy, Cause.CORRUPT)
         state.reconsider(block)
         lose_on(state)
-        if copy in state.losing and tier is not DISK and copy.still:
+        if copy in state.losing and tier is not DISK and not copy.holds:
             state.ledgers[tier].begin_write(copy.slot)  # nobody believes these bytes while what needs them goes
 
 

@@ -185,6 +185,19 @@ def test_nobody_gets_bytes_that_are_lost_while_what_needs_them_goes(bench: Bench
     assert ticket in bench.refusals
 
 
+def test_nor_does_who_reads_without_a_call_while_they_are_being_copied() -> None:
+    bench = Bench(host=4, disk=4, policy=Policy(blocks_a_call=2))
+    bench.put("abcd", HOST)
+    bench.rest()
+    bench.move("a", DISK)
+    assert bench.moves
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    outcome = bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    assert bench.core.behind
+    assert any(slot in changes.begun for changes in outcome.slots)
+
+
 @pytest.mark.parametrize("expires", [False, True])
 def test_nor_does_who_waits_for_another_copy(expires: bool) -> None:
     bench = Bench(device=3, host=4, policy=Policy(blocks_a_call=1))
