@@ -130,12 +130,12 @@ class Site:
 
     def remembered(self, unsure: AbstractSet[SlotRef]) -> dict[Key, int]:
         """Blocks that a restart which keeps the memory must find there, and in which of its tiers, as a bit set: all
-        that were READY, and needed or were found no block that is nowhere. ``unsure``: slots that the daemon was about
-        when it died."""
+        that were READY, not known to be bad, and needed or were found no block that is nowhere. ``unsure``: slots that
+        the daemon was about when it died."""
         on_disk = self.surviving()
         there: dict[Key, int] = {}
         for key, change in self.mirror.blocks.items():
-            tiers = [tier for tier in self.memories if change.residency & tier.bit]
+            tiers = [t for t in self.memories if change.residency & t.bit and key not in self.mover.spoiled]
             refs = {tier: [SlotRef(self.group, tier, at) for at in self.memories[tier].slots_of(key)] for tier in tiers}
             there[key] = sum(tier.bit for tier in tiers if refs[tier] and unsure.isdisjoint(refs[tier]))
         needed = {key: self._forest.chain(key) if self.plan.chained else [key] for key in there}

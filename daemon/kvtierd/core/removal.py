@@ -182,8 +182,9 @@ def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
         state.losing[copy] = _lose_copy(state, block, tier, copy, Cause.CORRUPT)
         state.reconsider(block)
         lose_on(state)
-        if copy in state.losing and tier is not DISK and not copy.holds:
-            state.ledgers[tier].begin_write(copy.slot)  # nobody believes these bytes while what needs them goes
+        if copy in state.losing and tier is not DISK:  # nobody believes these bytes while what needs them goes
+            ledger = state.ledgers[tier]
+            (ledger.disown if copy.holds else ledger.begin_write)(copy.slot)
 
 
 def lose_on(state: GroupState) -> None:

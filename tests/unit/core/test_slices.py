@@ -198,6 +198,17 @@ def test_nor_does_who_reads_without_a_call_while_they_are_being_copied() -> None
     assert any(slot in changes.begun for changes in outcome.slots)
 
 
+def test_a_restart_does_not_find_lost_bytes_that_somebody_holds() -> None:
+    bench = Bench(host=4, policy=Policy(blocks_a_call=2))
+    bench.store("abcd", HOST)
+    bench.rest()
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    outcome = bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    assert bench.core.behind
+    assert any(slot in changes.disowned for changes in outcome.slots)
+
+
 @pytest.mark.parametrize("expires", [False, True])
 def test_nor_does_who_waits_for_another_copy(expires: bool) -> None:
     bench = Bench(device=3, host=4, policy=Policy(blocks_a_call=1))
