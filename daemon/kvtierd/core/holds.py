@@ -123,13 +123,14 @@ class Holding:
             self._state.unhold(block, lease.tier, copy)
 
     def join(self, lease: Lease, joined: Lease) -> None:
-        """``joined``, which holds nothing yet, holds what the lease does, but for blocks that have left its slots."""
+        """``joined``, which holds nothing yet, holds what the lease does, but for blocks that have left its slots or
+        whose bytes are bad."""
         joined.family = lease.family
         joined.family.append(joined)
         joined.blank = dict(lease.blank)
         self._restate(joined, joined.blank)
         for block, copy in lease.held.items():
-            if block.copies[lease.tier] is copy:
+            if block.copies[lease.tier] is copy and copy not in self._state.losing:
                 joined.held[block] = self._state.hold(block, lease.tier, joined.session)
         joined.trails = {key: deque(trail) for key, trail in lease.trails.items()}
 

@@ -198,6 +198,19 @@ def test_nor_does_who_reads_without_a_call_while_they_are_being_copied() -> None
     assert any(slot in changes.begun for changes in outcome.slots)
 
 
+def test_nor_does_who_joins_a_lease_over_them() -> None:
+    bench = Bench(host=4, policy=Policy(blocks_a_call=2))
+    lease = bench.store("abcd", HOST)
+    bench.rest()
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    assert bench.core.behind
+    joined, outcome = bench.core.join(BOB, lease, bench.now)
+    bench.apply(outcome)
+    assert "a" not in [name_of(block.key) for block in joined.held]
+
+
 def test_a_restart_does_not_find_lost_bytes_that_somebody_holds() -> None:
     bench = Bench(host=4, policy=Policy(blocks_a_call=2))
     bench.store("abcd", HOST)
