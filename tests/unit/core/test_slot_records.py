@@ -7,7 +7,7 @@ from kvtierd.core.ids import SEVERAL, TIERS, Traits
 from kvtierd.core.policy import Policy, WritePolicy
 from kvtierd.core.transfers import CommitItem
 from tests.slot_rows import begun, contents, owners, restated
-from tests.unit.core.bench import ALICE, BOB, DEVICE, GROUP, HOST, Bench, keys
+from tests.unit.core.bench import ALICE, BOB, DEVICE, GROUP, HOST, Bench, key, keys
 
 
 def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block() -> None:
@@ -52,7 +52,7 @@ def test_a_slot_that_several_write_is_theirs_until_all_of_its_commit_is_told() -
     assert grant.lease is not None
     _, outcome = bench.core.join(BOB, grant.lease, bench.now)
     bench.apply(outcome)
-    item = CommitItem(grant.slots[0], *keys("a"), None, 35)
+    item = CommitItem(grant.slots[0], key("a"), None, 35)
     _, outcome = bench.core.commit(ALICE, grant.lease, [item], bench.now)
     bench.apply(outcome)
     assert [owner.session for owner in owners(outcome)] == [SEVERAL]
