@@ -50,8 +50,6 @@ class Remote:
         self._later: set[Block] = set()
         """Blocks that were due while only a device had them."""
         self.settled: set[Block] = set()
-        self.left = 0
-        """Blocks that have gone for good and that the store was never offered."""
 
     def is_candidate(self, block: Block, tier: Tier) -> bool:
         """It is to be offered before it leaves this tier."""
@@ -72,10 +70,7 @@ class Remote:
         """It is indexed no more."""
         self._due.pop(block, None)
         self._later.discard(block)
-        if block in self.settled:
-            self.settled.discard(block)
-        else:
-            self.left += 1
+        self.settled.discard(block)
 
     def take(self, count: int) -> list[Offer]:
         """The next blocks to copy, ``count`` or a few more: each comes after all that it stands on."""
