@@ -66,6 +66,8 @@ class Room:
         self._ticket = LAST
         self._older: dict[Tier, int] = {}
         self._promised = dict.fromkeys(state.tiers, 0)
+        self._of_heads = dict.fromkeys(state.tiers, 0)
+        """Slots of those that the first request of the tier's queue was promised: it waits for them, too."""
         self._going: list[Block] = []
         """Victims that wait for slots below; claimed, so that the next victim is another."""
         self._coming = dict.fromkeys(state.tiers, 0)
@@ -81,6 +83,7 @@ class Room:
     def begin(self, now: int) -> None:
         self._now = now
         self._promised = dict.fromkeys(self._state.tiers, 0)
+        self._of_heads = dict.fromkeys(self._state.tiers, 0)
         self._coming = dict.fromkeys(self._state.tiers, 0)
 
     def end(self) -> None:
@@ -99,7 +102,8 @@ class Room:
         """Free slots that nobody older was promised or waits for."""
         older = self._older.get(tier)
         if older is None:
-            older = self._older[tier] = self._older_wants(tier, self._ticket)
+            older = self._older_wants(tier, self._ticket) - (self._of_heads[tier] if self._ticket is LAST else 0)
+            self._older[tier] = older
         return self._state.slots[tier].free - self._promised[tier] - older
 
     def secure(self, tier: Tier, count: int, *, desperate: bool) -> Prospect:
@@ -119,6 +123,8 @@ class Room:
         if self.available(tier) >= count:
             return NOW
         self._promised[tier] += count
+        if desperate:  # only the first of a queue is
+            self._of_heads[tier] = count
         return COMING
 
     def _short_of(self, tier: Tier, count: int) -> int:

@@ -273,8 +273,24 @@ def test_a_block_that_goes_to_disk_for_its_child_is_not_sent_there_again() -> No
     bench.put("b", HOST, under="a")
     bench.land()
     bench.reserve(HOST, 3, BOB)
+    bench.reserve(HOST, 1, BOB)
     bench.release(parent)
     going = [("r", HOST, Cause.CAPACITY), ("a", DEVICE, Cause.WRITE_THROUGH), ("b", HOST, Cause.CAPACITY)]
     assert bench.in_flight() == [(name, tier, DISK, cause) for name, tier, cause in going]
     bench.land()
     assert (bench.where("a"), bench.where("b")) == ({DEVICE, DISK}, {DISK})
+
+
+def test_who_waits_for_room_is_counted_once_where_copies_go_ahead() -> None:
+    bench = Bench(device=8, host=8, disk=16, policy=Policy(clean_most=0.125))
+    parent = bench.store("a")
+    bench.store("hijklmn")
+    for name in "pqrstuvw":
+        bench.put(name, HOST)
+    bench.land()
+    waiting = bench.reserve(HOST, 4, BOB)
+    bench.release(parent)
+    assert [name for name, tier, *_ in bench.in_flight() if tier is HOST] == [*"qrst"]
+    bench.land()
+    assert waiting in bench.grants
+    assert bench.where("a") == {DEVICE, HOST}
