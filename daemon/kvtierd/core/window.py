@@ -197,8 +197,9 @@ class WindowManager:
         self.room.serve(ticket.id)
         wanted = self._wants(ticket)
         prospect = NOW if self.room.available(tier) >= wanted else self.room.secure(tier, wanted, desperate=True)
-        losing = tier is DISK and bool(self.state.losing)  # perhaps what must be there first
-        waits = losing or prospect is COMING or (prospect is NEVER and self.flights.active > 0)
+        losing = bool(self.state.losing)  # on disk perhaps what must be there first, elsewhere slots come of it
+        coming = prospect is COMING or (prospect is NEVER and (losing or self.flights.active > 0))
+        waits = coming or (losing and tier is DISK)
         turn = ticket.turn if isinstance(ticket, FetchTicket) else None
         if turn is not None:
             turn.able = prospect is NOW

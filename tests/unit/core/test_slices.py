@@ -295,6 +295,22 @@ def test_nor_is_anything_moved_there() -> None:
     assert bench.grants[ticket].results == (False,)
 
 
+def test_who_wants_the_slots_of_lost_bytes_waits_for_them() -> None:
+    """Nobody else holds or wants anything."""
+    bench = Bench(host=3, disk=8, policy=Policy(blocks_a_call=1))
+    bench.put("ab", HOST)
+    bench.put("c", HOST)
+    bench.rest()
+    slot = bench.slot("a", HOST)
+    assert slot is not None
+    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    waiting = bench.reserve(HOST, 3)
+    assert not bench.answered(waiting)
+    bench.rest()
+    bench.land()
+    assert waiting in bench.grants
+
+
 def test_a_listing_is_whole_while_the_departed_are_swept() -> None:
     bench = build("fan")
     for number, name in enumerate(NAMES[299:0:-1]):
