@@ -94,6 +94,10 @@ class GroupState:
         """Its bytes in memory are bad, and it is about to go."""
         return bool(self.losing) and any(copy in self.losing for copy in block.copies[:DISK])
 
+    def stands(self, block: Block, tier: Tier, copy: Copy) -> bool:
+        """The copy is still the block's, and its bytes are there and not known to be bad."""
+        return block.copies[tier] is copy and copy.valid and copy not in self.losing
+
     @property
     def behind(self) -> bool:
         """Calls have left something to be done."""

@@ -208,7 +208,7 @@ class AcrossGroups:
             block
             for part in ticket.parts
             for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
-            if not (block.copies[ticket.tier] is copy and copy.valid) or copy in part.window.state.losing
+            if not part.window.state.stands(block, ticket.tier, copy)
         }
         if not failed:
             self._grant(ticket)

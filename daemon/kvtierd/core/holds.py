@@ -130,7 +130,7 @@ class Holding:
         joined.blank = dict(lease.blank)
         self._restate(joined, joined.blank)
         for block, copy in lease.held.items():
-            if block.copies[lease.tier] is copy and copy not in self._state.losing:
+            if self._state.stands(block, lease.tier, copy):
                 joined.held[block] = self._state.hold(block, lease.tier, joined.session)
         joined.trails = {key: deque(trail) for key, trail in lease.trails.items()}
 

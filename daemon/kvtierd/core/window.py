@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
 from typing import assert_never
 
-from kvtierd.core.block import FILLING, LEAVING, Block
+from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holding, Uses
@@ -345,7 +345,7 @@ class WindowManager:
             return
         ready, tier = 0, ticket.tier
         for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not (block.copies[tier] is copy and copy.phase is not FILLING) or copy in self.state.losing:
+            if not self.state.stands(block, tier, copy):
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):

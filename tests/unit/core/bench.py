@@ -217,6 +217,13 @@ class Bench:
     def cancel(self, ticket: TicketId) -> None:
         self.apply(self.core.cancel(ticket, self.now))
 
+    def lose_bytes(self, name: str, tier: Tier) -> SlotId:
+        """What the block has in the tier proves bad, in this slot; what needs it goes a slice a call."""
+        slot = self.slot(name, tier)
+        assert slot is not None
+        self.apply(self.core.lose_bytes(GROUP, key(name), tier, slot, self.now))
+        return slot
+
     def lose_disk(self) -> None:
         following = None
         while True:

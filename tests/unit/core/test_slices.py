@@ -202,9 +202,7 @@ def test_nor_does_who_joins_a_lease_over_them() -> None:
     bench = Bench(host=4, policy=Policy(blocks_a_call=2))
     lease = bench.store("abcd", HOST)
     bench.rest()
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    bench.lose_bytes("a", HOST)
     assert bench.core.behind
     joined, outcome = bench.core.join(BOB, lease, bench.now)
     bench.apply(outcome)
@@ -229,9 +227,7 @@ def test_nor_does_who_waits_for_another_copy(expires: bool) -> None:
     bench.put("bcd", under="a")
     bench.rest()
     (ticket,) = bench.acquire("ab", tier=HOST, min_blocks=1)
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    bench.lose_bytes("a", HOST)
     assert bench.core.behind
     if expires:
         bench.expire(ticket)
@@ -248,18 +244,14 @@ def test_lost_bytes_are_not_offered_to_a_store_while_what_needs_them_goes(policy
     bench.rest()
     bench.touch("abcd", HOST)
     bench.rest()
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    bench.lose_bytes("a", HOST)
     assert bench.core.behind
     assert key("a") not in [offer.key for offer in bench.core.beyond.offers(GROUP, 4)]
 
 
 def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) -> None:
     """Else a restart would find the block there."""
-    slot = bench.slot(ROOT, HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now))
+    slot = bench.lose_bytes(ROOT, HOST)
     _, outcome = bench.core.set_retention(ALICE, GROUP, [key(ROOT)], [80], [1_000], bench.now)
     bench.apply(outcome)
     assert not any(content.ref.slot == slot for content in restated(outcome))
@@ -271,9 +263,7 @@ def test_nothing_goes_down_on_top_of_bytes_that_are_lost() -> None:
     bench.commit(grant, [(name, parent, 35) for name, parent in zip(NAMES, SHAPES["chain"], strict=True)])
     bench.end()
     bench.rest()
-    slot = bench.slot(ROOT, HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key(ROOT), HOST, slot, bench.now))
+    bench.lose_bytes(ROOT, HOST)
     waiting = bench.reserve(HOST, 100)
     assert not bench.moves
     bench.rest()
@@ -285,9 +275,7 @@ def test_nor_is_anything_moved_there() -> None:
     bench = Bench(host=4, disk=4, policy=Policy(blocks_a_call=2))
     bench.put("abcd", HOST)
     bench.rest()
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    bench.lose_bytes("a", HOST)
     assert "b" in bench.stored()
     ticket = bench.move("b", DISK)
     assert not bench.moves
@@ -301,9 +289,7 @@ def test_who_wants_the_slots_of_lost_bytes_waits_for_them() -> None:
     bench.put("ab", HOST)
     bench.put("c", HOST)
     bench.rest()
-    slot = bench.slot("a", HOST)
-    assert slot is not None
-    bench.apply(bench.core.lose_bytes(GROUP, key("a"), HOST, slot, bench.now))
+    bench.lose_bytes("a", HOST)
     waiting = bench.reserve(HOST, 3)
     assert not bench.answered(waiting)
     bench.rest()
