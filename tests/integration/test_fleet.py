@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually
+from tests.remote.servers import free_ports
 from tests.tls import Authority
 
 TOKENS = list(range(64))
@@ -51,12 +51,6 @@ def served(start_daemon, authority, tmp_path):
     return start
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 async def peers(client):
     return {peer.address: peer for peer in (await client.stats()).peers}
 
@@ -66,10 +60,11 @@ async def until_state(client, peer, state):
 
 
 async def until_told(daemon, *states):
-    """Until the log has said that its peer was in these, and in no others."""
+    """Until the log has said that its peer was in these, and in no others, but idle before a cache was opened."""
 
     def told():
-        return [line.split("state=")[1].split()[0] for line in daemon.log.splitlines() if "state=" in line]
+        states = [line.split("state=")[1].split()[0] for line in daemon.log.splitlines() if "state=" in line]
+        return [state for state in states if state != "idle"]
 
     await eventually(told, lambda found: found == list(states))
 
@@ -133,7 +128,7 @@ async def test_what_a_peer_has_is_fetched_from_there(served):
 
 
 async def test_a_peer_that_dies_hangs_or_comes_back(served):
-    port = free_port()
+    (port,) = free_ports(1)
     far = served("far", port=port, host=16, disk=16)
     here = served("here", far)
     async with await connect(here.address) as client, await connect(far.address) as there:
@@ -163,7 +158,7 @@ async def test_a_peer_that_dies_hangs_or_comes_back(served):
 
 
 async def test_a_daemon_starts_and_stops_beside_peers_that_are_not_there_or_hang(served):
-    port = free_port()
+    (port,) = free_ports(1)
     hanging = served("hanging")
     hanging.pause()
     here = served("here", f"127.0.0.1:{port}", hanging)
@@ -200,7 +195,7 @@ async def test_what_a_peer_refuses_or_means_otherwise_is_told_and_not_counted(se
 
 
 async def test_a_daemon_passes_itself_over(served):
-    port = free_port()
+    (port,) = free_ports(1)
     here = served("here", f"127.0.0.1:{port}", port=port)
     async with await connect(here.address) as client:
         cache = await client.open_cache("c", SPEC)
@@ -232,7 +227,7 @@ def test_what_cannot_be_located_is_named(start_daemon):
 
 
 async def test_mirrors_rank_daemons_that_come_later_or_go(served, authority):
-    port = free_port()
+    (port,) = free_ports(1)
     near = served("near", subject="router")
     router = authority.issue("router.example", common_name="router")
     async with AsyncExitStack() as stack:

@@ -196,7 +196,7 @@ async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(sh
                 actor.kill()
             await eventually(device, lambda tier: tier.orphaned == 1)
             with pytest.raises(TierFull):
-                await cache.put(keys, blocks(keys), tier=DEVICE, timeout=0.2)
+                await cache.put(keys, blocks(keys), tier=DEVICE, timeout=PATIENCE_S)
             hold.unlink()
             await eventually(device, lambda tier: tier.free == 1)
             assert set(await cache.put(keys, blocks(keys), tier=DEVICE)) == OK

@@ -72,7 +72,7 @@ async def test_no_terminal_obeys_a_clients_command_line(daemon, client, name):
     try:
         assert holder.stdout is not None and await holder.stdout.readline() == b"holds\n"
         with pytest.raises(TierFull) as full:
-            async with cache.reserve(1, Tier.HOST, timeout=0.1):
+            async with cache.reserve(1, Tier.HOST, timeout=PATIENCE_S):
                 pass
         told = [*(await client.stats()).sessions, *(await client.leases()), *full.value.holders]
     finally:
@@ -230,7 +230,8 @@ async def test_garbage_after_the_hello_detaches_the_session(client, daemon, byst
 
 async def test_who_does_not_read_its_answers_is_hung_up_on(daemon, bystander):
     with AttachSocket(daemon.address) as sock:
-        assert isinstance(sock.hello(), attach.Welcome)
+        welcome = sock.hello()
+        assert isinstance(welcome, attach.Welcome)
         sock.sock.setblocking(False)
         question = attach.encode(attach.Map(2**60, write=True))
 
@@ -245,6 +246,9 @@ async def test_who_does_not_read_its_answers_is_hung_up_on(daemon, bystander):
             return False
 
         await eventually(ask, bool)
+    with AttachSocket(daemon.address) as sock:
+        sock.hello(welcome.token)
+        sock.bye()
 
 
 async def test_descriptors_sent_along_are_not_kept(daemon, bystander):

@@ -9,13 +9,13 @@ import asyncio
 import os
 import pickle
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import grpc
 import pytest
 import xxhash
 
-from kvtier import Event, PermissionDenied, Tier, connect
+from kvtier import Client, DaemonUnavailable, Event, PermissionDenied, Tier, connect
 from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
@@ -195,6 +195,12 @@ async def test_connections_without_a_session_keep_no_other_user_out(start_daemon
         for _ in range(100):
             silent.enter_context(AttachSocket(daemon.address))
         assert somebody(daemon, [NOBODY])["attached"] == "welcome"
+
+    def again():
+        with suppress(DaemonUnavailable), Client(daemon.address) as client:
+            return client.connected
+
+    await eventually(lambda: asyncio.to_thread(again), bool)  # for this user, when they have gone
 
 
 async def test_a_cache_that_is_not_there_is_created_by_those_who_may_write_it(start_daemon):

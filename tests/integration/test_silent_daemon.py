@@ -102,7 +102,7 @@ async def test_every_call_ends_at_its_deadline(daemon):
         cache = await client.open_cache("c", SPEC)
 
         async def call(verb):
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises((DeadlineExceeded, DaemonUnavailable)):  # the latter, once one has waited in vain
                 await VERBS[verb](client, cache)
 
         with paused(daemon):
@@ -120,7 +120,7 @@ async def test_every_call_of_a_thread_ends_at_its_deadline(daemon):
             cache = client.open_cache("c", SPEC)
 
             def call(verb):
-                with pytest.raises(DeadlineExceeded):
+                with pytest.raises((DeadlineExceeded, DaemonUnavailable)):
                     VERBS[verb](client, cache)
 
             with paused(daemon):
@@ -162,7 +162,7 @@ async def test_while_the_daemon_is_away_every_call_fails_at_once(daemon, how):
         print("milliseconds:", [round(each * 1000, 1) for each in took])
         assert sorted(took)[len(took) // 2] < AT_ONCE_S, took
         await heard(client)
-        await VERBS["stats"](client, cache)
+        await client.stats()
 
 
 @pytest.mark.parametrize("how", AWAY)

@@ -287,7 +287,7 @@ async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(sta
 
 
 async def test_after_the_grace_period_its_slots_are_others(start_daemon, authority, engine, tmp_path):
-    daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
+    daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "2")
     await fill(daemon)
     async with mute(daemon, engine) as (channel, _, welcome):
         await reserve(welcome, Stubs.over(channel))

@@ -139,8 +139,9 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
 async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
     with mooncake() as server:
         master = server.processes[0]
-        connected, late = (Guarded(open_store(server.url), timeout_s=1.0) for _ in range(2))
-        await connected.put(["a"], [b"12345"])
+        stores = [open_store(server.url) for _ in range(2)]
+        await stores[0].put(["a"], [b"12345"])  # its process starts, which may take longer than a guarded call
+        connected, late = (Guarded(store, timeout_s=2.0) for store in stores)
         master.send_signal(signal.SIGSTOP)
         for store in (connected, late):
             waiting = asyncio.create_task(store.exists(["a"]))
@@ -149,7 +150,7 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
                 await asyncio.sleep(0.01)
                 longest, before = max(longest, time.monotonic() - before), time.monotonic()
             assert isinstance(waiting.exception(), RemoteUnavailable)
-            assert longest < 0.8  # of a turn of the loop, on a busy machine
+            assert longest < 1.6  # of a turn of the loop, on a busy machine
         master.send_signal(signal.SIGCONT)
         for store in (connected, late):
             while True:

@@ -116,7 +116,6 @@ async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:
         acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=[blocks_pb2.Chain(keys=b"".join(keys))])
         call = stub(client).Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
         assert (await call.read()).header.found.blocks == SLOTS - 1
-        assert await held(client) == SLOTS - 1
         async with asyncio.timeout(PATIENCE_S):
             while await held(client):
                 pass
