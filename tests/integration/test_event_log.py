@@ -111,7 +111,7 @@ async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(daemon,
             for _ in range(kills):
                 begun = (await last_event(client)).id
                 await live.more(200)
-                newest = await eventually(client.stats, lambda stats, begun=begun: stats.event_log.newest_id > begun)
+                newest = await eventually(client.stats, lambda stats, begun=begun: stats.event_log.newest_id > begun)  # type: ignore[misc]
                 least.append((newest.epoch, newest.event_log.newest_id))
                 daemon.kill()
                 await asyncio.to_thread(daemon.start)
