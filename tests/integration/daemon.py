@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,7 @@ from typing import Protocol
 from kvtier import Tier
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET
 from tests import devices
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, halt
 
 STOP_S = 40.0
 _TROUBLE = ("Traceback", "level=error", "level=critical")
@@ -150,9 +149,7 @@ class DaemonProcess:
     def pause(self) -> None:
         """Returns when it has stopped."""
         self.disturbed = True
-        os.kill(self.pid, signal.SIGSTOP)
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
+        halt(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

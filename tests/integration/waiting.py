@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from inspect import isawaitable
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, overload
 
 from kvtier import AsyncClient, connect
@@ -39,6 +44,15 @@ async def eventually(probe: Callable[[], Any], wanted: Callable[[Any], object], 
             return answer
         assert loop.time() < end, f"still not so after {within:g} s: {answer!r}"
         await asyncio.sleep(_PAUSE_S)
+
+
+def halt(pid: int) -> None:
+    """SIGSTOP; returns when every thread has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(_PAUSE_S)
 
 
 async def heard(client: AsyncClient) -> None:

@@ -16,6 +16,7 @@ import pytest
 from kvtierd.tiers.remote.base import ABSENT, RemoteError, RemoteFull, RemoteRefused, RemoteStore, RemoteUnavailable
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store
+from tests.integration.waiting import halt
 from tests.remote.servers import KEYS, Server, free_ports, mooncake, seaweed
 
 MIB: Final = 1 << 20
@@ -142,7 +143,7 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
         stores = [open_store(server.url) for _ in range(2)]
         await stores[0].put(["a"], [b"12345"])  # its process starts, which may take longer than a guarded call
         connected, late = (Guarded(store, timeout_s=2.0) for store in stores)
-        master.send_signal(signal.SIGSTOP)
+        halt(master.pid)
         for store in (connected, late):
             waiting = asyncio.create_task(store.exists(["a"]))
             longest, before = 0.0, time.monotonic()

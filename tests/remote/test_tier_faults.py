@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import time
 import uuid
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
 from tests.integration.scraping import LISTEN, text_of
 from tests.integration.seeing import cache_stats
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, halt
 from tests.remote.between import between
 from tests.remote.servers import BUCKET, KEYS, mooncake
 from tests.remote.shared import SharedStore, put
@@ -295,7 +294,7 @@ async def test_no_process_outlives_a_daemon_killed_while_mooncake_is_silent(star
             await assert_missed(cache, chain("nowhere", 3))  # its processes run
             helpers = [os.pidfd_open(int(pid)) for pid in children(daemon)]
             assert helpers
-            server.processes[0].send_signal(signal.SIGSTOP)
+            halt(server.processes[0].pid)
 
             async def asked():
                 return sum(each.calls for each in (await client.stats()).remote.operations)
