@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import statistics
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -73,7 +74,7 @@ async def test_a_killed_clients_slots_come_back(client, daemon, cache, attached)
 
 
 async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(client, daemon, cache):
-    """An end is an event: if the daemon's quarter-second tick told of it, all but the first would take a whole one."""
+    """An end is an event: a lease timer, or the daemon's quarter-second tick, would show in the median."""
     took = []
     with ExitStack() as stack:
         doomed = [
@@ -93,7 +94,8 @@ async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(clie
             )
             took.append(time.monotonic() - died)
     print("slots were back after", *(f"{seconds * 1e3:.1f} ms" for seconds in took))
-    assert sorted(took)[1] < DEAD_CLIENT_S, took
+    assert statistics.median(took) < DEAD_CLIENT_S, took
+    assert max(took) < 1.0, took
 
 
 async def test_a_stopped_client_keeps_what_it_holds(client, daemon, cache):

@@ -107,15 +107,17 @@ async def test_a_sender_that_keeps_the_pace_may_take_longer(short_dir: Path) -> 
         assert len((await call).results) == len(keys)
 
 
-async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:
+async def test_a_reader_that_takes_nothing_is_given_up(short_dir: Path) -> None:
     """More bytes than gRPC takes on its own while nobody reads."""
-    async with attached(daemon) as client:
+    settings = config(short_dir, device=0, host=SLOTS, transfer_idle_seconds=1.0)
+    async with running(settings) as daemon, attached(daemon) as client:
         cache = await client.open()
         keys = chain(SLOTS - 1)
         await client.put(cache, keys, HOST)
         acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=[blocks_pb2.Chain(keys=b"".join(keys))])
         call = stub(client).Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
         assert (await call.read()).header.found.blocks == SLOTS - 1
+        assert await held(client) == SLOTS - 1
         async with asyncio.timeout(PATIENCE_S):
             while await held(client):
                 pass
