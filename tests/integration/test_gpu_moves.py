@@ -26,7 +26,7 @@ from tests.integration.waiting import PATIENCE_S, eventually
 DEVICE, HOST, DISK = TIERS
 EDGES = list(permutations(TIERS, 2))
 OK = {BlockResult.OK}
-OLD_DRIVER = {"driver_version": 12060}
+OLD_DRIVER = {"driver_version": 12080}
 """Without a call for whole batches."""
 ROOM = {"device": 6, "host": 8, "disk": 96}
 

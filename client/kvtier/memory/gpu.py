@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, runtime_c
 
 from kvtier.abi.cuda.driver import Copy, Driver, Event
 from kvtier.abi.cuda.driver import Stream as DriverStream
-from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
+from kvtier.abi.cuda.errors import CAPTURE_IMPLICIT, CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
 from kvtier.abi.cuda.memory import end
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.deadline import Deadline
@@ -242,7 +242,13 @@ class Gpu:
         """The point that a stream has reached. None: torch's current one of this thread, else the legacy default."""
         place = DriverStream(self._current() if stream is None else stream) or _LEGACY
         with failing("marking how far a stream has come"), self.driver.visit():
-            if self.driver.capturing(place):
+            try:
+                captured = self.driver.capturing(place)
+            except CudaError as error:
+                if error.code != CAPTURE_IMPLICIT:
+                    raise
+                return _Unmarked(self, place)
+            if captured:
                 # An event recorded there belongs to the graph: to ask it would be an error, and spoil the graph.
                 message = f"stream {place:#x} is being captured into a graph: its work has no end yet to wait for"
                 raise DeviceError(message, call="cuEventRecord", code=CAPTURED_EVENT, reason="DEVICE_FAILED")
@@ -355,6 +361,27 @@ class _Recorded(Fence):
 
     def __del__(self) -> None:
         self._gpu.take_back(self._event)
+
+
+class _Unmarked(Fence):
+    """A point in the default stream while a stream that waits for it is captured into a graph.
+
+    No event can be recorded in the default stream then. The point is marked when the capture has ended.
+    Source: CUDA driver API, ``cuStreamIsCapturing``.
+    """
+
+    def __init__(self, gpu: Gpu, stream: DriverStream) -> None:
+        self._gpu = gpu
+        self._stream = stream
+        self._marked: Fence | None = None
+
+    def passed(self) -> bool:
+        if self._marked is None:
+            marked = self._gpu.fence(self._stream)
+            if isinstance(marked, _Unmarked):
+                return False
+            self._marked = marked
+        return self._marked.passed()
 
 
 def _unmap(undo: ExitStack, passed: Future[None]) -> None:

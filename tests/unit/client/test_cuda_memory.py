@@ -35,7 +35,7 @@ from kvtier.buffers import DeviceBytes
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError
 from kvtier.memory import arrays
-from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined, passing
+from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined, passage, passing
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
@@ -213,6 +213,23 @@ def test_a_stream_that_is_being_captured_has_no_point_to_mark(fake: ModuleType, 
         gpu.driver.done(event)
     fake.fake_capture(stream, False)
     memory.fence(stream)
+
+
+def test_the_default_streams_point_is_marked_when_no_capture_forbids_it(
+    fake: ModuleType, gpu: Gpu, memory: CudaMemory
+) -> None:
+    """While a blocking stream is captured, CUDA lets nobody record an event in the default stream, nor ask it."""
+    code, blocking = fake.cuStreamCreate(0)
+    assert not code
+    fake.fake_capture(int(blocking), True)
+    fence = memory.fence(None)
+    assert [fence.passed() for _ in range(3)] == [False] * 3
+    over = threading.Event()
+    fake.fake_work(1, over.wait)
+    fake.fake_capture(int(blocking), False)
+    assert not fence.passed(), "the work that the default stream has by now is not over"
+    over.set()
+    passage(fence).result(timeout=30)
 
 
 class Snatched(deque[Any]):

@@ -37,10 +37,15 @@ class CudaUnavailable(RuntimeError):
     """No such device can be opened here. The message says what is missing and what to do."""
 
 
+class CudaMissing(CudaUnavailable):
+    """NVIDIA's driver or its bindings are not installed, or are too old for kvtier."""
+
+
 OUT_OF_MEMORY: Final = 2
 NOT_INITIALIZED: Final = 3
 NO_DEVICE: Final = 100
 NOT_READY: Final = 600
+CAPTURE_IMPLICIT: Final = 906
 CAPTURED_EVENT: Final = 907
 
 LOST: Final = {

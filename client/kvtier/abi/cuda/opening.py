@@ -8,11 +8,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.abi.cuda.errors import NO_DEVICE, NOT_INITIALIZED, CudaUnavailable
+from kvtier.abi.cuda.errors import NO_DEVICE, NOT_INITIALIZED, CudaMissing, CudaUnavailable
 
 _NAME: Final = re.compile(r"cuda(?::(?P<ordinal>\d{1,4}))?|(?:GPU|MIG)-(?P<uuid>[0-9a-f-]{32,36})")
 _OLDEST_BINDINGS: Final = (12, 9, 1)
 """Older ones hold the interpreter lock in every call: while the driver works, nothing else in the process runs."""
+_OLDEST_DRIVER: Final = 12080
+"""As cuDriverGetVersion answers: 1000 × major + 10 × minor. The first with cuMemcpyBatchAsync."""
 _BATCH_COPY: Final = {12: 12080, 13: 13000}
 """The driver that each major version of the bindings needs for cuMemcpyBatchAsync: its arguments changed in 13.0."""
 
@@ -53,17 +55,17 @@ def uuid_name(uuid: bytes) -> str:
 
 
 def load_bindings() -> Any:
-    """``cuda.bindings.driver``. Raises :class:`CudaUnavailable`."""
+    """``cuda.bindings.driver``. Raises :class:`CudaMissing`."""
     try:
         version: str = importlib.import_module("cuda.bindings").__version__
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise CudaUnavailable(
+        raise CudaMissing(
             f"NVIDIA's Python bindings cannot be imported ({error}): pip install 'kvtier[cuda]'"
         ) from error
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_BINDINGS:
         oldest = ".".join(map(str, _OLDEST_BINDINGS))
-        raise CudaUnavailable(
+        raise CudaMissing(
             f"cuda-bindings {version} hold the interpreter lock in every call, {oldest} is the oldest that do not: "
             "pip install --upgrade 'kvtier[cuda]'"
         )
@@ -101,9 +103,14 @@ def _start(bindings: Any) -> None:
     try:
         code = int(bindings.cuInit(0)[0])
     except RuntimeError as error:
-        raise CudaUnavailable(
+        raise CudaMissing(
             f"NVIDIA's driver is not here ({error}): install it, or start the container with the GPU"
         ) from error
+    if (version := _asked(bindings, "cuDriverGetVersion")) < _OLDEST_DRIVER:
+        raise CudaMissing(
+            f"NVIDIA's driver is for CUDA {_dotted(version)}, and kvtier needs {_dotted(_OLDEST_DRIVER)} or newer: "
+            "install a newer driver"
+        )
     if code == NO_DEVICE:
         raise CudaUnavailable(f"NVIDIA's driver finds no CUDA device{_visible()}")
     if code == NOT_INITIALIZED:
@@ -159,7 +166,7 @@ def _asked(bindings: Any, call: str, *arguments: Any) -> Any:
     try:
         code, answer = getattr(bindings, call)(*arguments)
     except RuntimeError as error:
-        raise CudaUnavailable(f"NVIDIA's driver is too old for the bindings ({error}): install a newer one") from error
+        raise CudaMissing(f"NVIDIA's driver is too old for the bindings ({error}): install a newer one") from error
     if code:
         raise CudaUnavailable(f"{call}: {_said(bindings, int(code))}")
     return answer
@@ -178,6 +185,10 @@ def described(bindings: Any, code: int) -> tuple[str, str]:
         return "unknown", "an error that these bindings do not know"
     text = bindings.cuGetErrorString(result)[1]
     return result.name, text.decode("utf-8", "replace") if text else "no description"
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _visible() -> str:

@@ -57,7 +57,7 @@ class Settings:
         if unknown := set(self.features_off) - set(FEATURES):
             raise ValueError(f"{VARIABLE}: features_off {sorted(unknown)}: must be of {FEATURES}")
         if "batch_copy" in self.features_off:
-            self.driver_version = min(self.driver_version, 12060)  # what tells kvtier that there is none
+            self.driver_version = min(self.driver_version, 12080)  # what tells kvtier that there is none
 
 
 def read_settings() -> Settings:

@@ -14,7 +14,9 @@ from ._structs import CUevent, CUstream
 
 @entry(1)
 def cuStreamCreate(Flags: int) -> CUstream:
-    return CUstream(STATE.new_stream())
+    number = STATE.new_stream()
+    STATE.streams[number].blocking = not Flags
+    return CUstream(number)
 
 
 @entry()
@@ -36,6 +38,7 @@ def cuStreamQuery(hStream: CUstream | int) -> None:
 
 @entry(1)
 def cuStreamIsCapturing(hStream: CUstream | int) -> CUstreamCaptureStatus:
+    _refuse_legacy(hStream)
     return CUstreamCaptureStatus(int(STATE.stream(int(hStream)).capturing))
 
 
@@ -52,6 +55,7 @@ def cuEventDestroy(hEvent: CUevent | int) -> None:
 
 @entry()
 def cuEventRecord(hEvent: CUevent | int, hStream: CUstream | int) -> None:
+    _refuse_legacy(hStream)
     event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
     if event.context != stream.context:
         raise Refusal(CUresult.CUDA_ERROR_INVALID_HANDLE, "event and stream are of different contexts")
@@ -77,6 +81,12 @@ def cuStreamWaitEvent(hStream: CUstream | int, hEvent: CUevent | int, Flags: int
     event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
     stream.give(event.mark.reached.wait)
     STATE.races.waited(stream.number, event.clock)
+
+
+def _refuse_legacy(stream: CUstream | int) -> None:
+    captured = any(s.capturing and s.blocking and s.context == STATE.context() for s in STATE.streams.values())
+    if int(stream) in LEGACY and captured:
+        raise Refusal(CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "a blocking stream is being captured")
 
 
 def fake_work(stream: int, work: Callable[[], Any]) -> None:

@@ -43,6 +43,8 @@ class FakeStream:
     ) -> None:
         self.number = number
         self.capturing = False
+        self.blocking = False
+        """It and the legacy default stream wait for each other."""
         self.context = context
         self._hold = hold
         self._random = random.Random(seed)

@@ -146,6 +146,7 @@ def test_errors_are_what_they_are_called():
     assert documented[errors.OUT_OF_MEMORY][0] == "OUT_OF_MEMORY"
     assert documented[errors.NOT_INITIALIZED][0] == "NOT_INITIALIZED"
     assert documented[errors.NO_DEVICE][0] == "NO_DEVICE"
+    assert documented[errors.CAPTURE_IMPLICIT][0] == "STREAM_CAPTURE_IMPLICIT"
     assert documented[errors.CAPTURED_EVENT][0] == "CAPTURED_EVENT"
     assert not errors.LOST.keys() & errors.UNSUPPORTED.keys()
 

@@ -15,7 +15,7 @@ import cuda.bindings
 import pytest
 
 from kvtier.abi.cuda.driver import BATCH, Address, Driver, Event
-from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
+from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaMissing, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
 from tests.fake_cuda import fake_environment, load_fake
 
@@ -297,6 +297,11 @@ def test_a_driver_that_is_too_old_for_the_bindings(fake, monkeypatch):
     monkeypatch.setattr(fake, "cuDeviceGetUuid", cuDeviceGetUuid)
     with pytest.raises(CudaUnavailable, match="too old"):
         Driver(fake, "cuda")
+
+
+def test_a_driver_below_the_minimum_is_refused_by_its_version():
+    with pytest.raises(CudaMissing, match=r"driver is for CUDA 12\.6, and kvtier needs 12\.8 or newer"):
+        Driver(load_fake(driver_version=12060), "cuda")
 
 
 def test_events_and_streams_are_destroyed_once(driver):

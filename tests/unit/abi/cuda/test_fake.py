@@ -272,7 +272,6 @@ def test_a_call_fails_as_often_as_asked(driver):
         ({"features_off": ["batch_copy"]}, False),
         ({"features_off": ["registered_address"]}, False),
         ({"bindings": 12, "driver_version": 12080}, True),
-        ({"bindings": 12, "driver_version": 12060}, False),
         ({"bindings": 13, "driver_version": 13000}, True),
         ({"bindings": 13, "driver_version": 12090}, False),
     ],

@@ -96,7 +96,7 @@ def at(tier: Tier, first: int, slots: int) -> Touched:
     return {(tier, GroupId(0)): {SlotId(first + number) for number in range(slots)}}
 
 
-@pytest.fixture(params=[13000, 12060], ids=["batches", "one-by-one"])
+@pytest.fixture(params=[13000, 12080], ids=["batches", "one-by-one"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Drivers with and without a call for whole batches."""
     rig = Rig(max_delay_ms=3, seed=7, driver_version=request.param)
@@ -206,7 +206,7 @@ def test_whichever_call_fails_and_whenever_no_batch_is_told_as_done_with_other_b
     """And who cannot close afterwards has said that the device is lost."""
     for place in range(5):
         failure = {"call": call, "code": code, "after": place, "times": 1 + place % 2}
-        rig = Rig(seed=place, driver_version=(13000, 12060)[place % 2], fail=[failure])
+        rig = Rig(seed=place, driver_version=(13000, 12080)[place % 2], fail=[failure])
         rig.locks.start(None)
         held: dict[int, int | None] = {}
         for turn in range(1, 9):
