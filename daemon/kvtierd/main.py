@@ -1,6 +1,6 @@
 """``kvtierd``: configuration in, a daemon until SIGTERM or SIGINT, an exit status.
 
-0: stopped cleanly. 1: could not start, or lost its GPU. 2: bad configuration. 3: stopped, but not cleanly.
+0: stopped cleanly. 1: could not start. 2: bad configuration. 3: stopped, but not cleanly.
 
 What only a daemon needs is imported by one: a command that checks or prints the configuration, and a supervisor, have
 no use for it.

@@ -20,7 +20,6 @@ from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.server import Watchdog
 
-EXIT_GPU_LOST: Final = 1
 EXIT_UNCLEAN: Final = 3
 
 _EXTEND_EVERY_S: Final = 5.0
@@ -68,7 +67,7 @@ class Manager:
 
 
 async def serve(sources: Sources, config: Config, manager: Manager) -> int:
-    """Runs a daemon until a signal asks for its end, or a GPU is lost. Returns the exit status."""
+    """Runs a daemon until a signal asks for its end. Returns the exit status."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -84,13 +83,8 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
         notifier.ready(_serving(daemon))
         tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
         _say(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
-        await _first(stop, daemon.gpu_lost)
+        await stop.wait()
         reloading.cancel()
-        if daemon.gpu_lost.is_set():
-            why = f"{daemon.lost_uuid} is lost, and with it its device tiers: a restart brings back all other blocks"
-            notifier.status(f"failed: {why}")
-            _log.error("the daemon ends: %s", why)
-            return EXIT_GPU_LOST
         _log.info("stopping")
         notifier.stopping("stopping: moves are given time to end")
         notifier.extend(config.shutdown_seconds + _STOP_MARGIN_S)
@@ -98,16 +92,6 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
         _ended.append(daemon)
     _log.info("stopped clean=%s", clean)
     return 0 if clean else EXIT_UNCLEAN
-
-
-async def _first(*events: asyncio.Event) -> None:
-    """Returns once one of them is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def _keep_collections_short() -> None:

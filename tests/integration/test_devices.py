@@ -6,13 +6,12 @@ Each GPU has bytes of its own, host and disk are shared, and a cache stays on it
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from itertools import permutations
 from typing import Any
 
 import pytest
 
-from kvtier import BlockResult, InvalidArgument, KvtierError, Tier, TierFull
+from kvtier import BlockResult, InvalidArgument, Tier, TierFull, TierOffline
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.abi.cuda.views import DeviceView
@@ -22,7 +21,7 @@ from tests.fake_cuda import load_fake
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, supervised_gpu_daemon
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import PATIENCE_S, eventually, patient
+from tests.integration.waiting import eventually, patient
 
 FIRST, SECOND = (uuid_name(b"kvtier fake " + number.to_bytes(4, "big")) for number in range(2))
 DEVICE, HOST, DISK = 6, 16, 96
@@ -259,25 +258,64 @@ async def test_a_cache_whose_gpu_is_gone_takes_no_room_from_one_that_is_there(su
     assert supervised.stop() == 0
 
 
-async def test_a_gpu_that_is_lost_ends_the_daemon_and_costs_the_blocks_of_that_gpu_alone(supervised, short_dir):
+async def test_one_of_two_gpus_is_lost_and_costs_its_own_device_tiers_alone(supervised, short_dir):
+    """While the daemon runs, and over restarts with and without it."""
     async with await patient(supervised.address) as client:
         caches = await on_both(client, budgets=BUDGETS, mapped=False)
         chains = [chain(cache.name, 3) for cache in caches]
+        there = chain("on the host", 4)
         for cache, keys in zip(caches, chains, strict=True):
             await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+            await cache.put(there, blocks(there), tier=Tier.HOST)
         lost = short_dir / "lost"
         lost.touch()
-        with suppress(KvtierError):
-            await caches[1].get(chains[1], tier=Tier.DEVICE, timeout=0.2)
 
-        async def log():
-            return supervised.log
+        async def assert_one_is_lost():
+            stats = await eventually(client.stats, lambda stats: len(stats.problems) == 2)
+            assert [device.uuid for device in stats.devices] == [FIRST, SECOND]
+            assert stats.problems[0].startswith(f"GPU {SECOND} (cuda:1) is lost")
+            assert stats.problems[1].startswith("cache cuda-1: the device tier is out of service")
+            caches = [await client.open_cache(name, mapped=False) for name in ("cuda-0", "cuda-1")]
+            assert [(await cache.match(keys)).blocks for cache, keys in zip(caches, chains, strict=True)] == [3, 0]
+            assert_bytes(chains[0], await caches[0].get(chains[0], tier=Tier.DEVICE))
+            for cache in caches:
+                assert_bytes(there, await cache.get(there, tier=Tier.HOST))
+            with pytest.raises(TierOffline):
+                await caches[1].move(there, Tier.DEVICE)
 
-        await eventually(log, lambda text: "the daemon died status=1" in text, within=3 * PATIENCE_S)
+        pid = supervised.pid
+        await assert_one_is_lost()
+        assert supervised.pid == pid
+        for end in (supervised.kill, supervised.upgrade):
+            await asyncio.to_thread(end)
+            await assert_one_is_lost()
+        shown = kvtier("status", "--address", supervised.address).stdout
+        assert f"problem: GPU {SECOND} (cuda:1) is lost" in shown
         lost.unlink()
-        await asyncio.to_thread(supervised.await_ready)
-        assert [(await cache.match(keys)).blocks for cache, keys in zip(caches, chains, strict=True)] == [3, 0]
-        assert_bytes(chains[0], await caches[0].get(chains[0], tier=Tier.DEVICE))
-        await caches[1].put(chains[1], blocks(chains[1]), tier=Tier.DEVICE)
-    assert f"the daemon ends: {SECOND} is lost, and with it its device tiers" in supervised.log
+        await asyncio.to_thread(supervised.upgrade)
+        assert (await client.stats()).problems == ()
+        assert await (await client.open_cache("cuda-1", mapped=False)).move(there, Tier.DEVICE) == [BlockResult.OK] * 4
+    assert supervised.stop() == 0
+
+
+async def test_a_gpu_that_is_not_listed_any_more_is_the_one_that_is_missing(supervised, short_dir, monkeypatch):
+    """The driver counts what it finds: the first GPU is gone, and ``cuda:0`` is the second one from now on."""
+    async with await patient(supervised.address) as client:
+        caches = await on_both(client, budgets=BUDGETS, mapped=False)
+        for cache in caches:
+            keys = chain(cache.name, 2)
+            await cache.put(keys, blocks(keys), tier=Tier.HOST)
+            await cache.put(chain(f"{cache.name} device", 2), blocks(chain(f"{cache.name} device", 2)))
+    assert supervised.stop() == 0
+    supervised.plain.variables["CUDA_VISIBLE_DEVICES"] = SECOND
+    supervised.start()
+    async with await patient(supervised.address) as client:
+        first, second = [await client.open_cache(cache.name, mapped=False) for cache in caches]
+        assert [first.info.device, second.info.device] == [FIRST, SECOND]
+        assert any(problem.startswith(f"GPU {FIRST} (cuda:1) is lost") for problem in (await client.stats()).problems)
+        with pytest.raises(TierOffline):
+            await first.move(chain("cuda-0", 2), Tier.DEVICE)
+        keys = chain("more", 2)
+        await second.put(keys, blocks(keys), tier=Tier.DEVICE)
+        assert_bytes(keys, await second.get(keys, tier=Tier.DEVICE))
     assert supervised.stop() == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import RetryableError, Tier
+from kvtier import BlockResult, RetryableError, Tier, TierOffline
 from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -223,15 +223,22 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
     daemon.start()
     async with await patient(daemon.address) as client:
         cache = await client.open_cache("c")
-        assert cache.tiers == (Tier.HOST, Tier.DISK)
+        assert cache.tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+        assert "the device tier is out of service" in cache.unmapped[Tier.DEVICE]
         assert_bytes(keys, await cache.get(keys))
-    assert "cache is opened without its device tier" in daemon.log
+        with pytest.raises(TierOffline):
+            await cache.move(keys, Tier.DEVICE)
+        assert "cache c: the device tier is out of service until a restart: " in "".join(
+            (await client.stats()).problems
+        )
     daemon.terminate()
     assert daemon.ended() == 0
     daemon.variables |= fake_gpu()
     daemon.start()
     async with await patient(daemon.address) as client:
-        assert (await client.open_cache("c")).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+        cache = await client.open_cache("c")
+        assert await cache.move(keys, Tier.DEVICE) == [BlockResult.OK] * 3
+        assert_bytes(keys, await cache.get(keys, tier=Tier.DEVICE))
     daemon.terminate()
     assert daemon.ended() == 0
 

@@ -222,13 +222,19 @@ def rot(world: World, choose: Chooser) -> None:
 
 def lose(world: World, choose: Chooser) -> None:
     if Tier.DISK in world.tiers:
-        world.lose_disk(lambda: _meanwhile(world, choose))
+        world.lose(Tier.DISK, lambda: _meanwhile(world, choose))
+
+
+def lose_device(world: World, choose: Chooser) -> None:
+    """Until a restart: most walks go on with it."""
+    if Tier.DEVICE in world.tiers and choose.chance(20):
+        world.lose(Tier.DEVICE, lambda: _meanwhile(world, choose))
 
 
 def undercut(world: World, choose: Chooser) -> None:
     """Loses the disk while somebody waits to read from it. Left to chance, that hardly ever happens."""
     if world.awaits_disk():
-        world.lose_disk(lambda: _meanwhile(world, choose))
+        world.lose(Tier.DISK, lambda: _meanwhile(world, choose))
 
 
 def go_on(world: World, choose: Chooser) -> None:
@@ -243,7 +249,7 @@ def _meanwhile(world: World, choose: Chooser) -> None:
 
 
 def restore(world: World, choose: Chooser) -> None:
-    if world.disk_lost:
+    if Tier.DISK in world.lost:
         world.restore_disk()
 
 
@@ -304,6 +310,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     end_remnant: 6,
     rot: 6,
     lose: 4,
+    lose_device: 3,
     undercut: 24,
     restore: 10,
     drain: 8,

@@ -259,8 +259,8 @@ def _is_owned_by_one(right: Method, holding: Holding, lease: Lease, slots: Colle
 # -- loss of a tier, and adoption --------------------------------------------------------------------------------------
 
 
-def _back_between_slices(right: Method, state: GroupState) -> Iterator[None]:
-    for step in right(state):
+def _back_between_slices(right: Method, state: GroupState, tier: Tier) -> Iterator[None]:
+    for step in right(state, tier):
         removal.restore_disk(state)
         yield step
 
@@ -361,7 +361,7 @@ FAULTS: Final = {
         Fault("part_released_whole", ((Holding, "give_back", _lets_go_of_all),)),
         Fault("joined_slot_reused", ((Holding, "_let_go", _gives_back_for_all),)),
         Fault("joined_slot_is_of_one", ((Holding, "_restate", _is_owned_by_one),)),
-        Fault("disk_back_between_slices", ((removal, "lose_disk", _back_between_slices),)),
+        Fault("disk_back_between_slices", ((removal, "lose_tier", _back_between_slices),)),
         Fault("rest_of_a_loss_forgotten", ((removal, "lose_on", _stays_after_a_slice),), outside=False),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((kept, "_left", _forgets_readers),)),

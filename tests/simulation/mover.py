@@ -92,10 +92,11 @@ class Mover:
         """Ends and reports some of the moves in flight."""
         return [self._report_one(choose, faults) for _ in range(choose.between(1, BATCH)) if self._journeys]
 
-    def lose_disk(self) -> None:
-        """What touches the disk may fail from now on."""
+    def lose(self, tier: Tier) -> None:
+        """Moves of the tier may fail from now on."""
         for journey in self._journeys.values():
-            if journey.writes_disk or journey.move.src is Tier.DISK:
+            move = journey.move
+            if tier in (move.src, move.dst) or (tier is Tier.DISK and journey.writes_disk):
                 journey.doomed = True
 
     # -- one move ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from kvtierd.core.ids import Tier
 from tests.limits import LONG
 from tests.simulation import actions
 from tests.simulation.actions import Action
@@ -43,7 +44,7 @@ def answer_early(world: World, choose: Chooser) -> None:
 
 
 def lose_or_restore(world: World, choose: Chooser) -> None:
-    (actions.restore if world.disk_lost else actions.lose)(world, choose)
+    (actions.restore if Tier.DISK in world.lost else actions.lose)(world, choose)
 
 
 def restart(world: World, choose: Chooser) -> None:

@@ -95,6 +95,8 @@ HAPPENS: Final = (
     "died in the middle of a call",
     "died while it adopted",
     "called while the disk was being lost",
+    "called while the device was being lost",
+    "refused, the device is lost",
     "restart clean",
     "settled",
     "written down, through",

@@ -21,6 +21,7 @@ from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WritePolicy
 from kvtierd.core.removal import Drop, DropReport
+from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
@@ -91,7 +92,7 @@ class World:
         self.tiers = tuple(shapes[0].slots)
         self.memory_tiers = tuple(next(iter(sites)).memories)
         self.clients = clients
-        self.disk_lost = False
+        self.lost: set[Tier] = set()
         self.core = BlockManager(CACHE, shapes, self._sequencer, self.setup.policy)
         on_disk = {site.group: site.disk.recover() if site.disk else [] for site in sites}
         adopted = Adopted(on_disk)
@@ -126,7 +127,11 @@ class World:
 
     def reserve(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
         leased = len(self.clients.leased(site.group, tier))
-        ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
+        try:
+            ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
+        except TierOffline:
+            self._refused(tier)
+            return
         self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count)
         self._carry_out(outcome)
         impossible = count > site.slots[tier] - leased
@@ -141,7 +146,13 @@ class World:
         for item in items:
             self.clients.write(holding, item.slot, item.key)
         expected = site.expected_commit(items)
-        results, outcome = self.core.commit(holding.session, holding.id, items, self.now, hold=hold, release=release)
+        try:
+            results, outcome = self.core.commit(
+                holding.session, holding.id, items, self.now, hold=hold, release=release
+            )
+        except TierOffline:
+            self._refused(holding.tier)
+            return
         require(list(results) == expected, f"commit answers {results}, not {expected}")
         stored: list[CommitItem] = []
         for item, result in zip(items, results, strict=True):
@@ -167,6 +178,12 @@ class World:
         self._carry_out(outcome)
 
     def acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
+        try:
+            self._acquire(session, site, tier, chains)
+        except TierOffline:
+            self._refused(tier)
+
+    def _acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
         if site.plan.sliding:
             requests = [self._window_request(session, tier, chain, [site], alone=True) for chain in chains]
             tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
@@ -187,7 +204,11 @@ class World:
     def acquire_across(self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest]) -> None:
         sites = list(self.sites.values())
         requests = [self._window_request(session, tier, chain, sites, alone=False) for chain in chains]
-        tickets, outcome = self.core.acquire_across(session, tier, chains, self.now)
+        try:
+            tickets, outcome = self.core.acquire_across(session, tier, chains, self.now)
+        except TierOffline:
+            self._refused(tier)
+            return
         self._wait_for(tickets, chains, requests, outcome)
 
     def _wait_for(
@@ -535,30 +556,30 @@ class World:
             for site in self.sites.values()
         )
 
-    def lose_disk(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """``meanwhile``: what others do between two slices."""
-        self.disk_lost = True
-        waited = [request.id for request in self.clients.requests.values() if request.tier is Tier.DISK]
+    def lose(self, tier: Tier, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """``meanwhile``: calls between two slices."""
+        self.lost.add(tier)
+        waited = [request.id for request in self.clients.requests.values() if request.tier is tier]
         for site in self.sites.values():
-            site.mover.lose_disk()
+            site.mover.lose(tier)
         following = None
         while True:
-            following, outcome = self.core.lose_disk(self.now, following)
+            following, outcome = self.core.lose_tier(tier, self.now, following)
             refused = {refusal.ticket for refusal in outcome.refusals}
-            require(refused.issuperset(waited), "somebody still waits for the disk, which is lost")
+            require(refused.issuperset(waited), f"somebody still waits for the {tier}, which is lost")
             waited.clear()
             self._carry_out(outcome)
             if following is None:
                 break
             before = self.steps
             meanwhile()
-            self.seen["called while the disk was being lost"] += self.steps - before
+            self.seen[f"called while the {tier} was being lost"] += self.steps - before
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
-        left = any(change.residency & Tier.DISK.bit for change in changes)
-        require(not left, "the disk is lost and said to hold blocks")
+        left = any(change.residency & tier.bit for change in changes)
+        require(not left, f"the {tier} is lost and said to hold blocks")
 
     def restore_disk(self) -> None:
-        self.disk_lost = False
+        self.lost.discard(Tier.DISK)
         self._empty_disks()
         self._carry_out(self.core.restore_disk(self.now))
 
@@ -573,7 +594,7 @@ class World:
         if clean:
             self.drain(choose)
         on_disk = {group: site.surviving() for group, site in self.sites.items()}
-        if self.disk_lost:
+        if Tier.DISK in self.lost:
             self._empty_disks()
         if not clean:
             self.last_id += choose.below(100)
@@ -664,6 +685,11 @@ class World:
         last = self.clients.sessions[0]
         for site in self.sites.values():
             for tier in site.memories:
+                if tier in self.lost:
+                    states = self.core.stats().groups[site.group].tiers[tier].states
+                    out_of_use = states[SlotState.QUARANTINED] == site.slots[tier]
+                    require(out_of_use, f"the {tier} is lost, and slots of it are in use")
+                    continue
                 self.reserve(last, site, tier, site.slots[tier])
                 self.drain(choose)
                 leased = len(self.clients.leased(site.group, tier))
@@ -686,7 +712,7 @@ class World:
         new = next((key for key in site.roots if key not in site.mirror.blocks), None)
         edges = self.core.stats().edges
         worth = all(policy.threshold(src, low) <= MAX_PRIORITY for src in site.slots if src < low)
-        clean = site.disk_works and not self.disk_lost
+        clean = site.disk_works and not self.lost
         works = clean and all(edge.degraded_until <= self.now for edge in edges.values())
         if policy.write_policy is WritePolicy.BACK or tier is low or new is None or not (worth and works):
             return
@@ -730,8 +756,8 @@ class World:
             self._take_event(event)
         for move in outcome.moves:
             store()
-            lost = self.disk_lost and (move.dst is None or Tier.DISK in (move.src, move.dst))
-            require(not lost, f"move {move.id} from {move.src} to {move.dst} touches the disk, which is lost")
+            lost = self.lost.intersection((move.src, move.dst))
+            require(not lost, f"move {move.id} from {move.src} to {move.dst} touches a tier that is lost")
             route = f"{move.src}>{move.dst if move.dst is not None else 'nowhere'}"
             self.seen[f"{route} {move.cause.name}"] += len(move.items)
             self.sites[move.group].submit(move)
@@ -855,9 +881,9 @@ class World:
         return match.residency
 
     def _failing(self, tier: Tier) -> int:
-        """Tiers from which a failing edge leads there, and the disk where it is lost, as a bit set."""
+        """Tiers from which a failing edge leads there, and those that are lost, as a bit set."""
         edges = self.core.stats().edges
-        lost = Tier.DISK.bit if self.disk_lost else 0
+        lost = sum(tier.bit for tier in self.lost)
         return lost | sum({src.bit for (src, dst), e in edges.items() if dst is tier and e.degraded_until > self.now})
 
     def _readable(self, found_in: Sequence[int], tier: Tier) -> int:
@@ -869,9 +895,9 @@ class World:
         return len(found_in)
 
     def _refused(self, tier: Tier) -> None:
-        require(tier is Tier.DISK and self.disk_lost, f"{tier} is called lost and is not")
+        require(tier in self.lost, f"{tier} is called lost and is not")
         self.steps += 1
-        self.seen["refused, the disk is lost"] += 1
+        self.seen[f"refused, the {tier} is lost"] += 1
         self.verify()
 
 

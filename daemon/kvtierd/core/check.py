@@ -137,7 +137,7 @@ class _Checker:
             use(slot, SlotState.QUARANTINED)
         for number, state in enumerate(states):
             if state != SlotState.FREE and number not in users:
-                known = SlotId(number) in self.state.corrupt[tier] or (tier is Tier.DISK and self.state.disk_lost)
+                known = SlotId(number) in self.state.corrupt[tier] or tier in self.state.lost
                 if state != SlotState.QUARANTINED or not known:
                     raise _broken(1, f"{tier} slot {number} is {SlotState(state).name} for no reason")
 

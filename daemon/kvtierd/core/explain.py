@@ -100,7 +100,7 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], a
         groups=groups,
         leases=len(leases),
         orphaned_leases=sum(lease.orphaned for lease in leases),
-        disk_lost=any(window.state.disk_lost for window in windows.values()),
+        lost=frozenset(tier for window in windows.values() for tier in window.state.lost),
     )
 
 

@@ -59,7 +59,8 @@ class GroupState:
         self.ahead: dict[Tier, set[Block]] = {tier: set() for tier in self.tiers}
         """By source: blocks that were copied down ahead of their eviction and have neither gone nor been used since."""
         self.residencies = Residencies()
-        self.disk_lost = False
+        self.lost: set[Tier] = set()
+        """Tiers that are out of service."""
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.steps_left = policy.blocks_a_call
         """Of those that a call may take through subtrees."""
@@ -87,8 +88,13 @@ class GroupState:
 
     def require(self, tier: Tier) -> None:
         """Raises :class:`TierOffline` while the tier is out of service."""
-        if tier is DISK and self.disk_lost:
+        if tier in self.lost:
             raise TierOffline(tier)
+
+    def lasting(self, block: Block) -> int:
+        """The block's residency without tiers that are out of service."""
+        lost = self.lost
+        return block.residency & ~sum(BITS[tier] for tier in lost) if lost else block.residency
 
     def spoiled(self, block: Block) -> bool:
         """Its bytes in memory are bad, and it is about to go."""
@@ -219,14 +225,14 @@ class GroupState:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not DISK:
             self.ledgers[tier].free(slot)
-        if tier is DISK and self.disk_lost:
+        if tier in self.lost:
             self._enter(tier, slot, SLOT_QUARANTINED)
         else:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
         """A disk slot whose record must be deleted before anybody may write there."""
-        if self.disk_lost:
+        if DISK in self.lost:
             self._enter(DISK, slot, SLOT_QUARANTINED)
             return
         bad = slot in self.corrupt[DISK]
@@ -241,7 +247,7 @@ class GroupState:
         if retirements is None:
             return False
         for position, (block, slot) in enumerate(retirements):
-            if self.disk_lost:
+            if DISK in self.lost:
                 self._enter(DISK, slot, SLOT_QUARANTINED)
             elif position in failed:
                 self._enter(DISK, slot, SLOT_QUARANTINED)

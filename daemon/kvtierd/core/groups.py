@@ -126,7 +126,7 @@ class AcrossGroups:
         if ticket.matched == 0 and ticket.min_blocks == 0:
             self._grant(ticket)
         elif ticket.matched < ticket.least:
-            self._refuse(ticket, RefusalReason.TOO_SHORT)
+            self.refuse(ticket, RefusalReason.TOO_SHORT)
         elif all(sum(map(unheld, part.fetch.blocks)) <= part.window.obtainable(tier) for part in ticket.parts):
             self._enqueue(ticket)
         else:
@@ -141,7 +141,7 @@ class AcrossGroups:
 
         length, covers = self._match(ticket, ticket.length, ready)
         if length < ticket.least:
-            self._refuse(ticket, RefusalReason.DEADLINE)
+            self.refuse(ticket, RefusalReason.DEADLINE)
             return
         self._claim(ticket, length, covers)
         for part in ticket.parts:
@@ -158,7 +158,7 @@ class AcrossGroups:
     def refresh(self, now: int) -> None:
         """Matches anew what lost a block while it waited."""
         removed = sum(window.state.removed for window in self._windows)
-        losing = any(window.state.disk_lost or window.state.losing for window in self._windows)
+        losing = any(window.state.lost or window.state.losing for window in self._windows)
         if removed == self._removed and not losing:
             return
         self._removed = removed
@@ -241,7 +241,7 @@ class AcrossGroups:
         length, covers = self._match(ticket, ticket.length, self._readable(ticket, now))
         length = longest(length, [*limits(covers), *(cover.unbroken for cover in covers)])
         if length < ticket.least:
-            self._refuse(ticket, reason)
+            self.refuse(ticket, reason)
             return
         self._claim(ticket, length, covers)
         self._enqueue(ticket)
@@ -282,7 +282,8 @@ class AcrossGroups:
         else:
             self._recorder.grant(Grant(ticket.id, None, matched=matched, blocks=blocks, groups=tuple(groups)))
 
-    def _refuse(self, ticket: AcrossTicket, reason: RefusalReason) -> None:
+    def refuse(self, ticket: AcrossTicket, reason: RefusalReason) -> None:
+        """Nothing stays held."""
         del self.tickets[ticket.id]
         self._let_go(ticket)
         free = min(part.window.state.slots[ticket.tier].free for part in ticket.parts)

@@ -38,7 +38,7 @@ from kvtierd.core.transfers import (
 )
 from kvtierd.core.window import WindowManager
 
-DiskLoss = Mapping[GroupId, Iterator[None]]
+TierLoss = Mapping[GroupId, Iterator[None]]
 """What is left to do of a loss, by group."""
 
 
@@ -193,6 +193,7 @@ class BlockManager:
     def reserve(self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int) -> tuple[TicketId, Outcome]:
         """Asks for ``count`` blank slots, all or nothing."""
         window = self._window(group)
+        window.state.require(tier)
         ticket = ReserveTicket(self._next_ticket(), session, tier, count)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
@@ -215,6 +216,7 @@ class BlockManager:
         lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
+        window.state.require(owned.tier)
         results = window.holding.store(owned, items, hold=hold and not release, cause=cause)
         if release:
             self._end(owned)
@@ -230,6 +232,7 @@ class BlockManager:
         window = self._window(group)
         if window.state.attention.span:
             return self._acquire_over(window, session, tier, chains, now)
+        window.state.require(tier)
         tickets = []
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
@@ -251,6 +254,8 @@ class BlockManager:
     def _acquire_over(
         self, window: WindowManager | None, session: SessionId, tier: Tier, chains: Sequence[ChainRequest], now: int
     ) -> tuple[tuple[TicketId, ...], Outcome]:
+        for one in self.windows.values():
+            one.state.require(tier)
         tickets = [self.across.match(self._next_ticket(), session, window, tier, chain, now) for chain in chains]
         for ticket in tickets:
             self.across.queue(ticket, now)
@@ -509,10 +514,10 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
-    def lose_disk(self, now: int, following: DiskLoss | None = None) -> tuple[DiskLoss | None, Outcome]:
-        """The disk has failed: its slots are out of use, and what stood there goes, a slice a call.
+    def lose_tier(self, tier: Tier, now: int, following: TierLoss | None = None) -> tuple[TierLoss | None, Outcome]:
+        """The tier has failed: its slots are out of use, and its copies of blocks go, a slice a call.
 
-        From the first call on nothing is given out there, and who waited for that is refused.
+        From the first call on no slot is given out there, and requests that wait for one are refused.
 
         Args:
             following: What the call before this one returned; None at first.
@@ -521,10 +526,13 @@ class BlockManager:
             Where the next call goes on, None at the end, and the outcome.
         """
         for window, ticket in list(self.tickets.values()):
-            if ticket.tier is DISK:
+            if ticket.tier is tier:
                 window.refuse_offline(ticket)
-        states = {group: window.state for group, window in self.windows.items() if DISK in window.state.slots}
-        left = following or {group: removal.lose_disk(state) for group, state in states.items()}
+        for across in list(self.across.tickets.values()):
+            if across.tier is tier:
+                self.across.refuse(across, RefusalReason.TIER_OFFLINE)
+        states = {group: window.state for group, window in self.windows.items() if tier in window.state.slots}
+        left = following or {group: removal.lose_tier(state, tier) for group, state in states.items()}
         left = {group: steps for group, steps in left.items() if not removal.advance(states[group], steps)}
         self._pump_all(now)
         return left or None, self._take(now)
@@ -532,7 +540,7 @@ class BlockManager:
     def restore_disk(self, now: int) -> Outcome:
         """The disk is back; its store has been emptied by the caller."""
         for window in self.windows.values():
-            if window.state.disk_lost:
+            if DISK in window.state.lost:
                 removal.restore_disk(window.state)
         self._pump_all(now)
         return self._take(now)

@@ -113,7 +113,7 @@ class Room:
             desperate: Where nothing else is left, whole subtrees go. Not for a demotion: every parent below ranks above
                 its children, so above the block that would be demoted into its place.
         """
-        if tier is DISK and self._state.disk_lost:
+        if tier in self._state.lost:
             return NEVER
         while self._short_of(tier, count) > 0:  # one step may free several
             if len(self._going) >= self._state.policy.waiting_victims:
@@ -316,8 +316,8 @@ class Room:
         return missing
 
     def source(self, block: Block) -> Tier:
-        """Where to copy the block from."""
-        return _SOURCES[block.residency]
+        """Where to copy the block from; a tier that is out of service only where there is no other."""
+        return _SOURCES[self._state.lasting(block) or block.residency]
 
     def _drop_some_subtree(self, tier: Tier) -> bool:
         """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves

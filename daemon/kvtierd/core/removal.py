@@ -195,26 +195,27 @@ def lose_on(state: GroupState) -> None:
         del state.losing[copy]
 
 
-def lose_disk(state: GroupState) -> Iterator[None]:
-    """All blocks lose their disk copies, the newest first; what only stood there goes with all its descendants. The
-    disk's slots are out of use."""
-    state.disk_lost = True
-    state.slots[DISK].shut()
-    state.undeleted.clear()  # whoever takes the disk back has emptied it
+def lose_tier(state: GroupState, tier: Tier) -> Iterator[None]:
+    """All blocks lose their copies in the tier, the newest first. A block that is nowhere else goes with all its
+    descendants. The tier's slots are out of use."""
+    state.lost.add(tier)
+    state.slots[tier].shut()
+    if tier is DISK:
+        state.undeleted.clear()  # the disk is emptied before it is taken back
     before = NEWEST
     while before:
         blocks, before = state.index.before(before, state.policy.blocks_a_call)
         for block in blocks:
-            copy = block.copies[DISK]
+            copy = block.copies[tier]
             if copy is None:
                 yield
             else:
-                yield from _lose_copy(state, block, DISK, copy, Cause.IO_ERROR)
+                yield from _lose_copy(state, block, tier, copy, Cause.IO_ERROR)
 
 
 def restore_disk(state: GroupState) -> None:
     """The disk is back, empty."""
-    state.disk_lost = False
+    state.lost.discard(DISK)
     state.slots[DISK].reopen(state.corrupt[DISK])
 
 

@@ -84,9 +84,8 @@ class Flights:
         return [flight for flights in self._flights.values() for flight in flights]
 
     def usable(self, src: Tier, dst: Tier, now: int) -> bool:
-        """The edge is not degraded, and the disk, where it is one end, not lost."""
-        lost = self._state.disk_lost and DISK in (src, dst)
-        return not lost and self.edges[src, dst].degraded_until <= now
+        """The edge is not degraded, and neither end of it is out of service."""
+        return self._state.lost.isdisjoint((src, dst)) and self.edges[src, dst].degraded_until <= now
 
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
@@ -157,7 +156,7 @@ class Flights:
             self._count_background(src, -1)
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
-        arrived = block.copies[dst] is copy and not (dst is DISK and state.disk_lost)
+        arrived = block.copies[dst] is copy and dst not in state.lost
         attached = arrived and block.copies[src] is source and not state.spoiled(block)
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
@@ -370,7 +369,7 @@ class GroupCounts:
 @dataclass(slots=True, frozen=True)
 class ManagerStats:
     """``held_by``: slots by session. Sums over the groups of the cache. Orphaned leases are among the ``leases``.
-    ``disk_lost``: the disk tier is out of service."""
+    ``lost``: tiers that are out of service."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
@@ -385,4 +384,4 @@ class ManagerStats:
     groups: Mapping[GroupId, GroupCounts]
     leases: int
     orphaned_leases: int
-    disk_lost: bool
+    lost: frozenset[Tier]

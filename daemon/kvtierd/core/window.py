@@ -271,10 +271,10 @@ class WindowManager:
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
 
     def lost(self, block: Block, tier: Tier) -> bool:
-        """Or about to be: its turn comes, and it is only on the disk that is being lost, or its bytes in memory are
+        """Or about to be: its turn comes, and it is only in a tier that is being lost, or its bytes in memory are
         bad."""
-        lost = self.state.disk_lost and block.residency == BITS[DISK] and block.copies[tier] is None
-        return lost or not block.indexed or self.state.spoiled(block)
+        lost = bool(self.state.lost) and not self.state.lasting(block)
+        return (lost and block.copies[tier] is None) or not block.indexed or self.state.spoiled(block)
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""
@@ -430,7 +430,7 @@ class WindowManager:
 
     def obtainable(self, tier: Tier) -> int:
         """Slots that could be had at best: all that are in use at all and that no lease holds."""
-        if tier is DISK and self.state.disk_lost:
+        if tier in self.state.lost:
             return 0
         slots = self.state.slots[tier]
         out = sum(slots.count(state) for state in (SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED))
@@ -515,6 +515,6 @@ class WindowManager:
         self.background.recovered(blocks)
 
     def refuse_offline(self, ticket: Ticket) -> None:
-        """The disk, where it waits, is out of service. Copies that are on their way for it end by themselves."""
+        """The tier that it waits for is out of service. Copies that are on their way for it end by themselves."""
         self.withdraw(ticket)
         self._refuse(ticket, RefusalReason.TIER_OFFLINE)

@@ -18,7 +18,7 @@ from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.leases import Lease, LeftLease
-from kvtierd.core.manager import BlockManager, DiskLoss
+from kvtierd.core.manager import BlockManager, TierLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.removal import DropReport
 from kvtierd.core.transfers import (
@@ -370,12 +370,12 @@ class Engine:
         if cache is not None and cache.runtime.disk is not None:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
-    async def lose_disk(self, cache_id: CacheId) -> None:
-        """The disk has failed: no slot there is granted from now on. Its blocks go in slices, between other calls."""
+    async def lose_tier(self, cache_id: CacheId, tier: Tier) -> None:
+        """The tier has failed: no slot there is granted from now on. Its blocks go in slices, between other calls."""
         cache = self._find(cache_id)
-        following: DiskLoss | None = None
+        following: TierLoss | None = None
         while True:
-            following, outcome = cache.manager.lose_disk(self._clock(), following)
+            following, outcome = cache.manager.lose_tier(tier, self._clock(), following)
             self._executor.apply(cache, outcome)
             if following is None:
                 return

@@ -40,8 +40,8 @@ from kvtierd.service.devices import Device, Devices
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import DeviceIOError, NotAdoptable, TierConfigError, TierIOError
-from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, Gpu
+from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError
+from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, Gpu, NoSegment
 from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
@@ -120,6 +120,8 @@ class Parts:
     blocks: int
     left: Sequence[LeftLease] = ()
     cuda: CudaCopies | None = None
+    lost: str | None = None
+    """Why the device tier is out of service; None: it is in service, or the cache has none."""
 
     def close(self, *, for_successor: bool = False) -> bool:
         """``for_successor``: the memory is kept, and readers may go on with it.
@@ -206,12 +208,19 @@ class Assembler:
             arena.rebuild_index(recovered)
         manager = BlockManager(cache, plan.shapes, self._sequencer, plan.options.policy(self._stores.policy))
         manager.fill(recovered, quarantined, corrupt, unclean=plan.unclean, restarted=plan.restarted)
-        blocks, cuda = sum(map(len, recovered.values())), _copies(plan, arena, host, device)
-        return Parts(arena, host, device, disk, manager, blocks, left, cuda)
+        lost = arena.gpu_memory.why if isinstance(arena.gpu_memory, NoSegment) else None
+        cuda = None
+        try:
+            cuda = _copies(plan, arena, host, device)
+        except DeviceIOError as error:
+            if not plan.restarted:
+                raise
+            device, lost = None, str(error)
+        return Parts(arena, host, device, disk, manager, sum(map(len, recovered.values())), left, cuda, lost)
 
     def _device(self, plan: Plan, arena: Arena) -> StandInDevice | CudaDevice | None:
         if arena.gpu_memory is not None:
-            return CudaDevice(arena.layout, arena.gpu_memory)
+            return None if isinstance(arena.gpu_memory, NoSegment) else CudaDevice(arena.layout, arena.gpu_memory)
         return StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in plan.slots else None
 
     def _fresh_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena:
@@ -226,12 +235,20 @@ class Assembler:
                     gpu_memory.close()
                 raise
 
-    def _gpu_memory(self, plan: Plan, layout: ArenaLayout) -> CudaSegment | None:
-        """Fresh; None for a cache that needs none. What a service manager was told to let go of is not free at once."""
-        gpu, nbytes = plan.device.gpu, layout.data_bytes(Tier.DEVICE)
-        if gpu is None or not nbytes:
+    def _gpu_memory(self, plan: Plan, layout: ArenaLayout) -> CudaSegment | NoSegment | None:
+        """Fresh; None for a cache that needs none. A cache of an earlier life goes on without it if it cannot be had.
+        Memory that a service manager was told to let go of is not free at once."""
+        device, nbytes = plan.device, layout.data_bytes(Tier.DEVICE)
+        if device.absent is not None and nbytes:
+            return NoSegment(device.absent)
+        if device.gpu is None or not nbytes:
             return None
-        return gpu.create(plan.name, nbytes, MANAGER_LETS_GO_S if self._stores.keeper.keeps else 0.0)
+        try:
+            return device.gpu.create(plan.name, nbytes, MANAGER_LETS_GO_S if self._stores.keeper.keeps else 0.0)
+        except (NoDeviceMemory, DeviceIOError) as error:
+            if not plan.restarted:
+                raise
+            return NoSegment(str(error))
 
     def _adopted_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
         """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it. Memory
@@ -260,15 +277,17 @@ class Assembler:
             undo.pop_all()
         return arena
 
-    def _kept_gpu_memory(self, plan: Plan, layout: ArenaLayout, kept: KeptArena) -> CudaSegment | None:
-        """What was kept of the GPU's, taken from ``kept``, or fresh memory in its place."""
-        gpu, nbytes = plan.device.gpu, layout.data_bytes(Tier.DEVICE)
-        if gpu is None or not nbytes:
+    def _kept_gpu_memory(self, plan: Plan, layout: ArenaLayout, kept: KeptArena) -> CudaSegment | NoSegment | None:
+        """The GPU memory that was kept, taken from ``kept``, or fresh memory in its place."""
+        gpu, absent, nbytes = plan.device.gpu, plan.device.absent, layout.data_bytes(Tier.DEVICE)
+        if not nbytes or (gpu is None and absent is None):
             return None
         fd = kept.fds.pop(attach.CUDA, None)
         try:
             if fd is None:
                 raise NotAdoptable("it was not kept")
+            if gpu is None:
+                raise NotAdoptable(f"the GPU is lost: {absent}")
             return gpu.adopt(fd, nbytes, kept.cuda)
         except NotAdoptable as error:
             _log.warning("device blocks are lost: GPU memory is not adopted cache=%s why=%r", plan.name, str(error))
@@ -317,60 +336,84 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     }
 
 
-def open_gpus(config: Config, keeper: Keeper) -> list[Gpu | None]:
-    """What each table of ``config.device`` names; None = a stand-in. Blocks.
+@dataclass(slots=True, frozen=True)
+class Opened:
+    """A device that a table names, as :class:`Device` has it."""
 
-    Raises :class:`TierConfigError`, which says what is missing, or which table names the GPU of another;
-    :class:`TierIOError` where the GPU worked in the life before: then the manager starts the daemon again, and keeps
-    the memory until the GPU is back.
+    id: str
+    gpu: Gpu | None = None
+    absent: str | None = None
+
+
+def open_gpus(config: Config, known: Mapping[str, str]) -> list[Opened]:
+    """The device of each table of ``config.device``. Blocks.
+
+    A GPU that has failed is absent. A name that no device answers to is a mistake, unless an earlier start opened a
+    GPU that is missing now: then it is that GPU.
+
+    Args:
+        known: The uuids of an earlier start by name: :attr:`RememberedSlots.gpus`.
+
+    Raises:
+        TierConfigError: It says what is missing, or which table names the GPU of another.
     """
-    opened: dict[str, Gpu | None] = {}
-    for name in (table.name for table in config.device):
-        gpu = None if name == STAND_IN else _open_gpu(name, keeper)
-        if (device := _id(name, gpu)) in opened:
+    names, opened, failed = [table.name for table in config.device], dict[str, Opened](), dict[str, GpuUnavailable]()
+    for name in names:
+        try:
+            gpu = None if name == STAND_IN else Gpu.open(name)
+            opened[name] = Opened(name if gpu is None else gpu.uuid, gpu)
+        except GpuUnavailable as error:
+            failed[name] = error
+    for name, why in failed.items():
+        opened[name] = _absent(name, why, known, {each.id for each in opened.values()})
+    found: dict[str, Opened] = {}
+    for name in names:
+        if (device := opened[name].id) in found:
             raise TierConfigError("device", name, f"another table names {device} already: it must be in one table")
-        opened[device] = gpu
-    return list(opened.values())
+        found[device] = opened[name]
+    return list(found.values())
 
 
-def _open_gpu(name: str, keeper: Keeper) -> Gpu:
-    try:
-        return Gpu.open(name)
-    except TierConfigError as error:
-        if keeper.has_memory:
-            raise TierIOError(0, str(error)) from error
-        raise
+def _absent(name: str, error: GpuUnavailable, known: Mapping[str, str], taken: Collection[str]) -> Opened:
+    """Raises :class:`TierConfigError` for a mistake."""
+    missing = [uuid for uuid in (known.get(name), *known.values()) if uuid is not None and uuid not in taken]
+    uuid = error.uuid if error.uuid not in (None, *taken) else next(iter(missing), None)
+    if uuid is None or not (error.broken or uuid in missing):
+        raise TierConfigError("device", name, str(error)) from error
+    _log.error("GPU cannot be opened, its device tiers are out of service uuid=%s why=%r", uuid, str(error))
+    return Opened(uuid, absent=str(error))
 
 
-def _id(name: str, gpu: Gpu | None) -> str:
-    return name if gpu is None else gpu.uuid
-
-
-def open_devices(config: Config, gpus: Sequence[Gpu | None], keeper: Keeper, remembered: RememberedSlots) -> Devices:
-    """The devices and their bytes. ``gpus``: of :func:`open_gpus`. Blocks. Raises :class:`TierConfigError`."""
+def open_devices(config: Config, opened: Sequence[Opened], keeper: Keeper, remembered: RememberedSlots) -> Devices:
+    """The devices and their bytes. ``opened``: of :func:`open_gpus`. Blocks. Raises :class:`TierConfigError`."""
     sizes = {Tier.HOST: int(config.host_bytes), Tier.DISK: int(config.disk_bytes)}
     shared = Budgets({tier: size for tier, size in sizes.items() if size}, default=config.default_budget)
     devices = []
-    for table, gpu in zip(config.device, gpus, strict=True):
-        device = _id(table.name, gpu)
-        nbytes = int(table.bytes) if gpu is None else _gpu_bytes(table, gpu, keeper, remembered)
-        _log.info("device tiers are on %s device=%s bytes=%d", "a stand-in" if gpu is None else "a GPU", device, nbytes)
+    for table, each in zip(config.device, opened, strict=True):
+        device, gpu, stands_in = each.id, each.gpu, table.name == STAND_IN
+        nbytes = int(table.bytes) if stands_in else _gpu_bytes(table, device, gpu, keeper, remembered)
+        kind = "a stand-in" if stands_in else "a GPU"
+        _log.info("device tiers are on %s device=%s bytes=%d", kind, device, nbytes)
         budgets = Budgets({Tier.DEVICE: nbytes}, shared, device, config.default_budget)
-        devices.append(Device(table.name, device, gpu, budgets))
+        devices.append(Device(table.name, device, gpu, budgets, each.absent))
+    remembered.know({device.name: device.id for device in devices if device.name != STAND_IN})
     return Devices(devices, shared)
 
 
-def _gpu_bytes(table: DeviceTable, gpu: Gpu, keeper: Keeper, remembered: RememberedSlots) -> int:
+def _gpu_bytes(table: DeviceTable, uuid: str, gpu: Gpu | None, keeper: Keeper, remembered: RememberedSlots) -> int:
     """Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is taken over, or
-    let go. A share of it is what it came to at the first start.
+    let go. A share of it is what it came to at the first start. A GPU that is absent has the bytes that it had.
 
     Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
     caches that do not fit, when they are opened: the other tiers are no worse for it.
     """
+    share = f"{table.bytes} of {uuid}"
+    if gpu is None:
+        return remembered.shares.get(share, 0) if isinstance(table.bytes, Share) else int(table.bytes)
     free = min(gpu.total, gpu.memory()[0] + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
     nbytes = int(table.bytes)
     if isinstance(table.bytes, Share):
-        nbytes = remembered.share(f"{table.bytes} of {gpu.uuid}", table.bytes.of(free))
+        nbytes = remembered.share(share, table.bytes.of(free))
     if not 0 < nbytes <= gpu.total:
         limit = (
             f"it is {nbytes} bytes: must be 1 to the {gpu.total} that {gpu.driver.name} has, of which {free} are free"
@@ -385,6 +428,8 @@ def described(devices: Devices) -> list[admin_pb2.DeviceStats]:
     """The devices, for operators."""
     return [
         admin_pb2.DeviceStats(kind=each.name)
+        if each.name == STAND_IN
+        else admin_pb2.DeviceStats(kind="cuda", uuid=each.id)
         if (gpu := each.gpu) is None
         else admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
         for each in devices

@@ -324,12 +324,14 @@ class PastOptions:
 
 @dataclass(slots=True, frozen=True)
 class _Content:
-    """What :class:`RememberedSlots` remembers: all by name of the cache, but for ``shares``."""
+    """What :class:`RememberedSlots` remembers: all by name of the cache, but for ``shares``, and for ``gpus``, uuids by
+    the names in the configuration."""
 
     slots: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, PastOptions] = field(default_factory=dict)
     shares: Mapping[str, int] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
+    gpus: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -363,6 +365,7 @@ class _Content:
                 },
                 {str(name): int(nbytes) for name, nbytes in content.get("shares", {}).items()},
                 {str(name): str(device) for name, device in content.get("devices", {}).items()},
+                {str(name): str(uuid) for name, uuid in content.get("gpus", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedDirectory(path, f"its budgets cannot be read: {error!r}") from error
@@ -373,7 +376,7 @@ class _Content:
         content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
         with io_errors(f"cannot write {path}"):
             make_private_directory(path)
-            write_superblock(path, _KIND, content | {"devices": self.devices})
+            write_superblock(path, _KIND, content | {"devices": self.devices, "gpus": self.gpus})
 
 
 class RememberedSlots:
@@ -396,6 +399,16 @@ class RememberedSlots:
     def get(self, name: str) -> dict[Tier, tuple[int, ...]] | None:
         slots = self._content.slots.get(name)
         return None if slots is None else {Tier[tier.upper()]: counts for tier, counts in slots.items()}
+
+    @property
+    def gpus(self) -> Mapping[str, str]:
+        """The uuid of each GPU of the last start, by its name in the configuration."""
+        return self._content.gpus
+
+    def know(self, gpus: Mapping[str, str]) -> None:
+        """Sets :attr:`gpus`. Raises TierIOError."""
+        with self._changing:
+            self._replace(gpus=gpus)
 
     def device(self, name: str) -> str | None:
         """The id of the cache's device, "" where it has none; None if it is not remembered."""
@@ -420,6 +433,11 @@ class RememberedSlots:
                 options=others if past is None else others | {name: past},
                 devices={**now.devices, name: device},
             )
+
+    @property
+    def shares(self) -> Mapping[str, int]:
+        """As :meth:`share` remembers them."""
+        return self._content.shares
 
     def share(self, name: str, nbytes: int) -> int:
         """The bytes that a share came to when it was first asked for; ``nbytes`` the first time.

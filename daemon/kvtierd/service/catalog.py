@@ -24,14 +24,14 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
-from kvtierd.service.budgets import Account, Slots, TierBudget, tier_bytes
+from kvtierd.service.budgets import Account, TierBudget, tier_bytes
 from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.sessions import Session
 from kvtierd.state import Identity
-from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierConfigError, TierError, TierIOError
+from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Catalog:
         self._left_out: dict[str, str] = {}
         self._unfinished: dict[str, Removal] = {}
         """Caches whose files could not be deleted, with the slots that go back to the budgets afterwards."""
-        self._noted: dict[CacheId, str] = {}
+        self._noted: dict[tuple[CacheId, Tier], str] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         """Caches of an earlier daemon that are not read yet, with the locks of their names, which are held."""
         self._loaded: Final = asyncio.Event()
@@ -104,14 +104,23 @@ class Catalog:
         """Problems for health: caches that are left out or not read yet, and noted problems."""
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
         left_out += [f"cache {name} is still being read" for name in sorted(self._loading)]
-        return left_out + [f"cache {c.name}: {self._noted[c.id]}" for c in self if c.id in self._noted]
+        noted = [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
+        return left_out + [f"cache {name}: {problem}" for name, problem in noted]
 
-    def note(self, cache: Cache, problem: str | None) -> None:
-        """Sets the cache's problem for health; None = no problem."""
+    def note(self, cache: Cache, tier: Tier, problem: str | None) -> None:
+        """Sets the problem of a cache's tier for health; None = no problem."""
         if problem is None:
-            self._noted.pop(cache.id, None)
+            self._noted.pop((cache.id, tier), None)
         else:
-            self._noted[cache.id] = problem
+            self._noted[cache.id, tier] = problem
+
+    async def lose_device(self, cache: Cache, why: str) -> None:
+        """Takes the cache's device tier out of service until a restart. Raises :class:`MoverError` if the cache is
+        removed meanwhile."""
+        if (cache.id, Tier.DEVICE) not in self._noted:
+            self.note(cache, Tier.DEVICE, f"the device tier is out of service until a restart: {why}")
+            _log.warning("device tier is out of service name=%s why=%r", cache.name, why)
+            await self._engine.lose_tier(cache.id, Tier.DEVICE)
 
     @asynccontextmanager
     async def holding(self, cache: Cache) -> AsyncIterator[bool]:
@@ -224,7 +233,8 @@ class Catalog:
         for group in range(len(cache.spec.groups)):
             self._engine.announce_gone(cache.id, GroupId(group), Cause.EXPLICIT)
         self._stores.keeper.forget(cache.name)
-        self._noted.pop(cache.id, None)
+        for tier in Tier:
+            self.note(cache, tier, None)
         if not await asyncio.to_thread(self._parts.pop(cache.id).close):
             _log.error("memory is not given back before the daemon ends name=%s", cache.name)
         await asyncio.to_thread(cache.runtime.manager.close)
@@ -317,26 +327,12 @@ class Catalog:
 
     async def _load(self, plan: Plan) -> None:
         try:
-            try:
-                await self._make(plan)
-            except (NoDeviceMemory, DeviceIOError) as error:
-                await self._load_without_device(plan, str(error))
+            await self._make(plan)
         except (DamagedDirectory, TierIOError) as error:
             if not plan.stored:
                 raise
             self._left_out[plan.name] = str(error)
             self._announce_gone({plan.name: len(plan.spec.groups)})
-
-    async def _load_without_device(self, plan: Plan, why: str) -> None:
-        """Opens a cache without its device tier: another process may use the GPU's memory. The next start tries the
-        device tier again if the cache is on disk."""
-        rest: Slots = {tier: counts for tier, counts in plan.slots.items() if tier is not Tier.DEVICE}
-        _log.warning("cache is opened without its device tier name=%s why=%r", plan.name, why)
-        if not rest:
-            self._announce_gone({plan.name: len(plan.spec.groups)})
-            return
-        plan.device.budgets.take(plan.name, plan.spec, rest)
-        await self._make(replace(plan, slots=rest))
 
     async def loaded(self) -> None:
         """Returns when every planned cache is open or left out."""
@@ -377,6 +373,8 @@ class Catalog:
         except BaseException:
             plan.device.budgets.give_back(plan.name, plan.slots)
             raise
+        if Tier.DEVICE in plan.slots and (lost := parts.lost or plan.device.lost) is not None:
+            await self.lose_device(cache, lost)  # its first slice comes before any other call
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:
             parts.cuda.locks.start(None)  # whoever closes it keeps the memory

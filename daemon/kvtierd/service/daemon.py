@@ -5,34 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 from google.protobuf.message import Message
 
 from kvtierd.config import LIVE, Config
-from kvtierd.core.explain import carried
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.executor import MoverError
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.assembly import Stores, described, open_devices, open_gpus
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.budgets import RememberedSlots, require_possible
-from kvtierd.service.cache import Cache, CacheOptions
+from kvtierd.service.cache import CacheOptions
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.connections import Connections
 from kvtierd.service.devices import Devices
 from kvtierd.service.errors import Translator
+from kvtierd.service.failing import FailingDisks, LostGpus
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
 from kvtierd.service.remote.tier import RemoteTier
@@ -47,8 +44,7 @@ from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.tally import Tally
 from kvtierd.service.visitors import Visitors
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
-from kvtierd.tiers.base import TierConfigError, TierIOError
-from kvtierd.tiers.cuda.pool import Gpu
+from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.mapped import Chaos
 from kvtierd.tiers.remote.base import RemoteStore
@@ -60,11 +56,8 @@ if TYPE_CHECKING:
     from kvtierd.service.spans import Spans
 
 
-LOOK_S: Final = 1.0
-"""How often failing disks are looked at."""
-
-PROBE_ENDS_S: Final = 5.0
-"""How long a probe of a failing disk gets at a stop."""
+CACHES: Final = "caches"
+"""The directory below the state directory that has the budgets of caches."""
 
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
@@ -80,110 +73,6 @@ SPARE_CONNECTIONS: Final = 64
 has half of it, so that connections without a session keep nobody else out."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Health:
-    """``since``: of the first failure after the last success; None = well. ``lost``: why, from when it is given up."""
-
-    done: int = 0
-    failed: int = 0
-    since: float | None = None
-    lost: str | None = None
-
-    @property
-    def problem(self) -> str | None:
-        """For people."""
-        lost = "the disk tier is out of service, what it held is lost"
-        return None if self.lost is None else f"{lost}: {self.lost}"
-
-    def note(self, done: int, failed: int) -> None:
-        worked = done > self.done
-        if failed > self.failed:  # where both happened, which was last cannot be told: the grace begins anew
-            self.since = time.monotonic() if worked or self.since is None else self.since
-        elif worked:
-            self.since = None
-        self.done, self.failed = done, failed
-
-
-class FailingDisks:
-    """Gives up a cache's disk tier where it fails, and takes it back. Loop thread only.
-
-    A copy that fails costs nothing: its source stays, and its edge is left alone for a while. Where nothing has worked
-    for ``grace_s`` and a probe fails as well, what the disk held is declared lost. From then on the disk is probed, and
-    taken back, empty, when that works.
-    """
-
-    def __init__(self, catalog: Catalog, engine: Engine, grace_s: float) -> None:
-        self._catalog: Final = catalog
-        self._engine: Final = engine
-        self._grace_s: Final = grace_s
-        self._health: dict[CacheId, _Health] = {}
-        self._looking: asyncio.Task[None] | None = None
-        self._stopping = asyncio.Event()
-
-    def start(self) -> None:
-        self._looking = asyncio.create_task(self._keep_looking(), name="failing-disks")
-
-    async def stop(self) -> bool:
-        """False if a probe hangs: then a thread is still in a store."""
-        self._stopping.set()
-        if self._looking is None:
-            return True
-        _, late = await asyncio.wait([self._looking], timeout=PROBE_ENDS_S)
-        return not late
-
-    async def _keep_looking(self) -> None:
-        while not await self._stops_within(min(LOOK_S, self._grace_s / 4)):
-            caches = [cache for cache in self._catalog if Tier.DISK in cache.slots]
-            self._health = {cache.id: self._health.get(cache.id, _Health()) for cache in caches}
-            for cache in caches:
-                try:
-                    await self._look_at(cache, self._health[cache.id])
-                except MoverError as error:  # removed, or the daemon is being stopped
-                    _log.info("disk not looked at name=%s why=%r", cache.name, str(error))
-                except Exception:  # noqa: BLE001  our bug; the others are looked at
-                    _log.exception("disk not looked at name=%s", cache.name)
-
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._stopping.wait()
-        except TimeoutError:
-            return False
-
-    async def _look_at(self, cache: Cache, health: _Health) -> None:
-        health.note(*carried(cache.runtime.manager.windows.values(), Tier.DISK))
-        failing = health.since is not None and time.monotonic() - health.since >= self._grace_s
-        if not failing and health.lost is None:
-            return
-        async with self._catalog.holding(cache) as there:
-            if there:
-                await (self._give_up(cache, health) if health.lost is None else self._take_back(cache, health))
-                self._catalog.note(cache, health.problem)
-
-    async def _give_up(self, cache: Cache, health: _Health) -> None:
-        try:
-            await asyncio.to_thread(cache.runtime.store.probe)
-        except TierIOError as error:
-            health.lost = str(error)
-            _log.warning("disk tier given up name=%s why=%r", cache.name, health.lost)
-            await self._engine.lose_disk(cache.id)
-        else:
-            health.since = None
-
-    async def _take_back(self, cache: Cache, health: _Health) -> None:
-        if self._engine.touches(cache.id, Tier.DISK):
-            return
-        try:
-            await asyncio.to_thread(cache.runtime.store.probe)
-            await asyncio.to_thread(cache.runtime.store.clear)
-        except TierIOError as error:
-            health.lost = str(error)
-            return
-        self._engine.restore_disk(cache.id)
-        health.lost = health.since = None
-        _log.warning("disk tier taken back, empty name=%s", cache.name)
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,7 +97,7 @@ class _Directories:
             if Tier.DISK in config.tiers:
                 disk = DiskRoot.open(config.disk_path, durable=config.sync == "commit")
                 opened.callback(disk.close)
-            remembered = RememberedSlots(config.state_dir / "caches")
+            remembered = RememberedSlots(config.state_dir / CACHES)
             log = None
             if config.event_log_bytes:
                 waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
@@ -269,13 +158,10 @@ class Daemon:
         self._keeper: Final = keeper
         self._roll: Final = roll
         self._devices: Final = devices
-        self.gpu_lost: Final = asyncio.Event()
-        """A GPU will not work any more in this process, which is to end."""
-        self.lost_uuid = ""
-        """That GPU's."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
         self._sessions: Final = SessionRegistry(self._engine, _capacity(config), roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
+        self._lost_gpus: Final = LostGpus(self._catalog, devices, keeper)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.allow, os.getuid()), self._catalog)
@@ -285,6 +171,7 @@ class Daemon:
             self._sessions,
             lambda: self.config_problems,
             self._log,
+            devices.problems,
             [lambda: None if self._beyond is None else self._beyond.problem, lambda: self._attach.problem],
         )
         self.fleet: Final = self._made_fleet()
@@ -326,14 +213,15 @@ class Daemon:
         """Serving when this returns; before that it answers already whoever does not need a cache that is still being
         read. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
 
-        Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or a GPU cannot be had, or a tier is
-        larger than this machine; nothing was touched where it is a GPU or the machine.
+        Raises the errors of ``kvtierd.tiers.base`` where a directory or an address cannot be had, no device answers to
+        a name, or a tier is larger than this machine; nothing was touched where it is a device or the machine.
         """
         await asyncio.to_thread(require_possible, config)
         store = None if config.remote is None else open_store(config.remote.url)
         spans = None if config.traces is None else _made_spans(config.traces)
         keeper = Keeper(notifier or Notifier(None), passed)
-        gpus = await asyncio.to_thread(open_gpus, config, keeper)
+        known = (await asyncio.to_thread(RememberedSlots, config.state_dir / CACHES)).gpus
+        gpus = await asyncio.to_thread(open_gpus, config, known)
         directories = await asyncio.to_thread(_Directories.open, config)
         roll, entries = await asyncio.to_thread(open_roll, keeper)
         devices = await asyncio.to_thread(open_devices, config, gpus, keeper, directories.remembered)
@@ -346,7 +234,7 @@ class Daemon:
         return daemon
 
     async def _serve(self, entries: Sequence[Entry]) -> None:
-        self._watch_gpus()
+        self._lost_gpus.start()
         plans = await self._catalog.plan_restore(self._sessions.restore(entries))
         run = self._directories.run
         if (tcp := self._config.tcp) is not None:
@@ -395,6 +283,7 @@ class Daemon:
         await self._attach.stop_accepting()
         if self.fleet is not None:
             await self.fleet.stop()
+        await self._lost_gpus.stop()
         probed = await self._failing.stop()
         if self._beyond is not None:
             await self._beyond.stop()
@@ -518,22 +407,6 @@ class Daemon:
     def _fingerprints(self) -> dict[str, bytes]:
         """Of every cache, by name."""
         return {cache.name: cache.fingerprint for cache in self._catalog}
-
-    def _watch_gpus(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def lost(gpu: Gpu) -> None:
-            """Called by the thread that finds out."""
-            with suppress(RuntimeError):  # the loop has ended, and the daemon with it
-                loop.call_soon_threadsafe(self._lose_gpu, gpu)
-
-        for gpu in self._devices.gpus:
-            gpu.on_loss(partial(lost, gpu))
-
-    def _lose_gpu(self, gpu: Gpu) -> None:
-        self._keeper.forget_gpu(gpu.driver.uuid.hex())
-        self.lost_uuid = gpu.uuid
-        self.gpu_lost.set()
 
     def reload(self, fresh: Config) -> None:
         """Takes over the keys that may change while the daemon runs, and names the others that have changed."""

@@ -9,21 +9,39 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import grpc
+
 from kvtierd.core.ids import Tier
 from kvtierd.service.budgets import Account, Budgets, TierBudget
-from kvtierd.service.errors import bad_argument
-from kvtierd.tiers.cuda.pool import Gpu
+from kvtierd.service.errors import bad_argument, refused
+from kvtierd.tiers.cuda.pool import SILENT_S, Gpu
 
 
 @dataclass(slots=True, frozen=True)
 class Device:
-    """``name``: as configured. ``id``: what a restart finds it by, a GPU's uuid, else the name. ``gpu``: None = a
-    stand-in. ``budgets``: of the caches that live there."""
+    """``name``: as configured. ``id``: a restart finds it by this: a GPU's uuid, else the name. ``gpu``: None = a
+    stand-in, or a GPU that cannot be opened. ``budgets``: of the caches that live there. ``absent``: why the GPU cannot
+    be opened."""
 
     name: str
     id: str
     gpu: Gpu | None
     budgets: Budgets
+    absent: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device is out of service until a restart; None: it is in service."""
+        return self.absent if self.gpu is None else self.gpu.lost
+
+    @property
+    def problem(self) -> str | None:
+        """For people."""
+        if self.lost is not None:
+            says = "is lost, and its device tiers are out of service until a restart that finds it"
+            return f"GPU {self.id} ({self.name}) {says}: {self.lost}"
+        silent_s = 0.0 if self.gpu is None else self.gpu.silent_s
+        return None if silent_s < SILENT_S else f"GPU {self.id} ({self.name}) has not answered for {silent_s:.0f} s"
 
 
 class Devices:
@@ -44,7 +62,12 @@ class Devices:
 
     @property
     def gpus(self) -> list[Gpu]:
+        """Those that could be opened."""
         return [device.gpu for device in self if device.gpu is not None]
+
+    def problems(self) -> list[str]:
+        """For health."""
+        return [problem for device in self if (problem := device.problem) is not None]
 
     def for_new(self, named: str, asked: Mapping[Tier, TierBudget]) -> Device:
         """The device of a new cache.
@@ -53,7 +76,7 @@ class Devices:
             named: Its name or id; "" = the one with the most bytes left, or none if ``asked`` has no device tier.
 
         Raises:
-            CallRefused: INVALID_ARGUMENT for an unknown device.
+            CallRefused: INVALID_ARGUMENT for an unknown device, UNAVAILABLE for one that is lost.
         """
         if not named:
             return self._none if asked and Tier.DEVICE not in asked else self._roomiest()
@@ -61,6 +84,8 @@ class Devices:
         if found is None:
             known = " or ".join(dict.fromkeys(name for device in self for name in (device.name, device.id)))
             raise bad_argument("device", named, known or "absent: this daemon has no device")
+        if found.lost is not None:
+            raise refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(found.problem))
         return found
 
     def for_known(self, device: str | None) -> Device:
@@ -72,4 +97,5 @@ class Devices:
         return bool(device) and all(one.id != device for one in self)
 
     def _roomiest(self) -> Device:
-        return max(self, key=lambda device: device.budgets.left(Tier.DEVICE), default=self._none)
+        in_service = [device for device in self if device.lost is None]
+        return max(in_service, key=lambda device: device.budgets.left(Tier.DEVICE), default=self._none)

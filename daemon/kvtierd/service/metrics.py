@@ -28,7 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from kvtierd.core.ids import DISK, GroupId
+from kvtierd.core.ids import GroupId
 from kvtierd.core.transfers import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
@@ -350,7 +350,7 @@ def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
     yield "kvtier_leases", (name, "orphaned"), stats.orphaned_leases
     yield "kvtier_page_locked_bytes", (name,), 0 if cache.runtime.cuda is None else cache.runtime.cuda.locks.nbytes
     for tier in stats.tiers:
-        yield "kvtier_tier_lost", (name, str(tier)), tier is DISK and stats.disk_lost
+        yield "kvtier_tier_lost", (name, str(tier)), tier in stats.lost
     for (src, dst), edge in stats.edges.items():
         labels = (name, str(src), str(dst))
         yield "kvtier_moved_blocks_total", labels, edge.blocks

@@ -145,11 +145,6 @@ class Keeper:
         """Whether there is a service manager that keeps descriptors."""
         return self._notifier.listens
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether a cache's memory was kept and not taken yet."""
-        return bool(self._caches)
-
     def abouts(self) -> dict[str, About]:
         """By name, the caches whose kept arena has a readable ``about``. Blocks."""
         found = {cache: _about(cache, fds) for cache, fds in self._caches.items()}

@@ -118,9 +118,11 @@ class Health:
         sessions: SessionRegistry,
         config_problems: Callable[[], Sequence[str]],
         log: EventLog | None,
+        device_problems: Callable[[], Sequence[str]],
         others: Sequence[Callable[[], str | None]],
     ) -> None:
         """``others``: of parts with at most one problem at a time."""
+        self._device_problems: Final = device_problems
         self._others: Final = others
         self._engine: Final = engine
         self._catalog: Final = catalog
@@ -131,6 +133,7 @@ class Health:
     def problems(self, caches: Sequence[Cache]) -> list[str]:
         """Of the daemon and of these caches; empty when all is well."""
         return [
+            *self._device_problems(),
             *self._catalog.problems(),
             *self._engine.problems(),
             *self._degraded(caches),

@@ -33,7 +33,7 @@ from kvtierd.core.ids import NO_LABEL, GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content
 from kvtierd.core.recovery import Recovered
 from kvtierd.tiers.base import Bytes, NotAdoptable
-from kvtierd.tiers.cuda.pool import CudaSegment
+from kvtierd.tiers.cuda.pool import CudaSegment, NoSegment
 from kvtierd.tiers.key_index import NOWHERE, At, Blocks, KeyIndex
 from kvtierd.tiers.memfd import Memfd, require_memory
 
@@ -64,7 +64,7 @@ class Arena:
         control: Memfd,
         data: Mapping[Tier, Memfd],
         epoch: int,
-        gpu_memory: CudaSegment | None = None,
+        gpu_memory: CudaSegment | NoSegment | None = None,
     ) -> None:
         """``epoch``: of the events of this life. ``gpu_memory``: of the device tier, where ``data`` has none."""
         self.layout = layout
@@ -86,7 +86,7 @@ class Arena:
 
     @classmethod
     def create(
-        cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, gpu_memory: CudaSegment | None = None
+        cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, gpu_memory: CudaSegment | NoSegment | None = None
     ) -> Self:
         """Fresh segments for cache ``name``: state OPENING, nothing ready, nothing leased. Blocks; call from a thread.
         ``gpu_memory``: fresh as well, and the arena's from now on.
@@ -112,7 +112,7 @@ class Arena:
         layout: ArenaLayout,
         identity: ArenaIdentity,
         fds: Mapping[str, int],
-        gpu_memory: CudaSegment | None = None,
+        gpu_memory: CudaSegment | NoSegment | None = None,
     ) -> Self:
         """The segments that an earlier daemon made for cache ``name``, as that one left them. ``fds``, by segment name,
         and ``gpu_memory``, which is not among them, are the arena's from now on. ``identity``: what a new one would
@@ -324,7 +324,7 @@ class Arena:
             self.gpu_memory.close()
 
 
-def _memfd_bytes(layout: ArenaLayout, gpu_memory: CudaSegment | None) -> dict[str, int]:
+def _memfd_bytes(layout: ArenaLayout, gpu_memory: CudaSegment | NoSegment | None) -> dict[str, int]:
     """Of the segments in shared memory, by name."""
     tiers = [tier for tier in SEGMENT_NAMES if gpu_memory is None or tier is not Tier.DEVICE]
     sizes = {SEGMENT_NAMES[tier]: layout.data_bytes(tier) for tier in tiers}

@@ -96,6 +96,16 @@ class DeviceIOError(TierIOError):
         super().__init__(0, message)
 
 
+class GpuUnavailable(DeviceIOError):
+    """The GPU cannot be opened. ``uuid``: as the driver lists it, None if it does not. ``broken``: the driver says that
+    the device has failed; else its name may be wrong."""
+
+    def __init__(self, message: str, uuid: str | None, *, broken: bool) -> None:
+        super().__init__(message)
+        self.uuid = uuid
+        self.broken = broken
+
+
 class NotAdoptable(TierError):
     """Shared memory of an earlier daemon does not fit this one. It was not touched."""
 

@@ -224,10 +224,10 @@ class Bench:
         self.apply(self.core.lose_bytes(GROUP, key(name), tier, slot, self.now))
         return slot
 
-    def lose_disk(self) -> None:
+    def lose(self, tier: Tier = Tier.DISK) -> None:
         following = None
         while True:
-            following, outcome = self.core.lose_disk(self.now, following)
+            following, outcome = self.core.lose_tier(tier, self.now, following)
             self.apply(outcome)
             if following is None:
                 return

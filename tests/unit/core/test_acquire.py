@@ -75,7 +75,7 @@ def test_an_acquire_whose_blocks_are_lost_while_it_waits_is_shortened() -> None:
     bench.put("xy")
     (ticket,) = bench.acquire("ab")
     assert not bench.answered(ticket)
-    bench.lose_disk()
+    bench.lose()
     bench.land()
     assert bench.refusals[ticket].reason is RefusalReason.TOO_SHORT
 

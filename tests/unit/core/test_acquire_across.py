@@ -198,7 +198,7 @@ def test_blocks_lost_while_it_waits_shorten_it() -> None:
     bench.land()
     bench.fill(SLIDING, "xyz", "xyz", DEVICE)
     (ticket,) = bench.across(CHAIN)
-    bench.lose_disk()
+    bench.lose()
     assert not bench.answered(ticket)
     bench.land()
     assert bench.granted(ticket, CHAIN) == ["abcde", "cde"]

@@ -70,7 +70,7 @@ def test_a_slot_whose_deletion_failed_is_not_deleted_once_more_where_the_disk_ca
     bench = Bench(disk=2, device=1, recovered=[("x", None, 35)])
     bench.drop("x")
     bench.land(failed="x")
-    bench.lose_disk()
+    bench.lose()
     bench.restore_disk()
     bench.pass_ms(5000)
     assert bench.in_flight() == []

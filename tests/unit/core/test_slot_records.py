@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtierd.core.events import Cause
-from kvtierd.core.ids import SEVERAL, TIERS, Traits
+from kvtierd.core.ids import SEVERAL, TIERS, Tier, Traits
 from kvtierd.core.policy import Policy, WritePolicy
 from kvtierd.core.transfers import CommitItem
 from tests.slot_rows import begun, contents, owners, restated
@@ -39,7 +39,7 @@ def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -
     """Its tier is well and its bytes stand: only the record could bring it back, under an ancestor stored anew."""
     bench = Bench(host=1, disk=1, recovered=[("a", None, 35)])
     bench.store("b", HOST, under="a")
-    _, outcome = bench.core.lose_disk(bench.now)
+    _, outcome = bench.core.lose_tier(Tier.DISK, bench.now)
     assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.IO_ERROR]
     assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(HOST, None)]
     assert not begun(outcome), "who holds it reads on"

@@ -11,18 +11,22 @@ from typing import Final, Self
 
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
+from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaMissing, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
-from kvtier.abi.cuda.opening import uuid_name
+from kvtier.abi.cuda.opening import find, load_bindings, uuid_name
 from kvtier.abi.cuda.views import DevicePool
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.tiers.base import DeviceIOError, NoDeviceMemory, NotAdoptable, TierConfigError
+from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError
 from kvtierd.tiers.memfd import node_of
 
 READERS_GET_NONE: Final = "a handle of GPU memory has no read-only form: only who may write the cache is given one"
 
 _POLL_S: Final = 0.002
+BEAT_S: Final = 0.5
+"""How often a device is asked whether it is there."""
+SILENT_S: Final = 2.0
+"""A device that takes longer than this to answer is a problem for health."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +51,10 @@ class Gpu:
         """The NUMA node that it is at; None where the machine does not say."""
         self.lost: str | None = None
         """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
+        self._asked_at: float | None = None
+        """When the device was asked whether it is there; None: it has answered."""
+        self._closing: Final = threading.Event()
+        self._watching: threading.Thread | None = None
         self._out_of_use: Final[list[DeviceMemory]] = []
         """Until the process ends: whoever got it next might be written over."""
         self._tell: Callable[[], None] | None = None
@@ -54,11 +62,18 @@ class Gpu:
 
     @classmethod
     def open(cls, device: str) -> Self:
-        """``device``: as in the configuration. Raises :class:`TierConfigError`, which says what is missing."""
+        """``device``: as in the configuration.
+
+        Raises :class:`TierConfigError` where this machine lacks what CUDA needs, :class:`GpuUnavailable` where it has
+        that and the device cannot be opened.
+        """
         try:
             gpu = cls(Driver.open(device))
-        except (CudaUnavailable, CudaError) as error:
+        except CudaMissing as error:
             raise TierConfigError("device", device, str(error)) from error
+        except (CudaUnavailable, CudaError) as error:
+            broken = isinstance(error, CudaLost) or isinstance(error.__cause__, CudaLost)
+            raise GpuUnavailable(str(error), _uuid_of(device), broken=broken) from error
         cuda = gpu.driver.features.driver_version
         _log.info(
             "GPU opened name=%r uuid=%s cuda=%d total=%d node=%s", gpu.driver.name, gpu.uuid, cuda, gpu.total, gpu.node
@@ -76,6 +91,27 @@ class Gpu:
     def uuid(self) -> str:
         """As ``nvidia-smi -L`` shows it."""
         return uuid_name(self.driver.uuid)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the device has not answered whether it is there."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
+
+    def watch(self) -> None:
+        """Asks the device from now on whether it is there, in a thread: an idle daemon makes no other call that could
+        find out. The thread ends with :meth:`close`, or with the device."""
+        self._watching = threading.Thread(target=self._watch, name=f"watch-{self.uuid}", daemon=True)
+        self._watching.start()
+
+    def _watch(self) -> None:
+        while self.lost is None and not self._closing.wait(BEAT_S):
+            self._asked_at = time.monotonic()
+            try:
+                self.memory()
+            except DeviceIOError as error:
+                _log.warning("GPU does not say whether it is there why=%r", str(error))
+            self._asked_at = None
 
     def lose(self, why: str) -> None:
         """A call said that the device, or this process's use of it, is gone: to be told before its copies are reported
@@ -148,7 +184,10 @@ class Gpu:
 
     def close(self) -> None:
         """After every cache. What is still to be freed ends with the process."""
-        if self.lost is None:
+        self._closing.set()
+        if self._watching is not None:
+            self._watching.join(SILENT_S)
+        if self.lost is None and self._asked_at is None:
             self.driver.close()
 
     def _rounded(self, nbytes: int) -> int:
@@ -183,6 +222,32 @@ class Gpu:
         if isinstance(error, CudaLost):
             self.lose(str(error))
         return DeviceIOError(f"GPU {self.uuid}: {what}: {error}")
+
+
+def _uuid_of(device: str) -> str | None:
+    """Of a device that the driver still lists, though it cannot be used."""
+    try:
+        return uuid_name(find(load_bindings(), device).uuid)
+    except CudaUnavailable:
+        return None
+
+
+class NoSegment:
+    """In place of GPU memory that cannot be had: the cache has its slots, and they are out of service."""
+
+    fresh: Final = True
+    fd: Final = None
+    described: Final = None
+
+    def __init__(self, why: str) -> None:
+        self.why: Final = why
+
+    def offer(self, *, write: bool) -> str:
+        """Why a client gets no memory."""
+        return f"the device tier is out of service: {self.why}"
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 class CudaSegment:

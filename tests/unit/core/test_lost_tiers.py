@@ -1,4 +1,4 @@
-"""The disk fails: what stood only there goes with all that needs it, and nobody is given what is not there."""
+"""A tier fails: what stood only there goes with all that needs it, and nobody is given what is not there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_blocks_only_there_go_and_others_lose_a_residency() -> None:
     bench.acquire("a")
     bench.land()
     told = len(bench.events)
-    bench.lose_disk()
+    bench.lose()
     assert list(bench.said(told)) == [
         (EventType.REMOVED, Cause.IO_ERROR, "b"),
         (EventType.UPDATED, Cause.IO_ERROR, "a"),
@@ -30,7 +30,7 @@ def test_what_stands_on_a_lost_block_goes_with_it_children_first() -> None:
     bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
     bench.put("bc", DEVICE, under="a")
     told = len(bench.events)
-    bench.lose_disk()
+    bench.lose()
     assert list(bench.said(told)) == [
         (EventType.REMOVED, Cause.ANCESTOR, "cb"),
         (EventType.REMOVED, Cause.IO_ERROR, "a"),
@@ -41,7 +41,7 @@ def test_a_leased_block_becomes_unreachable_at_once_and_free_at_release() -> Non
     bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
     grant = bench.blank(DEVICE, 1)
     bench.commit(grant, [("b", "a", 35)])
-    bench.lose_disk()
+    bench.lose()
     assert bench.stored() == ""
     assert bench.states(DEVICE) == {SlotState.READY: 1, SlotState.FREE: 1}
     assert grant.lease is not None
@@ -53,7 +53,7 @@ def test_who_waits_for_it_is_refused_and_nothing_is_moved_there() -> None:
     bench = Bench(device=2, disk=1)
     bench.put("ab")
     first, second = bench.move("a", DISK), bench.move("b", DISK)
-    bench.lose_disk()
+    bench.lose()
     assert bench.refusals[first].reason is bench.refusals[second].reason is RefusalReason.TIER_OFFLINE
     assert bench.states(DISK) == {SlotState.RETIRING: 1}, "the copy still writes there"
     bench.land()
@@ -66,8 +66,8 @@ def test_who_waits_for_it_is_refused_and_nothing_is_moved_there() -> None:
 def test_what_is_pinned_there_is_let_go_of() -> None:
     bench = Bench(device=1, disk=2, recovered=[("a", None, 35)])
     bench.pin("a", DISK)
-    bench.lose_disk()
-    bench.lose_disk()
+    bench.lose()
+    bench.lose()
     states = (window.state for window in bench.core.windows.values())
     assert sum(state.pins.slots(tier) for state in states for tier in state.tiers) == 0
     assert bench.states(DISK) == {SlotState.QUARANTINED: 2}
@@ -75,7 +75,7 @@ def test_what_is_pinned_there_is_let_go_of() -> None:
 
 def test_the_other_tiers_go_on_without_it() -> None:
     bench = Bench(device=1, host=1, disk=1)
-    bench.lose_disk()
+    bench.lose()
     bench.put("a")
     bench.reserve(DEVICE, 1)
     bench.land()
@@ -86,7 +86,7 @@ def test_restored_it_is_empty_and_in_use_but_for_slots_known_bad() -> None:
     bench = Bench(device=1, disk=2, recovered=[("a", None, 35)])
     bench.acquire("a")
     bench.land(corrupt="a")
-    bench.lose_disk()
+    bench.lose()
     bench.restore_disk()
     assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
     bench.put("b")
@@ -100,7 +100,7 @@ def test_it_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> Non
     parents = [None, *names]
     recovered = [(name, parent, 35) for name, parent in zip(names, parents, strict=False)]
     bench = Bench(device=4, disk=len(names), policy=Policy(blocks_a_call=8), recovered=recovered)
-    following, outcome = bench.core.lose_disk(bench.now)
+    following, outcome = bench.core.lose_tier(DISK, bench.now)
     bench.apply(outcome)
     assert following is not None
     assert len(bench.stored()) == 10, "the newest go first, so what is left is a prefix"
@@ -110,7 +110,7 @@ def test_it_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> Non
     assert not any(bench.grants[ticket].results) and not bench.moves, "nor is anything read there"
     steps = 1
     while following is not None:
-        following, outcome = bench.core.lose_disk(bench.now, following)
+        following, outcome = bench.core.lose_tier(DISK, bench.now, following)
         bench.apply(outcome)
         steps += 1
     assert (bench.stored(), steps) == ("", 3)
@@ -122,11 +122,62 @@ def test_what_arrives_there_in_between_does_not_stay() -> None:
     bench.put("a")
     bench.put(newer)
     bench.move("a", DISK)
-    following, outcome = bench.core.lose_disk(bench.now)
+    following, outcome = bench.core.lose_tier(DISK, bench.now)
     bench.apply(outcome)
     assert following is not None, "the turn of the oldest is still to come"
     bench.land()
     assert bench.where("a") == {DEVICE}
-    bench.apply(bench.core.lose_disk(bench.now, following)[1])
+    bench.apply(bench.core.lose_tier(DISK, bench.now, following)[1])
     assert bench.where("a") == {DEVICE}
     assert bench.states(DISK) == {SlotState.QUARANTINED: 10}
+
+
+def test_a_lost_device_costs_what_was_only_there_and_the_rest_goes_on() -> None:
+    bench = Bench(device=3, host=3)
+    bench.put("a", HOST)
+    bench.pin("a", HOST)
+    bench.put("b", HOST)
+    bench.acquire("a")
+    bench.land()
+    bench.put("c", DEVICE, under="a")
+    told = len(bench.events)
+    bench.lose(DEVICE)
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.IO_ERROR, "c"),
+        (EventType.UPDATED, Cause.IO_ERROR, "a"),
+    ]
+    assert bench.where("a") == bench.where("b") == {HOST}
+    with pytest.raises(TierOffline):
+        bench.move("b", DEVICE)
+    bench.put("d", HOST)
+    assert bench.where("d") == {HOST}
+
+
+def test_requests_for_a_lost_device_are_refused_and_a_writer_cannot_commit_there() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a", HOST)
+    written = bench.blank(DEVICE, 1)
+    bench.move("a", DEVICE)
+    waiting = bench.reserve(DEVICE, 1, BOB)
+    bench.lose(DEVICE)
+    assert bench.refusals[waiting].reason is RefusalReason.TIER_OFFLINE
+    with pytest.raises(TierOffline):
+        bench.commit(written, [("b", None, 35)])
+    for ask in (lambda: bench.reserve(DEVICE, 1), lambda: bench.acquire("a")):
+        with pytest.raises(TierOffline):
+            ask()
+    bench.land()
+    assert bench.states(DEVICE) == {SlotState.BLANK: 1, SlotState.QUARANTINED: 1}
+    assert written.lease is not None
+    bench.release(written.lease)
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 2}
+
+
+def test_a_copy_to_a_lost_device_that_arrives_late_counts_for_nothing() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a", HOST)
+    bench.move("a", DEVICE)
+    bench.lose(DEVICE)
+    bench.land()
+    assert bench.where("a") == {HOST}
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 2}
