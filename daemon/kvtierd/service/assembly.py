@@ -429,7 +429,7 @@ def described(devices: Devices) -> list[admin_pb2.DeviceStats]:
     return [
         admin_pb2.DeviceStats(kind=each.name)
         if each.name == STAND_IN
-        else admin_pb2.DeviceStats(kind="cuda", uuid=each.id)
+        else admin_pb2.DeviceStats(kind="cuda", name="lost", uuid=each.id)
         if (gpu := each.gpu) is None
         else admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
         for each in devices

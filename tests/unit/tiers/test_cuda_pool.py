@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,26 @@ def test_who_is_patient_gets_what_is_let_go_of_meanwhile(monkeypatch: pytest.Mon
     first = rig.gpu.create("first", 8 * MIB)
     monkeypatch.setattr("kvtierd.tiers.cuda.pool.time.sleep", lambda _: first.close())
     rig.gpu.create("second", 8 * MIB, patience_s=60.0).close()
+
+
+def test_a_device_that_does_not_answer_is_silent_and_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, asked, answer = Rig(), threading.Event(), threading.Event()
+
+    def memory() -> tuple[int, int]:
+        asked.set()
+        assert answer.wait(60)
+        return 0, 0
+
+    monkeypatch.setattr(rig.gpu.driver, "memory", memory)
+    monkeypatch.setattr("kvtierd.tiers.cuda.pool.SILENT_S", 0.01)
+    rig.gpu.watch()
+    assert asked.wait(60)
+    silent_s = rig.gpu.silent_s
+    while rig.gpu.silent_s <= silent_s:
+        pass
+    rig.gpu.close()
+    assert rig.bindings.STATE.left() == {"contexts": 1}, "a call may still use the context"
+    answer.set()
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"])
