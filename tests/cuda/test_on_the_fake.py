@@ -1,4 +1,4 @@
-"""Tests of the device tier, run again on the fake of NVIDIA's driver; on a GPU ``tests/gpu`` runs them."""
+"""Tests of the device tier, run again on the fake of NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from tests import devices
 from tests.sessions import Sessions
 
 SELECTIONS: Final[Mapping[str, str]] = {
-    "gpu/test_races": "copies_race or two_processes",
     "integration/test_torture": "every_byte_is_right and supervised",
-    "gpu/test_processes": "",
-    "gpu/test_memory": "larger or locked",
-    "gpu/test_pool_kept": "",
     "integration/test_across_groups": "acquired_is_held or behind_its_window or (oracle and 0)",
     "integration/test_edges": "",
     "integration/test_verbs": "acquire or reserve or commit or move or held or drop or locate or pieces or reader",
