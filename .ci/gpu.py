@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 from xml.etree import ElementTree
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -64,9 +64,9 @@ def _bench(*arguments: str) -> tuple[str, ...]:
     return ("-c", "from kvtier.cli import main; main()", "bench", "gpu", "-o", "json", "--device", device, *scaled)
 
 
-def _tests(*modules: str, on_gpus: Sequence[str] = ()) -> tuple[str, ...]:
-    """``on_gpus``: modules that ``make test-long`` runs on the fake."""
-    chosen = [f"tests/{module}.py" for module in (*modules, *(() if FAKE else on_gpus))]
+def _tests(*modules: str) -> tuple[str, ...]:
+    """On the fake without the integration tests, which ``make test-long`` runs on it."""
+    chosen = [f"tests/{module}.py" for module in modules if module.startswith("gpu/") or not FAKE]
     # tests/limits.py ends a test that hangs, and not the run with it.
     return ("-m", "pytest", *chosen, "-v", "-m", "not long", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0")
 
@@ -76,7 +76,7 @@ STEPS: Final = (
     Step(
         "bench-short",
         60,
-        "copies reach their goals",
+        "the speed of copies",
         "figures",
         _bench("--shape", "1", "65536", "--shape", "1", "1048576", "--rounds", "5"),
     ),
@@ -85,23 +85,23 @@ STEPS: Final = (
         120,
         "bytes are right over every edge",
         "tests",
-        _tests("gpu/test_kernels", "gpu/test_memory", on_gpus=("integration/test_edges", "integration/test_transfer")),
+        _tests("gpu/test_kernels", "gpu/test_memory", "integration/test_edges", "integration/test_transfer"),
     ),
     Step(
         "pool",
         90,
         "the pool outlives engine and daemon",
         "tests",
-        _tests("gpu/test_pool_kept", "gpu/test_processes", on_gpus=("integration/test_dead_clients",)),
+        _tests("gpu/test_pool_kept", "gpu/test_processes", "integration/test_dead_clients"),
     ),
     Step(
         "races",
         120,
         "bytes are right under chaos",
         "tests",
-        _tests("gpu/test_races", "gpu/test_sanitizer", on_gpus=("integration/test_torture",)),
+        _tests("gpu/test_races", "integration/test_torture", "gpu/test_sanitizer"),
     ),
-    Step("bench", 150, "copies reach their goals", "figures", _bench("--rounds", "40")),
+    Step("bench", 150, "the speed of copies", "figures", _bench("--rounds", "40")),
 )
 
 
@@ -161,11 +161,11 @@ def install() -> None:
 
 
 def commit() -> str:
-    """Empty where the sources came without their history."""
+    """``unknown`` where the sources came without their history."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return ""
+    return "unknown"
 
 
 def environment() -> dict[str, str]:
@@ -186,53 +186,56 @@ def environment() -> dict[str, str]:
 
 
 def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
-    """Runs a step, and kills it with all that it started if it takes longer. Its result, with a verdict in words."""
+    """Runs a step; if it takes longer, kills it with all that it started. Its verdict, and what it has found out."""
     began, at = time.monotonic(), log.stat().st_size if log.exists() else 0
-    with tempfile.TemporaryDirectory() as folder, log.open("a") as out:
+    with tempfile.TemporaryDirectory() as folder, log.open("ab") as out:
         result = Path(folder) / "result"
-        command = [sys.executable, "-X", "faulthandler", *step.arguments]
-        command += [f"--junitxml={result}"] if step.kind == "tests" else []
-        mark = f"{step.name}-{os.getpid()}"
-        with result.open("w") as answer:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment() | {MARK: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=out if step.kind == "tests" else answer,
-                stderr=out,
-                start_new_session=True,
-            )
-        try:
-            hung = not _ends(process, limit_s)
-        finally:
-            end_all(mark)
-        status = process.wait()
-        failed = f"status {status}" if status else ""
+        status = _status(step, limit_s, result, out)
+        failed = (
+            "" if status == 0 else f"killed after {limit_s:.0f} s" if status is None else f"failed: status {status}"
+        )
         try:
             read = READERS[step.kind](result.read_text())
         except (ValueError, ElementTree.ParseError) as error:
-            read, failed = {}, failed or f"its result is no {step.kind}: {error}"
-    if not failed and "passed" not in read.get("tests", {"": "passed"}).values():
-        failed = "nothing was tested"
-    verdict = f"killed after {limit_s:.0f} s" if hung else f"failed: {failed}" if failed else "passed"
-    output = {} if verdict == "passed" else {"output": log.read_text()[at:][-_TOLD:]}
-    return {"verdict": verdict, "seconds": round(time.monotonic() - began, 1), **read, **output}
+            read, failed = {}, failed or f"failed: its result is no {step.kind}: {error}"
+    if "passed" not in read.get("tests", {"": "passed"}).values():
+        failed = failed or "failed: nothing was tested"
+    said = log.read_bytes()[at:][-_TOLD:].decode(errors="replace")
+    seconds = round(time.monotonic() - began, 1)
+    return {"verdict": failed or "passed", "seconds": seconds, **read, **({"output": said} if failed else {})}
 
 
-def _ends(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Whether it does in time. If not, it is interrupted, to tell where it hangs."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(limit_s)
-        return True
-    process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_S)
-    return False
+def _status(step: Step, limit_s: float, result: Path, log: IO[bytes]) -> int | None:
+    """Exit status; None if it takes longer. Then it is interrupted, to tell where it hangs, and killed."""
+    mark = f"{step.name}-{os.getpid()}"
+    command = [sys.executable, "-X", "faulthandler", *step.arguments]
+    command += [f"--junitxml={result}"] if step.kind == "tests" else []
+    with result.open("wb") as answer:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment() | {MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=log if step.kind == "tests" else answer,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(limit_s)
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        end_all(mark)
 
 
 def end_all(mark: str) -> None:
-    """Kills every process that has this mark, until there is none."""
+    """Kills every process that has this mark, in sessions of their own, too."""
     while pids := list(_marked(f"{MARK}={mark}".encode())):
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -262,7 +265,8 @@ def _test_cases(text: str) -> dict[str, Any]:
     for case in ElementTree.fromstring(text or "<none/>").iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         ends = [end for end in case if end.tag in ("failure", "error", "skipped")]
-        tests[name] = f"{ends[0].tag}: {ends[0].get('message', '')}" if ends else "passed"
+        said = ends[0].get("message", "").partition("\n")[0] if ends else ""
+        tests[name] = f"{ends[0].tag}: {said}" if ends else "passed"
         told += [f"{name}: {each.get('value')}" for each in case.iter("property") if each.get("name") == "told"]
     return {"tests": tests, "told": told}
 
@@ -293,8 +297,8 @@ def hour(steps: Sequence[Step], budget_s: float, kept: Mapping[str, Any], out: P
 
     A step may take its own limit, but no more than half of what is left: a step that hangs leaves time to others.
     """
-    report: dict[str, Any] = {"fake": FAKE, "budget_s": budget_s, "commit": commit(), "steps": dict(kept), "go_on": ""}
-    failed = []
+    when, device, failed = datetime.now(UTC).isoformat(timespec="seconds"), "", list[str]()
+    report: dict[str, Any] = {"fake": FAKE, "when": when, "steps": dict(kept), "go_on": ""}
     for step in steps:
         left = budget_s - _GRACE_S - (time.monotonic() - began)
         limit_s = min(step.limit_s, left if step is steps[-1] else left / 2)
@@ -308,8 +312,8 @@ def hour(steps: Sequence[Step], budget_s: float, kept: Mapping[str, Any], out: P
             failed.append(step.name)
             if found["verdict"].startswith("killed") and limit_s < step.limit_s:
                 report["go_on"] = report["go_on"] or step.name
-        report["when"] = datetime.now(UTC).isoformat(timespec="seconds")
-        report["steps"][step.name] = found | {"shows": step.shows, "when": report["when"], "commit": report["commit"]}
+        device = found.get("facts", {}).get("device", device)
+        report["steps"][step.name] = found | {"shows": step.shows, "when": when, "on": f"{device}, {commit()}"}
         write(report, out)
     write(report, out)
     ends = f"failed: {', '.join(failed)}" if failed else "all that ran passed"
@@ -328,19 +332,19 @@ def write(report: Mapping[str, Any], out: Path) -> None:
 def markdown(report: Mapping[str, Any]) -> str:
     """As docs/benchmarks.md has it."""
     steps = report["steps"]
-    facts = next((step["facts"] for step in steps.values() if "facts" in step), {})
+    facts: dict[str, str] = next((step["facts"] for step in steps.values() if "facts" in step), {})
     host = ", ".join(facts[name] for name in ("device", "driver", "cuda", "packages") if name in facts)
     where = "the fake driver (no figure here is a GPU's)" if report["fake"] else "a GPU"
-    lines = [f"Last run on {where}: {report.get('when', '')[:10]}, {host}, commit {report['commit'] or 'unknown'}", ""]
-    rows = [[name, *(step[key] for key in ("shows", "verdict", "seconds", "commit"))] for name, step in steps.items()]
-    lines += _table(["step", "shows", "result", "seconds", "commit"], rows)
+    lines = [f"Last run on {where}: {report['when'][:10]}, {host}, commit {commit()}", ""]
+    rows = [[name, *(step[key] for key in ("shows", "verdict", "seconds", "on"))] for name, step in steps.items()]
+    lines += [*_table(["step", "shows", "result", "seconds", "on"], rows), ""]
     for name, step in steps.items():
         lines += [f"- {name}: {each} {end}" for each, end in step.get("tests", {}).items() if end != "passed"]
         lines += [f"- {name}: {each}" for each in step.get("told", [])]
     for name, step in steps.items():
         if figures := step.get("figures"):
             columns = ["pools", "bytes in each", "blocks", "MiB/s", "bare", "ratio", "goal"]
-            lines += ["", *_table([f"{name}{', on the fake' * report['fake']}", *columns], map(_row, figures))]
+            lines += ["", *_table([f"{name}, {step['on']}", *columns], map(_row, figures))]
     return "\n".join([*lines, "", *_table(["host", ""], facts.items()), ""])
 
 

@@ -38,7 +38,7 @@ _BYTE: Final = 0xA5
 _MODES: Final = {0: "default", 2: "prohibited", 3: "exclusive process"}
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SO_PEERPIDFD: Final = 77
-_WAIT_S: Final = 10.0
+_WAIT_S: Final = 5.0
 
 
 def packages(driver: Driver) -> str:
@@ -121,9 +121,9 @@ def export(driver: Driver, sock: socket.socket) -> None:
 
 def page_lock(driver: Driver, *, direct: bool) -> str:
     """Page-locks a memfd, as the host tier is, and has the device write into it, or a file on disk."""
-    with _memfd() as fd, mmap.mmap(fd, NBYTES) as view:
-        array = (ctypes.c_char * NBYTES).from_buffer(view)
-        address = Address(ctypes.addressof(array))
+    with _memfd() as fd:
+        view = mmap.mmap(fd, NBYTES)  # until the process ends: a refusal must not hide behind an export of it
+        address = Address(ctypes.addressof(ctypes.c_char.from_buffer(view)))
         driver.register(address, NBYTES)
         try:
             if direct:
@@ -135,7 +135,6 @@ def page_lock(driver: Driver, *, direct: bool) -> str:
             return _yes(os.pread(fd, NBYTES, 0) == bytes([_BYTE]) * NBYTES, "others see wrong bytes in it")
         finally:
             driver.unregister(address)
-            del array
 
 
 def staging(driver: Driver) -> str:

@@ -88,7 +88,7 @@ def test_without_time_no_step_is_started(hour):
 
 
 def report_of(verdict):
-    return {"verdict": verdict, "seconds": 1.0, "shows": "", "commit": ""}
+    return {"verdict": verdict, "seconds": 1.0, "shows": "", "on": ""}
 
 
 @pytest.mark.parametrize(
