@@ -49,59 +49,29 @@ _TOLD: Final = 4000
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """``limit_s``: the most it may take. ``kind``: whether its result is ``facts``, ``figures`` or ``tests``."""
+    """``limit_s``: the most it may take. ``tests``: arguments of pytest; on the fake without tests/integration, which
+    ``make test-long`` runs on it."""
 
     name: str
     limit_s: float
     shows: str
-    kind: str
-    arguments: tuple[str, ...]
+    tests: str
 
 
-def _bench(*arguments: str) -> tuple[str, ...]:
-    scaled = ("--shape", "1", "65536", "--batch-mib", "1", "--rounds", "1") if FAKE else arguments
-    device = "cuda" if FAKE else DEVICE
-    return ("-c", "from kvtier.cli import main; main()", "bench", "gpu", "-o", "json", "--device", device, *scaled)
-
-
-def _tests(*modules: str) -> tuple[str, ...]:
-    """On the fake without the integration tests, which ``make test-long`` runs on it."""
-    chosen = [f"tests/{module}.py" for module in modules if module.startswith("gpu/") or not FAKE]
-    # tests/limits.py ends a test that hangs, and not the run with it.
-    return ("-m", "pytest", *chosen, "-v", "-m", "not long", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0")
-
-
+_EDGES: Final = "tests/integration/test_edges.py tests/integration/test_transfer.py"
 STEPS: Final = (
-    Step("host", 20, "what the host can do", "facts", ("-m", "tests.gpu.host")),
+    Step("host", 20, "what the host can do", "tests/gpu/test_host.py"),
+    Step("bench-short", 60, "the speed of copies", "tests/gpu/test_bench.py -k short"),
+    Step("bytes", 120, "right bytes over every edge", f"tests/gpu/test_kernels.py tests/gpu/test_memory.py {_EDGES}"),
     Step(
-        "bench-short",
-        60,
-        "the speed of copies",
-        "figures",
-        _bench("--shape", "1", "65536", "--shape", "1", "1048576", "--rounds", "5"),
+        *("pool", 90, "a pool that outlives engine and daemon"),
+        "tests/gpu/test_pool_kept.py tests/gpu/test_processes.py tests/integration/test_dead_clients.py",
     ),
     Step(
-        "bytes",
-        120,
-        "bytes are right over every edge",
-        "tests",
-        _tests("gpu/test_kernels", "gpu/test_memory", "integration/test_edges", "integration/test_transfer"),
+        *("races", 120, "right bytes under chaos"),
+        "tests/gpu/test_races.py tests/integration/test_torture.py tests/gpu/test_sanitizer.py",
     ),
-    Step(
-        "pool",
-        90,
-        "the pool outlives engine and daemon",
-        "tests",
-        _tests("gpu/test_pool_kept", "gpu/test_processes", "integration/test_dead_clients"),
-    ),
-    Step(
-        "races",
-        120,
-        "bytes are right under chaos",
-        "tests",
-        _tests("gpu/test_races", "integration/test_torture", "gpu/test_sanitizer"),
-    ),
-    Step("bench", 150, "the speed of copies", "figures", _bench("--rounds", "40")),
+    Step("bench", 150, "the speed of copies", "tests/gpu/test_bench.py -k long"),
 )
 
 
@@ -189,37 +159,32 @@ def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
     """Runs a step; if it takes longer, kills it with all that it started. Its verdict, and what it has found out."""
     began, at = time.monotonic(), log.stat().st_size if log.exists() else 0
     with tempfile.TemporaryDirectory() as folder, log.open("ab") as out:
-        result = Path(folder) / "result"
-        status = _status(step, limit_s, result, out)
-        failed = (
-            "" if status == 0 else f"killed after {limit_s:.0f} s" if status is None else f"failed: status {status}"
-        )
-        try:
-            read = READERS[step.kind](result.read_text())
-        except (ValueError, ElementTree.ParseError) as error:
-            read, failed = {}, failed or f"failed: its result is no {step.kind}: {error}"
-    if "passed" not in read.get("tests", {"": "passed"}).values():
-        failed = failed or "failed: nothing was tested"
+        status = _status(step, limit_s, Path(folder) / "junit.xml", out)
+        found = _found(Path(folder) / "junit.xml")
+    failed = "" if status == 0 else f"killed after {limit_s:.0f} s" if status is None else f"failed: status {status}"
+    if not failed and "passed" not in found["tests"].values():
+        failed = "failed: nothing was tested"
     said = log.read_bytes()[at:][-_TOLD:].decode(errors="replace")
     seconds = round(time.monotonic() - began, 1)
-    return {"verdict": failed or "passed", "seconds": seconds, **read, **({"output": said} if failed else {})}
+    return {"verdict": failed or "passed", "seconds": seconds, **found, **({"output": said} if failed else {})}
 
 
-def _status(step: Step, limit_s: float, result: Path, log: IO[bytes]) -> int | None:
+def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int | None:
     """Exit status; None if it takes longer. Then it is interrupted, to tell where it hangs, and killed."""
     mark = f"{step.name}-{os.getpid()}"
-    command = [sys.executable, "-X", "faulthandler", *step.arguments]
-    command += [f"--junitxml={result}"] if step.kind == "tests" else []
-    with result.open("wb") as answer:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment() | {MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=log if step.kind == "tests" else answer,
-            stderr=log,
-            start_new_session=True,
-        )
+    tests = [each for each in step.tests.split() if not (FAKE and each.startswith("tests/integration"))]
+    # tests/limits.py ends a test that hangs, and not the run with it.
+    options = ["-v", "-m", "not long", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+    options += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-m", "pytest", *tests, *options],
+        cwd=ROOT,
+        env=environment() | {MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
     try:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(limit_s)
@@ -250,34 +215,31 @@ def _marked(mark: bytes) -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-def _facts(text: str) -> dict[str, Any]:
-    return {"facts": dict(json.loads(line) for line in text.splitlines() if line.endswith("]"))}
-
-
-def _figures(text: str) -> dict[str, Any]:
-    """Empty if it was killed: the bench prints all at its end."""
-    figures = json.loads(text or "[]")
-    return {"figures": [figure | ({"name": f"fake {figure['name']}"} if FAKE else goal(figure)) for figure in figures]}
-
-
-def _test_cases(text: str) -> dict[str, Any]:
-    tests, told = {}, []
-    for case in ElementTree.fromstring(text or "<none/>").iter("testcase"):
+def _found(junit: Path) -> dict[str, Any]:
+    """How each test ended, with what they told: lines, facts by name, and figures. Nothing if pytest was killed."""
+    tests, told, facts, figures = dict[str, str](), list[str](), dict[str, str](), list[dict[str, Any]]()
+    for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         ends = [end for end in case if end.tag in ("failure", "error", "skipped")]
         said = ends[0].get("message", "").partition("\n")[0] if ends else ""
         tests[name] = f"{ends[0].tag}: {said}" if ends else "passed"
-        told += [f"{name}: {each.get('value')}" for each in case.iter("property") if each.get("name") == "told"]
-    return {"tests": tests, "told": told}
+        for kind, value in ((each.get("name", ""), each.get("value", "")) for each in case.iter("property")):
+            if kind == "told":
+                told.append(f"{name}: {value}")
+            elif kind == "figure":
+                figures.append(judged(json.loads(value)))
+            else:
+                facts[kind] = value
+    return {"tests": tests, "told": told, "facts": facts, "figures": figures}
 
 
-READERS: Final = {"facts": _facts, "figures": _figures, "tests": _test_cases}
-
-
-def goal(figure: Mapping[str, Any]) -> dict[str, Any]:
+def judged(figure: dict[str, Any]) -> dict[str, Any]:
+    """A figure with its goal, if it has one. None of the fake has."""
     params = figure["params"]
     least = GOALS.get(params["piece_bytes"]) if params["pools"] == 1 and params["blocks"] > 1 else None
-    return {} if least is None else {"goal": least, "verdict": "met" if figure["ratio"] >= least else "MISSED"}
+    if FAKE:
+        return figure | {"name": f"fake {figure['name']}"}
+    return figure if least is None else figure | {"goal": f"{least} {'met' if figure['ratio'] >= least else 'MISSED'}"}
 
 
 # All steps. -----------------------------------------------------------------------------------------------------------
@@ -310,16 +272,15 @@ def hour(steps: Sequence[Step], budget_s: float, kept: Mapping[str, Any], out: P
         print(found.get("output", "") + f"gpu: {step.name}: {found['verdict']}, {found['seconds']} s", flush=True)
         if found["verdict"] != "passed":
             failed.append(step.name)
-            if found["verdict"].startswith("killed") and limit_s < step.limit_s:
-                report["go_on"] = report["go_on"] or step.name
-        device = found.get("facts", {}).get("device", device)
+        if found["verdict"].startswith("killed"):
+            report["go_on"] = report["go_on"] or step.name
+        device = found["facts"].get("device", device)
         report["steps"][step.name] = found | {"shows": step.shows, "when": when, "on": f"{device}, {commit()}"}
         write(report, out)
     write(report, out)
     ends = f"failed: {', '.join(failed)}" if failed else "all that ran passed"
-    print(
-        f"gpu: {ends}; {out}/gpu-hour.md" + (f"; go on with KVTIER_GPU_FROM={report['go_on']}" * bool(report["go_on"]))
-    )
+    go_on = f"; go on with KVTIER_GPU_FROM={report['go_on']}" if report["go_on"] else ""
+    print(f"gpu: {ends}; {out}/gpu-hour.md{go_on}")
     return int(bool(failed))
 
 
@@ -331,27 +292,26 @@ def write(report: Mapping[str, Any], out: Path) -> None:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """As docs/benchmarks.md has it."""
-    steps = report["steps"]
-    facts: dict[str, str] = next((step["facts"] for step in steps.values() if "facts" in step), {})
-    host = ", ".join(facts[name] for name in ("device", "driver", "cuda", "packages") if name in facts)
+    steps: Mapping[str, Any] = report["steps"]
+    facts = {fact: value for step in steps.values() for fact, value in step["facts"].items()}
+    host = ", ".join(f"{name} {facts[name]}" for name in ("device", "driver", "CUDA", "packages") if name in facts)
     where = "the fake driver (no figure here is a GPU's)" if report["fake"] else "a GPU"
     lines = [f"Last run on {where}: {report['when'][:10]}, {host}, commit {commit()}", ""]
     rows = [[name, *(step[key] for key in ("shows", "verdict", "seconds", "on"))] for name, step in steps.items()]
     lines += [*_table(["step", "shows", "result", "seconds", "on"], rows), ""]
     for name, step in steps.items():
-        lines += [f"- {name}: {each} {end}" for each, end in step.get("tests", {}).items() if end != "passed"]
-        lines += [f"- {name}: {each}" for each in step.get("told", [])]
+        ends = [f"{each}: {end}" for each, end in step["tests"].items() if end != "passed" or name == "host"]
+        lines += [f"- {name}: {each}" for each in ends + step["told"]]
+    columns = ["pools", "bytes in each", "blocks", "MiB/s", "bare", "ratio", "goal"]
     for name, step in steps.items():
-        if figures := step.get("figures"):
-            columns = ["pools", "bytes in each", "blocks", "MiB/s", "bare", "ratio", "goal"]
-            lines += ["", *_table([f"{name}, {step['on']}", *columns], map(_row, figures))]
+        if step["figures"]:
+            lines += ["", *_table([f"{name}, {step['on']}", *columns], map(_row, step["figures"]))]
     return "\n".join([*lines, "", *_table(["host", ""], facts.items()), ""])
 
 
 def _row(figure: Mapping[str, Any]) -> list[Any]:
-    goal = f"{figure['goal']} {figure['verdict']}" if "goal" in figure else ""
     rates = [f"{figure[name]:,.0f}" for name in ("value", "floor")]
-    return [figure["name"], *figure["params"].values(), *rates, f"{figure['ratio']:.2f}", goal]
+    return [figure["name"], *figure["params"].values(), *rates, f"{figure['ratio']:.2f}", figure.get("goal", "")]
 
 
 def _table(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> list[str]:
@@ -371,9 +331,9 @@ def main(arguments: Sequence[str]) -> int:
     steps = chosen(STEPS, first, only)
     OUT.mkdir(parents=True, exist_ok=True)
     report = OUT / "gpu-hour.json"
-    kept = json.loads(report.read_text())["steps"] if (first or only) and report.exists() else {}
+    known: dict[str, Any] = json.loads(report.read_text()) if (first or only) and report.exists() else {"fake": None}
     install()
-    return hour(steps, float(seconds or 540), kept, OUT, began)
+    return hour(steps, float(seconds or 540), known["steps"] if known["fake"] is FAKE else {}, OUT, began)
 
 
 if __name__ == "__main__":

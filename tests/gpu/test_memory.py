@@ -91,13 +91,13 @@ async def test_a_daemon_goes_on_when_others_take_all_memory_of_its_device(short_
             cache = await client.open_cache("race", SPEC, budgets=SIZES)
             await store(cache, range(4))
             with everything_else(device) as taken:
-                tell(f"{taken >> 20} MiB taken, {device.memory()[0] >> 20} MiB free")
+                tell.append(f"{taken >> 20} MiB taken, {device.memory()[0] >> 20} MiB free")
                 with pytest.raises(KvtierError) as short:
                     await client.open_cache("another", SPEC, budgets={Tier.DEVICE: _ANOTHER_BYTES})
                 assert short.value.reason == "NO_MEMORY", short.value
                 with Actor("fetch", module="tests.gpu.players", address=daemon.address, chains=[0, 1]) as late:
                     got = await asyncio.to_thread(late.says, 3 * PATIENCE_S)
-                tell(f"a process that comes then: {got}")
+                tell.append(f"a process that comes then: {got}")
                 assert (got["blocks"], got["wrong"]) == (2 * CHAIN_BLOCKS, 0)
                 await store(cache, range(4, 8))
                 await assert_right(cache, range(8), Tier.DEVICE)
@@ -123,7 +123,7 @@ async def test_a_working_set_larger_than_device_and_host(short_dir, device, tell
                 assert sum(wrong() for wrong in checks) == 0, f"chain {number}"
             stats = await cache_stats(client, "race")
     assert (stats.blocks, stats.removed) == (chains * CHAIN_BLOCKS, 0)
-    tell(", ".join(f"{edge.edge} {edge.blocks}" for edge in stats.edges))
+    tell.append(", ".join(f"{edge.edge} {edge.blocks}" for edge in stats.edges))
 
 
 async def test_a_host_tier_is_page_locked_in_the_background(short_dir, tell):
@@ -144,7 +144,7 @@ async def test_a_host_tier_is_page_locked_in_the_background(short_dir, tell):
             await eventually(work, lambda log: "host memory is page-locked" in log, within=9 * PATIENCE_S)
             took = asyncio.get_running_loop().time() - began
             await swap(client, cache)
-            tell(f"{nbytes >> 20} MiB within {took:.1f} s, {rounds} rounds of swaps meanwhile")
+            tell.append(f"{nbytes >> 20} MiB within {took:.1f} s, {rounds} rounds of swaps meanwhile")
             assert (await client.stats()).problems == ()
 
 

@@ -43,7 +43,7 @@ async def test_blocks_on_the_device_outlive_the_daemon(short_dir, device, end, t
             assert all(map(np.array_equal, await cache.get(IN_HOST, tier=Tier.HOST), blocks))
             if NOT_ADOPTED in daemon.log:
                 (line,) = [line for line in daemon.log.splitlines() if NOT_ADOPTED in line]
-                tell(f"the driver gives the pool to no other process: {line}")
+                tell.append(f"the driver gives the pool to no other process: {line}")
                 assert (await cache.match(ON_DEVICE)).blocks == 0
             else:
                 assert [place.residency for place in await cache.locate(ON_DEVICE)] == [Tier.DEVICE.bit] * 6
@@ -51,7 +51,7 @@ async def test_blocks_on_the_device_outlive_the_daemon(short_dir, device, end, t
                 checks = [at.check(held.view(index), key, stream) for index, key in enumerate(held.keys)]
                 await held.release(stream=stream)
                 assert sum(wrong() for wrong in checks) == 0
-                tell("the next daemon has the pool as it was")
+                tell.append("the next daemon has the pool as it was")
         assert await asyncio.to_thread(daemon.stop) == 0
     finally:
         daemon.close()

@@ -55,7 +55,7 @@ async def race(daemon, device, tell):
         tally = await engines.run(ENGINES, TURNS)
         edges = await swapped(daemon)
         if all(tally[deed] for deed in DEEDS) and all(edges.get(edge) for edge in EDGES):
-            tell(f"{dict(tally)}; {edges}")
+            tell.append(f"{dict(tally)}; {edges}")
             return tally
     raise AssertionError(f"{tally}, {edges}")
 
@@ -71,7 +71,7 @@ async def test_kernels_of_two_processes_race_the_copies(daemon, device, tell):
         await Race(daemon.address, kernels(device, SEED), SEED).run(ENGINES, TURNS)
         theirs = Counter(await asyncio.to_thread(actor.says, _END_S))
     assert theirs["written"] and theirs["checked on the device"]
-    tell(f"the other process: {dict(theirs)}")
+    tell.append(f"the other process: {dict(theirs)}")
     await race(daemon, device, tell)
 
 

@@ -35,7 +35,6 @@ async def gpu(
     """Moves 8 to 1,024 blocks each way, and one block.
 
     Args:
-        shapes: pools of a block, and bytes in each.
         settle_s: how long a cache is used before it is measured, while its host memory is page-locked.
 
     Raises:

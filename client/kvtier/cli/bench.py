@@ -128,23 +128,11 @@ def scale(rounds: int, disk_dir: Path | None, form: str) -> None:
 
 @bench.command()
 @click.option("--device", default="cuda", show_default=True, metavar="NAME", help="cuda, cuda:1 or GPU-<uuid>.")
-@click.option(
-    "--shape",
-    "shapes",
-    type=(click.IntRange(min=1), click.IntRange(min=4096)),
-    multiple=True,
-    default=gpu_bench.SHAPES,
-    metavar="POOLS BYTES",
-    help="Pools of a block, and bytes in each.  Repeatable.  [default: six shapes]",
-)
-@click.option(
-    "--batch-mib", type=click.IntRange(min=1), default=256, show_default=True, help="Of many blocks that are moved."
-)
 @_ROUNDS
 @_OUTPUT
-def gpu(device: str, shapes: tuple[tuple[int, int], ...], batch_mib: int, rounds: int, form: str) -> None:
+def gpu(device: str, rounds: int, form: str) -> None:
     """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
-    tell(gpu_bench.gpu(device, shapes, batch_mib << 20, rounds, settle_s=batch_mib / 128), form)
+    tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
 
 
 @bench.command()
