@@ -11,12 +11,11 @@ help:
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
 	@echo "make test-engines  kvtier in real engines on the CPU; ENGINES=DIR takes their environment from there"
-	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
-	@echo "make gpu-bench  kvtier bench gpu, likewise"
+	@echo "make gpu-hour   what kvtier does on a GPU, in steps: no network, no .venv, what gpu-wheels carried"
 	@echo "make systemd-vm the systemd unit under a real systemd, in a virtual machine; as root on Debian"
 	@echo "make deb        a Debian package, in dist"
 	@echo "make image      a container image, kvtier:0.1.0; by buildah, from Docker's Python"
-	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-test"
+	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-hour"
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
 	@echo "make format     ruff format and ruff's safe fixes"
 	@echo "make docs       the pages and the API reference as a site, in .site; every link is checked"
@@ -72,9 +71,14 @@ WORKERS := -n 3 --dist loadfile
 test: check
 	$(PYTHON) -m pytest $(WORKERS)
 
+# Of tests/integration, what uses the device tier. Those of tests/gpu run on the fake in make test.
+ON_THE_FAKE := $(addprefix tests/integration/test_,$(addsuffix .py,across_groups dead_clients edges model_kinds policies \
+	restart supervise torture transfer two_clients verbs))
+
 .PHONY: test-long
 test-long: check
 	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
+	KVTIER_TEST_DEVICE=fake $(PYTHON) -m pytest $(WORKERS) $(ON_THE_FAKE)
 	$(MAKE) docs
 	$(MAKE) test-engines
 	$(MAKE) systemd-vm
@@ -91,14 +95,10 @@ ENGINES ?= .venv-engines
 test-engines: .venv/.stamp $(if $(filter .venv-engines,$(ENGINES)),.venv-engines/.stamp)
 	KVTIER_ENGINES=$(abspath $(ENGINES)) $(PYTHON) -m pytest tests/engines -m engines
 
-# On the host with the GPU. GPU_TESTS: arguments of pytest; GPU_BENCH: of kvtier bench gpu.
-.PHONY: gpu-test
-gpu-test:
-	@$(GPU_PYTHON) .ci/gpu.py test $(GPU_TESTS)
-
-.PHONY: gpu-bench
-gpu-bench:
-	@$(GPU_PYTHON) .ci/gpu.py bench $(GPU_BENCH)
+# On the host with the GPU; docs/gpu.md names the variables.
+.PHONY: gpu-hour
+gpu-hour:
+	@$(GPU_PYTHON) .ci/gpu.py hour
 
 .PHONY: gpu-wheels
 gpu-wheels: .venv/.stamp

@@ -1,35 +1,78 @@
-"""Runs tests/gpu, or ``kvtier bench gpu``, on a host with a GPU, without a network and without a virtual environment.
+"""Proves kvtier on a host with a GPU, in steps and in a given time: without a network, without a virtual environment.
 
-``gpu.py wheels``, where there is a network: carries into .whl/ what such a host lacks. ``gpu.py test [ARGUMENTS]`` (of
-pytest) and ``gpu.py bench [ARGUMENTS]``, on the host: by the Python that its torch is installed for. The bench ends
-with a table of its goals.
+``gpu.py wheels``, where there is a network: carries into .whl/ what such a host lacks. ``gpu.py hour``, on the host, by
+the Python that its torch is installed for: runs the steps and writes gpu-hour.md, gpu-hour.json and gpu-hour.log.
 """
+
+from __future__ import annotations
 
 import ctypes
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
+from xml.etree import ElementTree
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 WHEELS: Final = ROOT / ".whl"
 SITE: Final = ROOT / "build" / "gpu-site"
+OUT: Final = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-hour")
 PYTHON: Final = "3.12"
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 HOSTS: Final = frozenset({"torch", "numpy"})
 """Packages that the host has, as it has NVIDIA's bindings."""
 TOOLS: Final = frozenset({"hypothesis", "pytest", "pytest-asyncio"})
-NEEDED: Final = ("torch", "numpy", "cuda.bindings", "lmdb", "grpc", "pydantic_settings", "pytest", "pytest_asyncio")
-LIMIT_S: Final = os.environ.get("KVTIER_GPU_SECONDS") or "450"
-"""Of a run. Then it is interrupted, so that it says what it has seen: a GPU may be lent for minutes."""
+DEVICE: Final = os.environ.get("KVTIER_TEST_DEVICE") or "cuda:0"
+FAKE: Final = DEVICE == "fake"
+MARK: Final = "KVTIER_GPU_STEP"
+"""In the environment of all that a step starts."""
 GOALS: Final = {64 << 10: 0.85, 1 << 20: 0.95}
 """Least share of bare copies that moves of many blocks of one pool reach, by the bytes of a block."""
+LEAST_S: Final = 4.0
+"""With less time no step is started."""
+_GRACE_S: Final = 5.0
+_TOLD: Final = 4000
+"""Characters of a step's output that are told if it fails."""
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """``limit_s``: the most it may take. ``tests``: arguments of pytest; on the fake without tests/integration, which
+    ``make test-long`` runs on it."""
+
+    name: str
+    limit_s: float
+    shows: str
+    tests: str
+
+
+_EDGES: Final = "tests/integration/test_edges.py tests/integration/test_transfer.py"
+STEPS: Final = (
+    Step("host", 20, "what the host can do", "tests/gpu/test_host.py"),
+    Step("bench-short", 60, "the speed of copies", "tests/gpu/test_bench.py -k short"),
+    Step("bytes", 120, "right bytes over every edge", f"tests/gpu/test_kernels.py tests/gpu/test_memory.py {_EDGES}"),
+    Step(
+        *("pool", 90, "a pool that outlives engine and daemon"),
+        "tests/gpu/test_pool_kept.py tests/gpu/test_processes.py tests/integration/test_dead_clients.py",
+    ),
+    Step(
+        *("races", 120, "right bytes under chaos"),
+        "tests/gpu/test_races.py tests/integration/test_torture.py tests/gpu/test_sanitizer.py",
+    ),
+    Step("bench", 150, "the speed of copies", "tests/gpu/test_bench.py -k long"),
+)
 
 
 def wanted() -> list[str]:
@@ -69,23 +112,38 @@ def last_run() -> str:
     return found[1] if found else "docs/benchmarks.md does not say"
 
 
+def carried() -> list[str]:
+    """Wheels for the Python that runs this."""
+    fits = f"{sys.version_info.major}.{sys.version_info.minor}" == PYTHON
+    return sorted(map(str, WHEELS.glob("*.whl"))) if fits else []
+
+
 def install() -> None:
     """Installs the carried wheels into SITE, and lets kvtier, which runs from its sources, find its own version."""
-    shutil.rmtree(SITE, ignore_errors=True)
-    if wheels := sorted(map(str, WHEELS.glob("*.whl"))):
+    if wheels := carried():
+        shutil.rmtree(SITE, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
         subprocess.run([*command, "--target", str(SITE), *wheels], check=True)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    metadata = SITE / f"kvtier-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: kvtier\nVersion: {version}\n")
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        metadata = SITE / f"kvtier-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: kvtier\nVersion: {version}\n")
+
+
+def commit() -> str:
+    """``unknown`` where the sources came without their history."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return "unknown"
 
 
 def environment() -> dict[str, str]:
-    paths = [SITE, ROOT / "client", ROOT / "daemon", ROOT, os.environ.get("PYTHONPATH", "")]
+    first = [ROOT / "tests" / "fakes"] * FAKE + [SITE] * bool(carried())
+    paths = [*first, ROOT / "client", ROOT / "daemon", ROOT, os.environ.get("PYTHONPATH", "")]
     # The host's plugins of pytest are of other versions; and its own packages may warn of this and that.
     return os.environ | {
-        "KVTIER_TEST_DEVICE": os.environ.get("KVTIER_TEST_DEVICE") or "cuda:0",
+        "KVTIER_TEST_DEVICE": DEVICE,
         "PYTEST_ADDOPTS": f"-o filterwarnings=default {os.environ.get('PYTEST_ADDOPTS', '')}",
         "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths))),
         "PYTHONUNBUFFERED": "1",
@@ -94,49 +152,188 @@ def environment() -> dict[str, str]:
     }
 
 
-def works(arguments: Sequence[str]) -> list[str]:
-    if arguments[0] == "bench":
-        return ["-c", "from kvtier.cli import main; main()", "bench", "gpu", "-o", "json", *arguments[1:]]
+# A step. -------------------------------------------------------------------------------------------------------------
+
+
+def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
+    """Runs a step; if it takes longer, kills it with all that it started. Its verdict, and what it has found out."""
+    began, at = time.monotonic(), log.stat().st_size if log.exists() else 0
+    with tempfile.TemporaryDirectory() as folder, log.open("ab") as out:
+        status = _status(step, limit_s, Path(folder) / "junit.xml", out)
+        found = _found(Path(folder) / "junit.xml")
+    failed = "" if status == 0 else f"killed after {limit_s:.0f} s" if status is None else f"failed: status {status}"
+    if not failed and "passed" not in found["tests"].values():
+        failed = "failed: nothing was tested"
+    said = log.read_bytes()[at:][-_TOLD:].decode(errors="replace")
+    seconds = round(time.monotonic() - began, 1)
+    return {"verdict": failed or "passed", "seconds": seconds, **found, **({"output": said} if failed else {})}
+
+
+def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int | None:
+    """Exit status; None if it takes longer. Then it is interrupted, to tell where it hangs, and killed."""
+    mark = f"{step.name}-{os.getpid()}"
+    tests = [each for each in step.tests.split() if not (FAKE and each.startswith("tests/integration"))]
     # tests/limits.py ends a test that hangs, and not the run with it.
-    options = ["-v", "--durations=10", "-o", "faulthandler_timeout=0"]
-    return ["-m", "pytest", "tests/gpu", "-m", "gpu", *options, *arguments[1:]]
+    options = ["-v", "-m", "not long", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+    options += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-m", "pytest", *tests, *options],
+        cwd=ROOT,
+        env=environment() | {MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(limit_s)
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        end_all(mark)
 
 
-def goals(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each figure that has a goal: figure, bytes of a block, goal, ratio and verdict."""
-    lines = ["figure           block  goal  measured"]
-    for result in results:
-        params, ratio = result["params"], result["ratio"]
-        goal = GOALS.get(params["piece_bytes"]) if params["pools"] == 1 and params["blocks"] > 1 else None
-        if goal is not None:
-            verdict = "met" if ratio >= goal else "MISSED"
-            size = f"{params['piece_bytes'] >> 10} KiB"
-            lines.append(f"{result['name']:15}{size:>9}  {goal:.2f}  {ratio:8.2f}  {verdict}")
-    return lines
+def end_all(mark: str) -> None:
+    """Kills every process that has this mark, in sessions of their own, too."""
+    while pids := list(_marked(f"{MARK}={mark}".encode())):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: bytes) -> Iterator[int]:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if mark in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
+
+
+def _found(junit: Path) -> dict[str, Any]:
+    """How each test ended, with what they told: lines, facts by name, and figures. Nothing if pytest was killed."""
+    tests, told, facts, figures = dict[str, str](), list[str](), dict[str, str](), list[dict[str, Any]]()
+    for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        ends = [end for end in case if end.tag in ("failure", "error", "skipped")]
+        said = ends[0].get("message", "").partition("\n")[0] if ends else ""
+        tests[name] = f"{ends[0].tag}: {said}" if ends else "passed"
+        for kind, value in ((each.get("name", ""), each.get("value", "")) for each in case.iter("property")):
+            if kind == "told":
+                told.append(f"{name}: {value}")
+            elif kind == "figure":
+                figures.append(judged(json.loads(value)))
+            else:
+                facts[kind] = value
+    return {"tests": tests, "told": told, "facts": facts, "figures": figures}
+
+
+def judged(figure: dict[str, Any]) -> dict[str, Any]:
+    """A figure with its goal, if it has one. None of the fake has."""
+    params = figure["params"]
+    least = GOALS.get(params["piece_bytes"]) if params["pools"] == 1 and params["blocks"] > 1 else None
+    if FAKE:
+        return figure | {"name": f"fake {figure['name']}"}
+    return figure if least is None else figure | {"goal": f"{least} {'met' if figure['ratio'] >= least else 'MISSED'}"}
+
+
+# All steps. -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(steps: Sequence[Step], first: str, only: str) -> list[Step]:
+    """The steps from ``first`` on, or ``only`` one; before them the first of all, which says what host this is."""
+    names = [step.name for step in steps]
+    if unknown := {first, only} - {"", *names}:
+        sys.exit(f"gpu: there is no step {', '.join(unknown)}: they are {', '.join(names)}")
+    at = names.index(only or first or names[0])
+    return [*steps[: bool(at)], *steps[at : at + 1 if only else None]]
+
+
+def hour(steps: Sequence[Step], budget_s: float, kept: Mapping[str, Any], out: Path, began: float) -> int:
+    """Runs the steps and writes the report after each, with what is kept of earlier calls. 0 if all that ran passed.
+
+    A step may take its own limit, but no more than half of what is left: a step that hangs leaves time to others.
+    """
+    when, device, failed = datetime.now(UTC).isoformat(timespec="seconds"), "", list[str]()
+    report: dict[str, Any] = {"fake": FAKE, "when": when, "steps": dict(kept), "go_on": ""}
+    for step in steps:
+        left = budget_s - _GRACE_S - (time.monotonic() - began)
+        limit_s = min(step.limit_s, left if step is steps[-1] else left / 2)
+        if limit_s < min(LEAST_S, step.limit_s):
+            report["go_on"] = report["go_on"] or step.name
+            break
+        print(f"gpu: {step.name}: {step.shows}, within {limit_s:.0f} s", flush=True)
+        found = run(step, limit_s, out / "gpu-hour.log")
+        print(found.get("output", "") + f"gpu: {step.name}: {found['verdict']}, {found['seconds']} s", flush=True)
+        if found["verdict"] != "passed":
+            failed.append(step.name)
+        if found["verdict"].startswith("killed"):
+            report["go_on"] = report["go_on"] or step.name
+        device = found["facts"].get("device", device)
+        report["steps"][step.name] = found | {"shows": step.shows, "when": when, "on": f"{device}, {commit()}"}
+        write(report, out)
+    write(report, out)
+    ends = f"failed: {', '.join(failed)}" if failed else "all that ran passed"
+    go_on = f"; go on with KVTIER_GPU_FROM={report['go_on']}" if report["go_on"] else ""
+    print(f"gpu: {ends}; {out}/gpu-hour.md{go_on}")
+    return int(bool(failed))
+
+
+def write(report: Mapping[str, Any], out: Path) -> None:
+    for name, text in {"gpu-hour.json": json.dumps(report, indent=1), "gpu-hour.md": markdown(report)}.items():
+        (out / f"{name}.new").write_text(text)
+        (out / f"{name}.new").replace(out / name)
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """As docs/benchmarks.md has it."""
+    steps: Mapping[str, Any] = report["steps"]
+    facts = {fact: value for step in steps.values() for fact, value in step["facts"].items()}
+    host = ", ".join(f"{name} {facts[name]}" for name in ("device", "driver", "CUDA", "packages") if name in facts)
+    where = "the fake driver (no figure here is a GPU's)" if report["fake"] else "a GPU"
+    lines = [f"Last run on {where}: {report['when'][:10]}, {host}, commit {commit()}", ""]
+    rows = [[name, *(step[key] for key in ("shows", "verdict", "seconds", "on"))] for name, step in steps.items()]
+    lines += [*_table(["step", "shows", "result", "seconds", "on"], rows), ""]
+    for name, step in steps.items():
+        ends = [f"{each}: {end}" for each, end in step["tests"].items() if end != "passed" or name == "host"]
+        lines += [f"- {name}: {each}" for each in ends + step["told"]]
+    columns = ["pools", "bytes in each", "blocks", "MiB/s", "bare", "ratio", "goal"]
+    for name, step in steps.items():
+        if step["figures"]:
+            lines += ["", *_table([f"{name}, {step['on']}", *columns], map(_row, step["figures"]))]
+    return "\n".join([*lines, "", *_table(["host", ""], facts.items()), ""])
+
+
+def _row(figure: Mapping[str, Any]) -> list[Any]:
+    rates = [f"{figure[name]:,.0f}" for name in ("value", "floor")]
+    return [figure["name"], *figure["params"].values(), *rates, f"{figure['ratio']:.2f}", figure.get("goal", "")]
+
+
+def _table(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    return [f"| {' | '.join(map(str, row))} |" for row in (columns, ["---"] * len(columns), *rows)]
 
 
 def main(arguments: Sequence[str]) -> int:
+    began = time.monotonic()
     if list(arguments) == ["wheels"]:
         return carry()
-    if arguments[:1] not in (["test"], ["bench"]):
+    if list(arguments) != ["hour"]:
         sys.exit(__doc__)
-    if reason := why_not():
+    if not FAKE and (reason := why_not()):
         print(f"gpu: skipped: {reason}. Last run on a GPU: {last_run()}")
         return 0
+    first, only, seconds = (os.environ.get(f"KVTIER_GPU_{name}", "") for name in ("FROM", "ONLY", "SECONDS"))
+    steps = chosen(STEPS, first, only)
+    OUT.mkdir(parents=True, exist_ok=True)
+    report = OUT / "gpu-hour.json"
+    known: dict[str, Any] = json.loads(report.read_text()) if (first or only) and report.exists() else {"fake": None}
     install()
-    look = f"import importlib\nfor name in {NEEDED}: importlib.import_module(name)"
-    if subprocess.run([sys.executable, "-c", look], env=environment(), check=False).returncode:
-        sys.exit(f"gpu: {sys.executable} lacks what stands above; `make gpu-wheels` carries all but the host's own")
-    os.chdir(ROOT)
-    command = ["timeout", "--signal=INT", "--kill-after=60", LIMIT_S, sys.executable, "-X", "faulthandler"]
-    command += works(arguments)
-    if arguments[0] == "test":
-        os.execvpe(command[0], command, environment())
-    ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
-    print(ended.stdout)
-    if not ended.returncode:
-        print(*goals(json.loads(ended.stdout)), sep="\n")
-    return ended.returncode
+    return hour(steps, float(seconds or 540), known["steps"] if known["fake"] is FAKE else {}, OUT, began)
 
 
 if __name__ == "__main__":

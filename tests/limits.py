@@ -18,10 +18,12 @@ from typing import Final
 
 import pytest
 
+from tests import devices
+
 LIMIT_S: Final = 200.0
 """Of each of a test's setup, call and end; for a slow machine that is busy with something else, too."""
-GPU_LIMIT_S: Final = 120.0
-"""A GPU may be lent for minutes only."""
+GPU_LIMIT_S: Final = 60.0
+"""On a GPU, which may be lent for minutes only."""
 LONG_LIMIT_S: Final = 3000.0
 """With ``make test-long``."""
 LONG: Final = os.environ.get("KVTIER_LONG") == "1"
@@ -36,7 +38,7 @@ def limit_s(item: pytest.Item) -> float:
     if marker := item.get_closest_marker("limit"):
         (seconds,) = marker.args
         return float(seconds)
-    if item.get_closest_marker("gpu"):
+    if devices.ON_CUDA and not devices.ON_FAKE:
         return GPU_LIMIT_S
     return LONG_LIMIT_S if LONG else LIMIT_S
 

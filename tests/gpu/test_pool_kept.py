@@ -8,11 +8,12 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Tier, connect
+from kvtier import BlockResult, Tier
 from tests.gpu.kernels import kernels
 from tests.gpu.racing import SLOT_BYTES, SPEC, content
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.torture_blocks import chain
+from tests.integration.waiting import patient
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ async def test_blocks_on_the_device_outlive_the_daemon(short_dir, device, end, t
     daemon.start()
     try:
         at = kernels(device, 0)
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             cache, stream = await client.open_cache("race", SPEC), at.stream()
             lease = await cache.reserve(len(ON_DEVICE), Tier.DEVICE)
             for index, key in enumerate(ON_DEVICE):

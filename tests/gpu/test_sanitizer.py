@@ -15,7 +15,7 @@ import pytest
 
 from tests import devices
 
-_LIMIT_S: Final = 150.0
+_LIMIT_S: Final = 60.0
 """Watched, everything takes a multiple of its time."""
 
 pytestmark = [

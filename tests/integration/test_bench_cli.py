@@ -99,18 +99,6 @@ def test_a_store_that_cannot_be_measured_is_an_error(tmp_path):
     assert "ftp://host/directory" in said.stderr
 
 
-def test_gpu_on_the_fake(monkeypatch):
-    for variable, value in fake_environment(max_delay_ms=0.05).items():
-        monkeypatch.setenv(variable, value)
-    found = results("gpu.gpu('cuda', [(16, 16384)], 1, 1, 0)")
-    assert set(found) == {"gpu.device>host", "gpu.host>device"}
-    for each in found.values():
-        assert [result["params"] for result in each] == [
-            {"pools": 16, "piece_bytes": 16384, "blocks": blocks} for blocks in (1, 8)
-        ]
-        assert all(result["floor"] > 0 for result in each)
-
-
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
     for variable, value in fake_environment().items():
         monkeypatch.setenv(variable, value)

@@ -14,7 +14,7 @@ from kvtier import CacheOptions, Client, ClientClosed, InvalidArgument, LeaseLos
 from kvtier.types import BlockResult
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, patient
 
 OK = BlockResult.OK
 LIMIT = 16_384
@@ -27,7 +27,7 @@ def daemon(start_daemon):
 
 @pytest.fixture
 async def client(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         yield client
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from importlib.metadata import version
 
 import pytest
 
-from kvtier import connect
 from kvtier.types import Tier
 from tests.integration.blocks import SPEC, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.test_cli import KVTIER, kvtier
-from tests.integration.waiting import eventually
+from tests.integration.waiting import patient
 
 
 def test_a_start_says_what_runs(start_fresh):
@@ -34,12 +34,11 @@ def test_a_command_leaves_no_line(start_fresh):
 
 async def test_a_client_that_comes_back_after_a_restart_is_no_warning(start_fresh):
     daemon = start_fresh(host=8, disk=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(host=4, disk=4))
+    async with await patient(daemon.address) as client:
+        await client.open_cache("c", SPEC, budgets=sizes(host=4, disk=4))
         daemon.forget_log()
-        daemon.restart()
-        await eventually(lambda: client.connected, bool)
-        assert (await cache.match([])).blocks == 0
+        await asyncio.to_thread(daemon.restart)
+        assert (await client.stats()).caches
     assert "UNKNOWN_SESSION" in daemon.log and "level=warning" not in daemon.log
 
 

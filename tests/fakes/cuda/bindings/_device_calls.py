@@ -55,6 +55,8 @@ def cuDeviceGetAttribute(attrib: CUdevice_attribute, dev: CUdevice | int) -> int
     off = STATE.settings.features_off
     prefix = "CU_DEVICE_ATTRIBUTE_"
     match attrib.name.removeprefix(prefix):
+        case "COMPUTE_MODE":
+            return 0
         case "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED":
             return int("vmm" not in off)
         case "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM":
