@@ -254,8 +254,7 @@ class BlockManager:
     def _acquire_over(
         self, window: WindowManager | None, session: SessionId, tier: Tier, chains: Sequence[ChainRequest], now: int
     ) -> tuple[tuple[TicketId, ...], Outcome]:
-        for one in self.windows.values():
-            one.state.require(tier)
+        next(iter(self.windows.values())).state.require(tier)  # a tier is lost for all groups
         tickets = [self.across.match(self._next_ticket(), session, window, tier, chain, now) for chain in chains]
         for ticket in tickets:
             self.across.queue(ticket, now)
@@ -515,16 +514,9 @@ class BlockManager:
         return self._take(now)
 
     def lose_tier(self, tier: Tier, now: int, following: TierLoss | None = None) -> tuple[TierLoss | None, Outcome]:
-        """The tier has failed: its slots are out of use, and its copies of blocks go, a slice a call.
-
-        From the first call on no slot is given out there, and requests that wait for one are refused.
-
-        Args:
-            following: What the call before this one returned; None at first.
-
-        Returns:
-            Where the next call goes on, None at the end, and the outcome.
-        """
+        """The tier has failed: no slot is given out there, requests that wait for one are refused, and its copies of
+        blocks go, a slice a call. ``following``: the first value that the last call returned, None at first; it
+        returns None at the end."""
         for window, ticket in list(self.tickets.values()):
             if ticket.tier is tier:
                 window.refuse_offline(ticket)

@@ -316,7 +316,7 @@ class Room:
         return missing
 
     def source(self, block: Block) -> Tier:
-        """Where to copy the block from; a tier that is out of service only where there is no other."""
+        """The tier to copy the block from: a tier that is out of service only if the block is in no other."""
         return _SOURCES[self._state.lasting(block) or block.residency]
 
     def _drop_some_subtree(self, tier: Tier) -> bool:

@@ -348,14 +348,14 @@ class Opened:
 def open_gpus(config: Config, known: Mapping[str, str]) -> list[Opened]:
     """The device of each table of ``config.device``. Blocks.
 
-    A GPU that has failed is absent. A name that no device answers to is a mistake, unless an earlier start opened a
-    GPU that is missing now: then it is that GPU.
+    A GPU that has failed is absent. A name that no device answers to is a mistake, unless a GPU of an earlier start is
+    missing now: then the name is that GPU's.
 
     Args:
         known: The uuids of an earlier start by name: :attr:`RememberedSlots.gpus`.
 
     Raises:
-        TierConfigError: It says what is missing, or which table names the GPU of another.
+        TierConfigError: A mistake, a missing driver, or two tables for one GPU.
     """
     names, opened, failed = [table.name for table in config.device], dict[str, Opened](), dict[str, GpuUnavailable]()
     for name in names:
@@ -401,11 +401,11 @@ def open_devices(config: Config, opened: Sequence[Opened], keeper: Keeper, remem
 
 
 def _gpu_bytes(table: DeviceTable, uuid: str, gpu: Gpu | None, keeper: Keeper, remembered: RememberedSlots) -> int:
-    """Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is taken over, or
-    let go. A share of it is what it came to at the first start. A GPU that is absent has the bytes that it had.
+    """The bytes of the table. All memory of the GPU counts as free that no other process has: memory kept for this
+    daemon is adopted or let go. A share stays as it was at the first start, and an absent GPU has the bytes it had.
 
-    Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
-    caches that do not fit, when they are opened: the other tiers are no worse for it.
+    Raises :class:`TierConfigError` for more than the GPU has. For more than is free now, the caches that do not fit are
+    refused when they are opened.
     """
     share = f"{table.bytes} of {uuid}"
     if gpu is None:

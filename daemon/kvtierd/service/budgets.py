@@ -324,8 +324,8 @@ class PastOptions:
 
 @dataclass(slots=True, frozen=True)
 class _Content:
-    """What :class:`RememberedSlots` remembers: all by name of the cache, but for ``shares``, and for ``gpus``, uuids by
-    the names in the configuration."""
+    """The content of :class:`RememberedSlots`, by name of the cache, but for ``shares`` and ``gpus``: uuids by the
+    names in the configuration."""
 
     slots: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, PastOptions] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class Devices:
 
     @property
     def gpus(self) -> list[Gpu]:
-        """Those that could be opened."""
+        """The GPUs that could be opened."""
         return [device.gpu for device in self if device.gpu is not None]
 
     def problems(self) -> list[str]:
