@@ -70,11 +70,11 @@ WORKERS := -n 3 --dist loadfile
 
 .PHONY: test
 test: check
-	$(PYTHON) -m pytest $(WORKERS)
+	$(PYTHON) .ci/run_tests.py $(WORKERS)
 
 .PHONY: test-long
 test-long: check
-	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
+	KVTIER_LONG=1 $(PYTHON) .ci/run_tests.py $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
 	$(MAKE) docs
 	$(MAKE) test-engines
 	$(MAKE) systemd-vm
