@@ -127,13 +127,10 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
         server.kill()
         await asyncio.wait_for(asyncio.gather(*traffic), 20)
         assert len(ends) == 3
-        while not store.problem:
+        while not store.counts["exists"].refused:  # until its circuit is open
             with pytest.raises(RemoteUnavailable):
                 await store.exists(names)
-        started = time.monotonic()
-        with pytest.raises(RemoteUnavailable):
-            await store.exists(names)
-        assert time.monotonic() - started < 0.5  # its circuit is open
+        assert store.problem
         await store.close()
 
 
@@ -146,12 +143,12 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
         halt(master.pid)
         for store in (connected, late):
             waiting = asyncio.create_task(store.exists(["a"]))
-            longest, before = 0.0, time.monotonic()
+            turns = 0
             while not waiting.done():
                 await asyncio.sleep(0.01)
-                longest, before = max(longest, time.monotonic() - before), time.monotonic()
+                turns += 1
             assert isinstance(waiting.exception(), RemoteUnavailable)
-            assert longest < 1.6  # of a turn of the loop, on a busy machine
+            assert turns > 10, "the loop stood still"
         master.send_signal(signal.SIGCONT)
         for store in (connected, late):
             while True:
