@@ -17,7 +17,7 @@ from kvtierd.tiers.remote.base import ABSENT, RemoteError, RemoteFull, RemoteRef
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store
 from tests.integration.waiting import halt
-from tests.remote.servers import KEYS, Server, free_ports, mooncake, seaweed
+from tests.remote.servers import KEYS, Server, free_ports, mooncake, mooncake_programs, seaweed
 
 MIB: Final = 1 << 20
 SECRET: Final = "another-secret"
@@ -74,6 +74,8 @@ async def test_an_endpoint_without_tls_must_be_allowed(seaweed_server: Server, m
 
 @pytest.mark.parametrize("engine", ["s3", "mooncake"])
 async def test_a_store_that_is_not_there_is_unavailable_at_once(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    if engine == "mooncake":
+        mooncake_programs()
     (port,) = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
     into_environment(monkeypatch, {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"})
