@@ -140,8 +140,8 @@ class Edges:
         """Queues a move. Its slots belong to the mover until its result is delivered."""
         edge = (move.src, move.dst)
         lane, crew = self._routes[edge]
+        ended = None if self.trace is None else self.trace(runtime, move)  # its span has all of the time in the queue
         pieces = list(_cut(runtime, move, lane.blocks_at_once(runtime, move)))
-        ended = None if self.trace is None else self.trace(runtime, move)
         self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces), ended)
         self._in_flight[runtime.id] += 1
         self._queued[edge] += len(move.items)
