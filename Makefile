@@ -69,7 +69,7 @@ WORKERS := -n 3 --dist loadfile
 
 .PHONY: test
 test: check
-	$(PYTHON) -m pytest $(WORKERS)
+	$(PYTHON) .ci/run_tests.py $(WORKERS)
 
 # Of tests/integration, what uses the device tier. Those of tests/gpu run on the fake in make test.
 ON_THE_FAKE := $(addprefix tests/integration/test_,$(addsuffix .py,across_groups dead_clients edges model_kinds policies \
@@ -77,8 +77,8 @@ ON_THE_FAKE := $(addprefix tests/integration/test_,$(addsuffix .py,across_groups
 
 .PHONY: test-long
 test-long: check
-	KVTIER_LONG=1 $(PYTHON) -m pytest $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
-	KVTIER_TEST_DEVICE=fake $(PYTHON) -m pytest $(WORKERS) $(ON_THE_FAKE)
+	KVTIER_LONG=1 $(PYTHON) .ci/run_tests.py $(WORKERS) -m "not gpu and not engines" -o faulthandler_timeout=3600
+	KVTIER_TEST_DEVICE=fake $(PYTHON) .ci/run_tests.py $(WORKERS) $(ON_THE_FAKE)
 	$(MAKE) docs
 	$(MAKE) test-engines
 	$(MAKE) systemd-vm

@@ -6,6 +6,14 @@ set -euo pipefail
 directory=$1
 shift
 
+# debian_package NAME: installs it, as root on Debian; fails elsewhere.
+debian_package() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+    echo "kvtier: installing Debian's $1" >&2
+    apt-get update -qq >&2
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1" >&2
+}
+
 # Python 3.11 first: it is what Debian 12 has and what the pinned versions are checked with.
 find_python() {
     local name
@@ -20,11 +28,7 @@ find_python() {
 
 if ! "$directory/bin/python" -m pip --version >/dev/null 2>&1; then
     if ! python=$(find_python); then
-        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-            echo "kvtier: installing Debian's python3-venv" >&2
-            apt-get update -qq >&2
-            DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >&2
-        fi
+        debian_package python3-venv || true
         if ! python=$(find_python); then
             echo "kvtier: needs Python >= 3.11 with its venv module; on Debian 12: apt-get install python3-venv" >&2
             exit 1
@@ -37,3 +41,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # setuptools warns at every editable install that the source tree stays in use, which is the point of one
 export PYTHONWARNINGS=ignore
 "$directory/bin/python" -m pip install -q "$@"
+
+# Mooncake's wheel needs a library of the system.
+if "$directory/bin/python" -c 'import mooncake' 2>/dev/null &&
+    ! "$directory/bin/python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then
+    debian_package libibverbs1 ||
+        echo "kvtier: the tests of Mooncake are skipped without libibverbs1; on Debian 12: apt-get install libibverbs1" >&2
+fi

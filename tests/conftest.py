@@ -16,6 +16,10 @@ from tests.limits import SHRINKING_S, limit_s, limited
 
 devices.prepare()
 
+# Unix sockets lie below it, and their paths have at most 107 bytes.
+if len(tempfile.gettempdir()) > 24:
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+
 # Hundreds of processes import numpy, whose OpenBLAS starts a thread a core in each of them. They spin for each other: a
 # tenth of a second of every core that another test has a use for.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

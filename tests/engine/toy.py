@@ -91,8 +91,8 @@ class Engine:
         self.free = [list(range(pages)) for _ in layout.groups]
         self.random = random.Random(7)
         self.count = 0
-        self.longest_s = 0.0
-        """That the planner took to answer what it offers."""
+        self.pending = 0
+        """Offers that had no answer yet."""
         self.saved: set[str] = set()
         self.loaded: set[str] = set()
 
@@ -121,9 +121,8 @@ class Engine:
         answers: list[int] = []
 
         def ask() -> bool:
-            started = time.monotonic()
             offered = self.planner.offer(run.name, run.chain, 0, total_tokens=run.tokens)
-            self.longest_s = max(self.longest_s, time.monotonic() - started)
+            self.pending += offered is None
             answers.extend([] if offered is None else [offered])
             return bool(answers)
 

@@ -18,8 +18,9 @@ from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, Plann
 from kvtier.engine.work import NO_PAGE
 from tests.engine.toy import Worker, sent, wait_until
 
-STALL_S: Final = 0.15
-"""No call of the planner sleeps so long: what waits for a daemon that is stopped takes longer."""
+STALL_S: Final = 1.0
+"""No call of the planner sleeps so long. A call that waited for a stopped daemon would sleep for `load_timeout`, two
+seconds: the walk itself lets the daemon go on."""
 _GARBAGE: Final = 77
 _VOCABULARY: Final = 50
 

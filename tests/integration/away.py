@@ -40,7 +40,7 @@ HEAD: Final = (
     "blocks in memory alone",
     "blocks on disk",
 )
-AT_ONCE_S: Final = 1.0
+AT_ONCE_S: Final = 5.0
 """For a call whose timeout is 30 seconds, on a machine that is busy with other things."""
 
 TIERS: Final = {Tier.HOST: 8 << 20, Tier.DISK: 16 << 20}

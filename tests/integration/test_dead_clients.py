@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import statistics
-import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,8 +30,9 @@ from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
 KEYS = chain("read by the doomed", 3)
-DEAD_CLIENT_S = 0.1
-"""What the design promises between a process's end and its slots' return."""
+ANSWERS = 30
+"""The daemon gives fewer answers between a process's end and its slots' return. It gives hundreds in a quarter of a
+second, the time between two of its ticks."""
 
 
 @pytest.fixture
@@ -73,9 +73,17 @@ async def test_a_killed_clients_slots_come_back(client, daemon, cache, attached)
     await (await cache.reserve(6, Tier.HOST)).release()
 
 
-async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(client, daemon, cache):
-    """An end is an event: a lease timer, or the daemon's quarter-second tick, would show in the median."""
-    took = []
+async def answers_until(probe, wanted):
+    """How many answers the daemon gives, one after the other, until one is ``wanted``."""
+    count = 1
+    while not wanted(await probe()):
+        count += 1
+    return count
+
+
+async def test_slots_are_back_at_once_after_a_clients_death(client, daemon, cache):
+    """An end is an event: a lease timer, or the daemon's tick, would show in the median."""
+    answers = []
     with ExitStack() as stack:
         doomed = [
             stack.enter_context(
@@ -87,15 +95,14 @@ async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(clie
             each.says()
         for left, each in zip(range(4, -1, -1), doomed, strict=True):
             each.kill()
-            died = time.monotonic()
-            await eventually(
-                lambda: tier_stats(client, cache.name, Tier.HOST),
-                lambda stats, left=left: stats.free == 6 - left,  # type: ignore[misc]
+            answers.append(
+                await answers_until(
+                    lambda: tier_stats(client, cache.name, Tier.HOST),
+                    lambda stats, left=left: stats.free == 6 - left,
+                )
             )
-            took.append(time.monotonic() - died)
-    print("slots were back after", *(f"{seconds * 1e3:.1f} ms" for seconds in took))
-    assert statistics.median(took) < DEAD_CLIENT_S, took
-    assert max(took) < 1.0, took
+    print("answers until slots were back:", answers)
+    assert statistics.median(answers) < ANSWERS, answers
 
 
 async def test_a_stopped_client_keeps_what_it_holds(client, daemon, cache):

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -264,17 +263,16 @@ async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon, cl
 
 
 async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon, client, cache):
+    """A call that waited for the disk would not end: the disk answers at the end of the block."""
     keys = chain("in memory", 4)
     with stuck_disk(daemon, "c"):
         await cache.put(keys, blocks(keys))
         moving = asyncio.create_task(cache.move(keys, Tier.DISK))
         await eventually(lambda: _queued(client), lambda queued: queued > 0)
-        began = time.monotonic()
         for name in NAMES:
             assert (await cache.match(chain(name, LENGTH))).blocks == LENGTH
             assert len(await cache.locate(chain(name, LENGTH))) == LENGTH
         assert_bytes(keys, await cache.get(keys))
-        assert time.monotonic() - began < 1.0
         assert not moving.done()
     assert set(await moving) == {BlockResult.OK}
     assert_bytes(keys, await cache.get(keys))

@@ -25,8 +25,9 @@ from tests.integration.waiting import PATIENCE_S, eventually, heard
 
 SLOTS: Final = 16
 TIMEOUT_S: Final = 0.2
-SLACK_S: Final = 3.0
-"""A busy machine may take so much longer, over all calls of a test together."""
+SLACK_S: Final = 10.0
+"""A busy machine may take so much longer, over all calls of a test together. A call that waits for a silent daemon
+takes :data:`PATIENCE_S`, until that goes on."""
 CALLS: Final = 20
 
 KEYS: Final = chain("kept", 8)
@@ -34,19 +35,19 @@ MAPPED, ON_DISK = KEYS[:4], KEYS[4:]
 LONG: Final = chain("long", 4000)
 """128 KB in one request: two of them fill the socket of a daemon that does not read."""
 
-Call = Callable[[Any, Any], Any]
-"""Of a client and its cache, either the asynchronous ones or the synchronous ones."""
+Call = Callable[..., Any]
+"""Of a client and its cache, either the asynchronous ones or the synchronous ones, and of ``timeout=``."""
 
 VERBS: Final[Mapping[str, Call]] = {
-    "reserve": lambda client, cache: cache.reserve(2, timeout=TIMEOUT_S),
-    "drop": lambda client, cache: cache.drop(LONG, timeout=TIMEOUT_S),
-    "acquire": lambda client, cache: cache.acquire([*MAPPED, *LONG], timeout=TIMEOUT_S),
-    "move": lambda client, cache: cache.move(LONG, Tier.DISK, timeout=TIMEOUT_S),
-    "put": lambda client, cache: cache.put(LONG[:2], blocks(LONG[:2]), timeout=TIMEOUT_S),
-    "stream_put": lambda client, cache: cache.stream_put(LONG[:2], blocks(LONG[:2]), timeout=TIMEOUT_S),
-    "stream_get": lambda client, cache: cache.stream_get(KEYS, timeout=TIMEOUT_S),
-    "explain": lambda client, cache: client.explain(KEYS[0], timeout=TIMEOUT_S),
-    "stats": lambda client, cache: client.stats(timeout=TIMEOUT_S),
+    "reserve": lambda client, cache, **timeout: cache.reserve(2, **timeout),
+    "drop": lambda client, cache, **timeout: cache.drop(LONG, **timeout),
+    "acquire": lambda client, cache, **timeout: cache.acquire([*MAPPED, *LONG], **timeout),
+    "move": lambda client, cache, **timeout: cache.move(LONG, Tier.DISK, **timeout),
+    "put": lambda client, cache, **timeout: cache.put(LONG[:2], blocks(LONG[:2]), **timeout),
+    "stream_put": lambda client, cache, **timeout: cache.stream_put(LONG[:2], blocks(LONG[:2]), **timeout),
+    "stream_get": lambda client, cache, **timeout: cache.stream_get(KEYS, **timeout),
+    "explain": lambda client, cache, **timeout: client.explain(KEYS[0], **timeout),
+    "stats": lambda client, cache, **timeout: client.stats(**timeout),
 }
 
 AWAY: Final[Mapping[str, tuple[Callable[[DaemonProcess], None], Callable[[DaemonProcess], None]]]] = {
@@ -103,7 +104,7 @@ async def test_every_call_ends_at_its_deadline(daemon):
 
         async def call(verb):
             with pytest.raises(DeadlineExceeded):
-                await VERBS[verb](client, cache)
+                await VERBS[verb](client, cache, timeout=TIMEOUT_S)
 
         with paused(daemon):
             began = time.monotonic()
@@ -121,7 +122,7 @@ async def test_every_call_of_a_thread_ends_at_its_deadline(daemon):
 
             def call(verb):
                 with pytest.raises(DeadlineExceeded):
-                    VERBS[verb](client, cache)
+                    VERBS[verb](client, cache, timeout=TIMEOUT_S)
 
             with paused(daemon):
                 began = time.monotonic()
@@ -136,31 +137,28 @@ async def test_every_call_of_a_thread_ends_at_its_deadline(daemon):
     assert await asyncio.to_thread(calls) < TIMEOUT_S + SLACK_S
 
 
-AT_ONCE_S: Final = 0.05
-"""Ten times what such a call may take: the machine is busy with other things."""
+IMPATIENCE_S: Final = 0.05
+"""The patience of clients that soon hold a daemon for away."""
 
 
 @pytest.mark.parametrize("how", AWAY)
 async def test_while_the_daemon_is_away_every_call_fails_at_once(daemon, how):
     go, come_back = AWAY[how]
     await fill(daemon)
-    async with await connect(daemon.address, timeout=60, patience=AT_ONCE_S) as client:
+    async with await connect(daemon.address, timeout=60, patience=1) as client:
         cache = await client.open_cache("c", SPEC)
         await asyncio.to_thread(go, daemon)
-        took = []
         try:
             with suppress(RetryableError):
                 await client.stats()
             assert not client.connected
-            for call in VERBS.values():
-                began = time.monotonic()
+            began = time.monotonic()
+            for call in [*VERBS.values()] * 2:
                 with pytest.raises(DaemonUnavailable, match=r"no daemon answers|no sign of life"):
                     await call(client, cache)
-                took.append(time.monotonic() - began)
+            assert time.monotonic() - began < SLACK_S, "each waited for the client's patience"
         finally:
             await asyncio.to_thread(come_back, daemon)
-        print("milliseconds:", [round(each * 1000, 1) for each in took])
-        assert sorted(took)[len(took) // 2] < AT_ONCE_S, took
         await heard(client)
         await client.stats()
 
@@ -169,7 +167,7 @@ async def test_while_the_daemon_is_away_every_call_fails_at_once(daemon, how):
 async def test_a_client_that_waits_does_not_see_that_the_daemon_was_away(daemon, how):
     go, come_back = AWAY[how]
     await fill(daemon)
-    async with await connect(daemon.address, wait=PATIENCE_S, patience=AT_ONCE_S) as client:
+    async with await connect(daemon.address, wait=PATIENCE_S, patience=IMPATIENCE_S) as client:
         cache = await client.open_cache("c", SPEC)
         await asyncio.to_thread(go, daemon)
         got = asyncio.ensure_future(cache.drop(KEYS))
@@ -181,7 +179,7 @@ async def test_a_client_that_waits_does_not_see_that_the_daemon_was_away(daemon,
 
 async def test_a_call_that_waits_in_a_daemon_that_falls_silent_ends(daemon):
     """One that waits for room, in a daemon that is alive, goes on."""
-    async with await connect(daemon.address, patience=AT_ONCE_S) as client:
+    async with await connect(daemon.address, patience=IMPATIENCE_S) as client:
         cache = await client.open_cache("c", SPEC)
         keys = chain("full", SLOTS)
         await cache.put(keys, blocks(keys))
@@ -189,14 +187,12 @@ async def test_a_call_that_waits_in_a_daemon_that_falls_silent_ends(daemon):
             reserving = asyncio.ensure_future(cache.reserve(SLOTS, timeout=60).take())
             async with await connect(daemon.address) as other:
                 await eventually(other.stats, lambda stats: any(c.waiting for c in stats.caches))
-            assert await asyncio.wait([reserving], timeout=10 * AT_ONCE_S) == (set(), {reserving})
+            assert await asyncio.wait([reserving], timeout=10 * IMPATIENCE_S) == (set(), {reserving})
             with paused(daemon):
                 began = time.monotonic()
                 with pytest.raises(DaemonUnavailable):
                     await reserving
-                took = time.monotonic() - began
-        print("milliseconds:", round(took * 1000))
-        assert took < 5 * AT_ONCE_S
+                assert time.monotonic() - began < SLACK_S
 
 
 async def test_a_watch_that_cannot_begin_says_so(daemon):
@@ -431,7 +427,7 @@ async def test_a_caller_in_a_hurry_does_not_make_the_daemon_unreachable(daemon):
 
 async def test_a_daemon_that_makes_no_room_in_time_is_heard(daemon):
     """It is the daemon's own answer, so nobody takes the daemon for silent."""
-    async with await connect(daemon.address, patience=AT_ONCE_S) as client:
+    async with await connect(daemon.address, patience=IMPATIENCE_S) as client:
         cache = await client.open_cache("c", SPEC)
         keys = chain("full", SLOTS)
         await cache.put(keys, blocks(keys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -184,13 +185,22 @@ def _has_volumes(master: str) -> bool:
     return sum(len(rack["DataNodes"]) for rack in racks) == VOLUME_SERVERS
 
 
-@contextmanager
-def mooncake() -> Iterator[Server]:
-    """Mooncake's master, and a client that lends it memory."""
+def mooncake_programs() -> Path:
+    """The directory of Mooncake's programs, which run here. Skips the test where they do not."""
     found = find_spec("mooncake")
     if found is None or found.origin is None:
         pytest.skip("mooncake-transfer-engine-non-cuda is not installed")
-    programs = Path(found.origin).parent
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        pytest.skip("libibverbs1, which Mooncake needs, is not installed")
+    return Path(found.origin).parent
+
+
+@contextmanager
+def mooncake() -> Iterator[Server]:
+    """Mooncake's master, and a client that lends it memory."""
+    programs = mooncake_programs()
     rpc, metrics, client = free_ports(3)
     master: list[str | Path] = [
         *(programs / "mooncake_master", f"-rpc_port={rpc}", "-rpc_address=127.0.0.1"),

@@ -17,7 +17,7 @@ from kvtierd.tiers.remote.base import ABSENT, RemoteError, RemoteFull, RemoteRef
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store
 from tests.integration.waiting import halt
-from tests.remote.servers import KEYS, Server, free_ports, mooncake, seaweed
+from tests.remote.servers import KEYS, Server, free_ports, mooncake, mooncake_programs, seaweed
 
 MIB: Final = 1 << 20
 SECRET: Final = "another-secret"
@@ -74,6 +74,8 @@ async def test_an_endpoint_without_tls_must_be_allowed(seaweed_server: Server, m
 
 @pytest.mark.parametrize("engine", ["s3", "mooncake"])
 async def test_a_store_that_is_not_there_is_unavailable_at_once(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    if engine == "mooncake":
+        mooncake_programs()
     (port,) = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
     into_environment(monkeypatch, {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"})
@@ -127,13 +129,10 @@ async def test_a_store_killed_in_mid_traffic_is_unavailable(
         server.kill()
         await asyncio.wait_for(asyncio.gather(*traffic), 20)
         assert len(ends) == 3
-        while not store.problem:
+        while not store.counts["exists"].refused:  # until its circuit is open
             with pytest.raises(RemoteUnavailable):
                 await store.exists(names)
-        started = time.monotonic()
-        with pytest.raises(RemoteUnavailable):
-            await store.exists(names)
-        assert time.monotonic() - started < 0.5  # its circuit is open
+        assert store.problem
         await store.close()
 
 
@@ -146,12 +145,12 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
         halt(master.pid)
         for store in (connected, late):
             waiting = asyncio.create_task(store.exists(["a"]))
-            longest, before = 0.0, time.monotonic()
+            turns = 0
             while not waiting.done():
                 await asyncio.sleep(0.01)
-                longest, before = max(longest, time.monotonic() - before), time.monotonic()
+                turns += 1
             assert isinstance(waiting.exception(), RemoteUnavailable)
-            assert longest < 1.6  # of a turn of the loop, on a busy machine
+            assert turns > 10, "the loop stood still"
         master.send_signal(signal.SIGCONT)
         for store in (connected, late):
             while True:

@@ -11,7 +11,6 @@ import time
 import uuid
 from contextlib import asynccontextmanager
 from pathlib import Path
-from statistics import median
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,15 +20,16 @@ from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
 from tests.integration.scraping import LISTEN, text_of
 from tests.integration.seeing import cache_stats
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually, halt
+from tests.integration.waiting import PATIENCE_S, eventually, halt
 from tests.remote.between import between
 from tests.remote.servers import BUCKET, KEYS, mooncake
 from tests.remote.shared import SharedStore, put
 from tests.remote.test_faults import answer
 
 SECRETS = ("a-wrong-key", "a-wrong-secret", *KEYS.values())
-AT_ONCE_S = 0.2
-"""Of a miss that asks nobody, on a busy machine."""
+TIMEOUT_S = 0.5
+"""After which the tier gives a call to its store up."""
+MISSES = 20
 ROOMY = sizes(host=32)
 
 
@@ -57,7 +57,7 @@ def start(start_fresh, store, monkeypatch):
         with monkeypatch.context() as patch:
             for variable, value in ({"AWS_ENDPOINT_URL": proxy.endpoint} if proxy else env or {}).items():
                 patch.setenv(variable, value)
-            flag = json.dumps({"url": store.url, "write": "through", "timeout_seconds": 0.5, **table})
+            flag = json.dumps({"url": store.url, "write": "through", "timeout_seconds": TIMEOUT_S, **table})
             return start_fresh("--remote", flag, *LISTEN, host=64)
 
     return start
@@ -65,7 +65,8 @@ def start(start_fresh, store, monkeypatch):
 
 @asynccontextmanager
 async def opened(daemon):
-    async with await connect(daemon.address, timeout=10) as client:
+    """Calls wait for a daemon that has left a call without an answer, and is away until it is heard."""
+    async with await connect(daemon.address, timeout=10, wait=PATIENCE_S) as client:
         yield client, await client.open_cache("c", SPEC, budgets=ROOMY)
 
 
@@ -81,16 +82,12 @@ async def store_elsewhere(start, store, *chains):
             await store.has(keys)
 
 
-async def seconds_of(call):
-    started = time.monotonic()
-    await call
-    return time.monotonic() - started
-
-
 async def misses_at_once(cache, name):
-    """What a get of what nobody has takes."""
-    taken = [await seconds_of(assert_missed(cache, chain(f"{name} {number}", 3))) for number in range(9)]
-    assert median(taken) < AT_ONCE_S, taken
+    """Gets of what nobody has take less than half as long as with a wait for the store each."""
+    started = time.monotonic()
+    for number in range(MISSES):
+        await assert_missed(cache, chain(f"{name} {number}", 3))
+    assert time.monotonic() - started < MISSES * TIMEOUT_S / 2
 
 
 async def assert_missed(cache, keys):
@@ -98,14 +95,14 @@ async def assert_missed(cache, keys):
 
 
 async def assert_serves(cache, name):
-    """The tiers of the host do what they always do, as quickly as ever."""
+    """The tiers of the host do what they always do, and blocks in memory are read without a call."""
     keys = chain(name, 4)
     await put(cache, keys)
     async with cache.acquire(keys) as lease:
         assert len(lease.slots) == 4
-    taken = [await seconds_of(cache.get(keys)) for _ in range(5)]
-    assert median(taken) < AT_ONCE_S, taken
+    calls = cache.reads.calls
     assert_bytes(keys, await cache.get(keys))
+    assert cache.reads.calls == calls
 
 
 def children(daemon):
@@ -261,7 +258,7 @@ async def test_a_cache_goes_while_its_blocks_come_and_go(start, store, proxy):
 async def test_a_daemon_ends_in_the_middle_of_a_fetch(start, store, proxy, end):
     keys = chain("elsewhere", 24)
     await store_elsewhere(start, store, keys)
-    daemon = start(proxy, timeout_seconds=30)
+    daemon = start(proxy, timeout_seconds=120)
     async with opened(daemon) as (client, cache):
         own = chain("here", 4)
         await put(cache, own)
@@ -274,7 +271,7 @@ async def test_a_daemon_ends_in_the_middle_of_a_fetch(start, store, proxy, end):
         else:
             daemon.kill()
             daemon.start()
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60, "it waited for the store"
         proxy.heal()
         with contextlib.suppress(KvtierError):
             assert_bytes(keys, await getting)
@@ -306,4 +303,4 @@ async def test_no_process_outlives_a_daemon_killed_while_mooncake_is_silent(star
             getting.cancel()
         for helper in helpers:
             with os.fdopen(helper):
-                assert select.select([helper], [], [], AT_ONCE_S * 10)[0]
+                assert select.select([helper], [], [], PATIENCE_S)[0]

@@ -172,14 +172,14 @@ def test_an_over_long_message_is_seen_on_a_real_socket():
         assert refused.value.reason == "TOO_LONG"
 
 
-def test_longest_socket_path_binds_and_a_longer_one_is_refused(tmp_path):
-    room = attach.MAX_SOCKET_PATH - len(f"{tmp_path}//{attach.ATTACH_SOCKET}")
-    longest = tmp_path / ("d" * room)
+def test_longest_socket_path_binds_and_a_longer_one_is_refused(short_dir):
+    room = attach.MAX_SOCKET_PATH - len(f"{short_dir}//{attach.ATTACH_SOCKET}")
+    longest = short_dir / ("d" * room)
     longest.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(attach.socket_path(longest, attach.ATTACH_SOCKET))
     with pytest.raises(AddressError, match="108 bytes; the limit is 107"):
-        attach.socket_path(tmp_path / ("d" * (room + 1)), attach.ATTACH_SOCKET)
+        attach.socket_path(short_dir / ("d" * (room + 1)), attach.ATTACH_SOCKET)
 
 
 def test_default_address(monkeypatch):

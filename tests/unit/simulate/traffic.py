@@ -15,14 +15,14 @@ from itertools import count
 from typing import Final
 
 Timed = tuple[float, list[int]]
-SECONDS: Final = 900
 
 
 class Source:
-    """``random`` and fresh ids of blocks."""
+    """``random`` and fresh ids of blocks. ``seconds``: after which no session begins."""
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, seconds: float) -> None:
         self.random = random.Random(seed)
+        self._seconds = seconds
         self._ids = count()
 
     def blocks(self, median: float) -> list[int]:
@@ -33,7 +33,7 @@ class Source:
 
     def arrivals(self, rate: float) -> Iterator[float]:
         now = self.random.expovariate(rate)
-        while now < SECONDS:
+        while now < self._seconds:
             yield now
             now += self.random.expovariate(rate)
 
@@ -77,8 +77,8 @@ KINDS: Final[Mapping[str, Callable[[Source], Iterator[Timed]]]] = {
 }
 
 
-def requests(*kinds: str) -> list[list[int]]:
+def requests(*kinds: str, seconds: float) -> list[list[int]]:
     """Of these kinds at once."""
-    source = Source(" ".join(kinds))
+    source = Source(" ".join(kinds), seconds)
     timed = [request for kind in kinds for request in KINDS[kind](source)]
     return [chain for _, chain in sorted(timed, key=lambda request: request[0])]

@@ -155,6 +155,8 @@ class Writer:
         fresh = self._generation(slot) % 2 == 1
         generation = self._generation(slot) + (1 if fresh else 0 if self._no_generation else 2)
         self._bytes[slot].view("<u8")[:] = number << 48 | generation
+        if self._late_odd:  # on one core, too, the reader meets new bytes under the old generation
+            time.sleep(0.001)
         if not self._no_generation or fresh:
             self._arena.begin_writes(Tier.HOST, GROUP, [slot])
             self._arena.end_writes(Tier.HOST, GROUP, [slot])
