@@ -9,7 +9,6 @@ tests fail the run. The last lines name both. Collection errors, interrupts and 
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +54,7 @@ def run(options: Sequence[str]) -> int:
 
 def _passes_alone(options: Sequence[str], test: str) -> bool:
     print(f"\nonce more, alone: {test}", flush=True)
-    others = [option for option in options if not Path(option).exists()]
+    others = [option for option in options if not option.endswith(".py")]
     command = [sys.executable, "-m", "pytest", *others, "-n", "1", "--junitxml=", test]  # the first run's report stays
     return subprocess.run(command, check=False).returncode == 0
 

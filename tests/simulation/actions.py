@@ -310,7 +310,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     end_remnant: 6,
     rot: 6,
     lose: 4,
-    lose_device: 3,
+    lose_device: 1,
     undercut: 24,
     restore: 10,
     drain: 8,
