@@ -16,6 +16,7 @@ from kvtier import Cursor, KvtierError, Mirror, Tier, TierOffline
 from kvtierd.tiers.cuda.pool import BEAT_S
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import calls, supervised_gpu_daemon
+from tests.integration.scraping import LISTEN, scrape
 from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 DEVICE, HOST, DISK = 4, 8, 64
@@ -40,7 +41,7 @@ def lose(lost):
 @pytest.fixture
 def daemon(short_dir, lost):
     tiers = sizes(device=DEVICE, host=HOST, disk=DISK)
-    with supervised_gpu_daemon(short_dir, tiers, gpu={"lost": str(lost)}) as process:
+    with supervised_gpu_daemon(short_dir, tiers, LISTEN, gpu={"lost": str(lost)}) as process:
         yield process
 
 
@@ -77,6 +78,9 @@ async def test_the_tier_goes_and_comes_back_with_a_restart_that_finds_the_gpu(da
         assert gpu.startswith("GPU GPU-") and ECC in gpu
         assert tier.startswith("cache c: the device tier is out of service until a restart: ") and ECC in tier
         await assert_served(cache)
+        metrics = await scrape(daemon.plain)
+        assert metrics.values("kvtier_tier_lost", cache="c") == {("device",): 1, ("host",): 0, ("disk",): 0}
+        assert metrics.value("kvtier_problems") == 2
         assert (daemon.pid, (await client.stats()).pid) == (pid, pid), "nobody has died"
 
         await asyncio.to_thread(daemon.kill)
@@ -99,7 +103,7 @@ async def test_the_tier_goes_and_comes_back_with_a_restart_that_finds_the_gpu(da
         assert_bytes(ON_GPU[:1], await cache.get(ON_GPU[:1], tier=Tier.DEVICE))
     made = [call["call"] for call in calls(short_dir, daemon.pid)]
     assert "cuMemCreate" in made and "cuMemImportFromShareableHandle" not in made, "the device's memory is fresh"
-    assert "Traceback" not in daemon.log
+    assert "Traceback" not in daemon.log, daemon.log[daemon.log.index("Traceback") - 300 :][:3000]
 
 
 async def test_an_idle_daemon_notices_within_seconds(daemon, lost):
@@ -147,4 +151,4 @@ async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, lost):
             assert mirror.longest_prefix(keys) == stored
             assert_bytes(keys[:stored], await cache.get(keys, tier=Tier.HOST))
             assert not any(place.residency & Tier.DEVICE.bit for place in await cache.locate(keys))
-    assert "Traceback" not in daemon.log
+    assert "Traceback" not in daemon.log, daemon.log[daemon.log.index("Traceback") - 300 :][:3000]

@@ -17,10 +17,12 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
+from kvtier.abi.cuda.errors import CudaError
 from kvtierd.core.ids import DEVICE
 from kvtierd.core.outcome import Move
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece, Unaccounted
 from kvtierd.mover.work import CarryOut, Concerns, Edge, Report, reports_of
+from kvtierd.tiers.base import TierError
 from kvtierd.tiers.mapped import Chaos
 
 RETIRES_PER_COPY: Final = 4
@@ -206,7 +208,8 @@ class Hand:
 
     def _note(self, error: Exception) -> None:
         self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
-        _log.error("a batch failed worker=%s", self.name, exc_info=error)
+        bug = None if isinstance(error, TierError | CudaError | Unaccounted) else error
+        _log.error("a batch failed worker=%s why=%r", self.name, str(error), exc_info=bug)
 
     def _report(self, batch: Batch, faults: Faults | None, started_ns: int) -> None:
         if faults is None:
