@@ -18,13 +18,24 @@ RARE: Final = dict.fromkeys(
 )
 """More steps, where what the fault breaks is done in one walk of many: a whole subtree that has to go, bytes or a disk
 that are lost while a call waits for them, a lease that comes while a subtree goes."""
+CAUGHT: Final = {
+    **dict.fromkeys(("stuck_parents_kept", "lost_disk_waited_for"), 27),
+    **dict.fromkeys(("new_holders_overlooked", "rest_of_a_loss_forgotten"), 22),
+    "children_lifted_alone": 13,
+    "sinks_slide_out": 6,
+    "window_never_slides": 5,
+    "window_too_short": 5,
+    **dict.fromkeys(("corrupt_copy_is_ready", "bad_slot_reused", "lost_block_waited_for", "sinks_forgotten"), 4),
+}
+"""The first seed whose walk caught the fault when this was written. The walks begin there, or with seed 0 in
+``make test-long``; when a change of the core moves the place, more walks follow."""
 SILENT_WALKS: Final = 20 if LONG else 5
 
 
 def steps_until_caught(name: str, *, inspect: bool) -> int:
-    """Walks with seeds 0, 1, 2 … until one fails: some have no disk, some no host, some never crash."""
+    """Walks with one seed after the other until one fails: some have no disk, some no host, some never crash."""
     steps = 0
-    for seed in count():
+    for seed in count(0 if LONG else CAUGHT.get(name, 0)):
         try:
             steps += walk(seed, STEPS_A_WALK, inspect=inspect).steps
         except WalkFailed as failure:
