@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier import Cache, Tier, connect
+from kvtier import Cache, Tier
 from kvtier import Client as SyncClient
 from kvtier.replay.runner import replay
 from kvtier.replay.trace import read, replay_spec
@@ -20,7 +20,7 @@ from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 TRACE = Path(__file__).parents[2] / "examples/traces/conversation-extract.jsonl"
 
@@ -123,7 +123,7 @@ async def test_replay_status_top_and_metrics_agree_with_a_script(start_fresh):
     """One run: a trace, then an engine of its own that looks up first."""
     daemon = start_fresh(*LISTEN, host=256, disk=512)
     requests = await read(TRACE, limit=60)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("trace", replay_spec(4096))
         report = await replay(client, cache, requests)
         queried, found = report.block_refs, sum(report.hits.values())
@@ -156,7 +156,7 @@ def test_a_plain_program_is_counted_as_an_asynchronous_one_is(daemon, name):
             assert lease.blocks == 2
 
     async def stats():
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             return await counted(client, name, 8)
 
     told = asyncio.run(stats())
