@@ -6,12 +6,13 @@ import random
 
 import pytest
 
-from kvtier import BlockResult, InvalidArgument, LeaseError, Tier, TierFull, TooShort, connect
+from kvtier import BlockResult, InvalidArgument, LeaseError, Tier, TierFull, TooShort
 from kvtier.abi.words import TIERS
 from tests.integration.blocks import chain
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import bytes_in
+from tests.integration.waiting import patient
 
 KEYS = chain("across", 24)
 """Windows of 64 and 100 tokens are covered by 4 and 7 blocks of 16."""
@@ -154,7 +155,7 @@ async def test_matches_agree_with_an_oracle_under_random_traffic(start_for, seed
     """Chains that share prefixes are stored with holes, moved, dropped, and evicted from tiers too small for them."""
     chooser = random.Random(seed)
     daemon = start_for(VSWA, device=12, host=10, disk=30)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("vswa", VSWA)
         stems = [chain(f"stem {number}", 14) for number in range(3)]
         chains = [

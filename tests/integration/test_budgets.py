@@ -13,14 +13,14 @@ from kvtier.types import TierBytes
 from tests.integration.blocks import SLOT_BYTES, SPEC, sizes
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 QUARTER = ("--default-budget", "25%")
 
 
 async def test_a_cache_without_budgets_leaves_room_for_three_more(start_fresh):
     daemon = start_fresh(*QUARTER, device=8, host=16)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         for name in ("one", "two", "three", "four"):
             cache = await client.open_cache(name, SPEC)
             assert (cache.slots(Tier.DEVICE), cache.slots(Tier.HOST)) == (2, 4)
@@ -32,7 +32,7 @@ async def test_what_is_given_out_is_told_by_statistics_status_and_metrics(start_
     daemon = start_fresh(*QUARTER, *LISTEN, host=16, disk=32)
     shown = kvtier("status", "--address", daemon.address).stdout
     assert [line.split()[0] for line in shown.splitlines() if line.startswith(("host ", "disk "))] == ["host", "disk"]
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache("engine", SPEC)
         await client.open_cache("other", SPEC, budgets=sizes(host=8))
         host, disk = (await client.stats()).tiers
@@ -52,7 +52,7 @@ async def test_what_is_given_out_is_told_by_statistics_status_and_metrics(start_
 
 async def test_a_refusal_says_who_has_what_and_is_logged_once(start_fresh):
     daemon = start_fresh(*QUARTER, host=16)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache("small", SPEC, budgets=sizes(host=2))
         await client.open_cache("large", SPEC, budgets=sizes(host=14))
         said = ""
@@ -80,16 +80,16 @@ async def test_a_refusal_says_which_caches_nobody_has_open(start_fresh):
         return str(full.value)
 
     idle = r"idle for 0:00:\d\d"
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache("used", SPEC, budgets=sizes(host=8, disk=8))
         closed = await client.open_cache("closed", SPEC, budgets=sizes(host=4, disk=4))
         await closed.close()
-        async with await connect(daemon.address) as other:
+        async with await patient(daemon.address) as other:
             await other.open_cache("left", SPEC, budgets=sizes(host=2, disk=2))
         said = await refusal(client)
         assert re.search(f"used 96.0 KiB, closed 48.0 KiB {idle}, left 24.0 KiB {idle}[)]", said), said
     await asyncio.to_thread(daemon.restart)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache("closed")
         said = await refusal(client)
         assert re.search(f"used 96.0 KiB {idle}, closed 48.0 KiB, left 24.0 KiB {idle}[)]", said), said
@@ -98,7 +98,7 @@ async def test_a_refusal_says_which_caches_nobody_has_open(start_fresh):
 async def test_a_refusal_names_no_cache_that_its_caller_may_not_read(start_fresh):
     rule = '{"anonymous": true, "caches": ["mine*"], "verbs": ["read", "write"]}'
     daemon = start_fresh("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=16)
-    async with await connect(daemon.address) as client, await connect(daemon.tcp_address, insecure=True) as stranger:
+    async with await patient(daemon.address) as client, await connect(daemon.tcp_address, insecure=True) as stranger:
         await client.open_cache("secret", SPEC, budgets=sizes(host=12))
         await client.open_cache("mine", SPEC, budgets=sizes(host=4))
         with pytest.raises(TierFull) as full:

@@ -15,14 +15,13 @@ from kvtier import (
     DeviceError,
     InvalidArgument,
     Tier,
-    connect,
     session,
 )
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import write_into
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 KEYS = chain("fenced", 3)
 OK = [BlockResult.OK] * 3
@@ -84,7 +83,7 @@ GIVE_BACK = {
 
 @pytest.mark.parametrize("way", GIVE_BACK)
 async def test_slots_are_given_back_after_the_work(client, daemon, cache, way):
-    async with await connect(daemon.address) as other:
+    async with await patient(daemon.address) as other:
         theirs, gate = await other.open_cache(cache.name, SPEC), Gate()
         task = await begun(GIVE_BACK[way](other, theirs, await read(theirs), gate), gate)
         assert await held(client, cache) == (0, 3)
@@ -175,7 +174,7 @@ async def test_what_is_no_stream_is_refused(cache):
 async def test_no_goodbye_is_said_to_work_that_does_not_end(client, daemon, cache, monkeypatch):
     """The slots stay out of circulation until the process, which may still touch them, is gone."""
     monkeypatch.setattr(session, "_WORK_GRACE_S", SOON_S)
-    other = await connect(daemon.address)
+    other = await patient(daemon.address)
     await read(await other.open_cache(cache.name, SPEC))
     await other.close(stream=Gate())
     assert await held(client, cache) == (0, 3)

@@ -7,13 +7,14 @@ import os
 import pytest
 from google.rpc import status_pb2
 
-from kvtier import BlockResult, Tier, connect
+from kvtier import BlockResult, Tier
 from kvtier.abi import attach, calls
 from kvtier.v1 import admin_pb2, blocks_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import attached
 from tests.integration.stuck import stuck_disk
+from tests.integration.waiting import patient
 
 MOVE = b"/kvtier.v1.Blocks/Move"
 STATS = b"/kvtier.v1.Admin/Stats"
@@ -22,7 +23,7 @@ STATS = b"/kvtier.v1.Admin/Stats"
 async def test_a_client_needs_grpc_only_for_streams(start_fresh):
     daemon = start_fresh(host=64)
     os.unlink(attach.socket_path(daemon.address, attach.RPC_SOCKET))
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         keys = chain("c", 8)
         await cache.put(keys, blocks(keys))
@@ -34,7 +35,7 @@ async def test_a_client_needs_grpc_only_for_streams(start_fresh):
 
 async def test_what_is_too_long_for_a_packet_goes_over_grpc(start_fresh):
     daemon = start_fresh(host=4096)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         keys = chain("c", 3000)  # 96 kB in a request, and more in a listing
         await cache.put(keys, blocks(keys))
@@ -100,7 +101,7 @@ async def movable(client, raw):
 
 async def test_a_call_is_given_up_and_made_again(start_fresh):
     daemon = start_fresh(host=8, disk=8)
-    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+    async with await patient(daemon.address) as client, attached(daemon.address) as raw:
         asked = await movable(client, raw)
         with stuck_disk(daemon, "c"):
             raw.socket.send(call(1, MOVE, asked))
@@ -115,7 +116,7 @@ async def test_a_call_is_given_up_and_made_again(start_fresh):
 
 async def test_two_open_calls_of_one_number_end_the_connection(start_fresh):
     daemon = start_fresh(host=8, disk=8)
-    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+    async with await patient(daemon.address) as client, attached(daemon.address) as raw:
         asked = await movable(client, raw)
         with stuck_disk(daemon, "c"):
             for _ in range(2):

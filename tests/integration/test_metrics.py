@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import NotFound, Tier, connect
+from kvtier import NotFound, Tier
 from kvtier.abi.words import TIERS
 from kvtierd.service.metrics import METRICS
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
@@ -19,7 +19,7 @@ from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, Scrape, port_of, scrape
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import refused
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 DOCS = Path(__file__).parents[2] / "docs"
 SLOTS = {"device": 8, "host": 16, "disk": 32}
@@ -37,7 +37,7 @@ def seen(pool):
     """One scrape for all that only look at it: of a fresh daemon where :func:`traffic` was."""
 
     async def scraped():
-        async with await connect(lent.address) as client:
+        async with await patient(lent.address) as client:
             await traffic(client)
             with pytest.raises(NotFound):
                 await client.remove_cache("none")
@@ -123,7 +123,7 @@ async def test_orphaned_leases_are_told_from_live_ones(daemon, client):
 @pytest.mark.parametrize("local", [True, False], ids=["attach-socket", "grpc"])
 async def test_calls_are_counted_whichever_way_they_come(start_fresh, local):
     daemon = start_fresh(*LISTEN, "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", ANYBODY, host=4)
-    async with await connect(daemon.address if local else daemon.tcp_address, insecure=not local) as client:
+    async with await patient(daemon.address if local else daemon.tcp_address, insecure=not local) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(host=4), mapped=local)
         for _ in range(3):
             await cache.match(chain("absent", 2), remote=True)  # by a call

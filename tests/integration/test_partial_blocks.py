@@ -19,11 +19,10 @@ from kvtier import (
     Scope,
     Tier,
     TokenMatch,
-    connect,
 )
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 
 WIDTH = SPEC.tokens_per_block
 KEPT = CacheOptions(keep_tokens=True)
@@ -129,13 +128,13 @@ async def test_a_cache_that_keeps_no_tokens_answers_in_whole_blocks(client, name
 @pytest.mark.parametrize("end", ["stop", "kill"])
 async def test_a_sequence_that_was_swapped_out_resumes_without_a_token_lost(start_daemon, end):
     daemon = start_daemon(host=64, disk=64)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("live", **opening())
         sequence = await put(cache, IDS[: 2 * WIDTH + 7])
         assert set(await cache.move(sequence.keys, Tier.DISK)) == {BlockResult.OK}
     await asyncio.to_thread(getattr(daemon, end))
     await asyncio.to_thread(daemon.start)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("live", **opening())
         on_disk = bytes([Tier.DISK.bit])
         found = await cache.match_tokens(prompt_of(cache, IDS[: 2 * WIDTH + 7]))
@@ -218,7 +217,7 @@ async def test_a_partial_block_is_told_of_as_stored(client, cache):
 
 async def test_while_no_daemon_answers_whole_blocks_count(start_daemon):
     daemon = start_daemon(host=64)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("alone", SPEC, options=KEPT)
         await put(cache, IDS[: 2 * WIDTH])
         swapped = await put(cache, IDS[: WIDTH + 3])

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier import BlockResult, Client, InvalidArgument, Planes, Tier, connect
+from kvtier import BlockResult, Client, InvalidArgument, Planes, Tier
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.models import VSWA, assert_content, by_hand, groups_of
 from tests.integration.models import content as content_of
+from tests.integration.waiting import patient
 
 PAGES = 12
 SIZES = (1000, 1400, BLOCK_BYTES - 2400)
@@ -123,7 +124,7 @@ def test_the_synchronous_client_takes_planes(daemon, name, verify):
 async def test_all_window_groups_at_once(start_for, mapped):
     daemon = start_for(VSWA, host=32)
     keys, at = chain("across", 12), list(range(12))[::-1]
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=32), mapped=mapped)
         await cache.across.put(keys, {group: content_of(VSWA, group, keys) for group in groups_of(VSWA)})
         targets = {
@@ -182,7 +183,7 @@ async def test_what_does_not_fit_changes_nothing(cache):
 
 
 async def test_an_arena_refuses_planes_of_other_blocks(daemon, name):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
         async with cache.reserve(2, Tier.HOST) as lease:
             with pytest.raises(InvalidArgument, match="8 bytes a block: must be 6912"):

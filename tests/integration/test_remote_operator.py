@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from kvtier import CallerError, InvalidArgument, PermissionDenied, TierOffline, connect
+from kvtier import CallerError, InvalidArgument, PermissionDenied, TierOffline
 from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.test_operator_cli import answer, kvtier
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 from tests.remote.shared import put
 
 DAY_S = 86_400
@@ -39,7 +39,7 @@ class Directory:
 
 @contextlib.asynccontextmanager
 async def opened(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         yield client, await client.open_cache("c", SPEC, budgets=ROOMY)
 
 
@@ -67,7 +67,7 @@ def stored(*names):
 
 
 async def fill(daemon, store, keys, name="c"):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=ROOMY)
         for key in keys:
             await put(cache, [key])
@@ -143,7 +143,7 @@ async def test_blocks_of_one_minute_go_as_far_as_they_must(daemon, store):
     for key in keys:
         age(store, key, 60)
     nbytes = store.objects()[keys[0].hex()].stat().st_size
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         for keep, gone in ((7, 0), (6, 0), (5, 1), (3, 2), (0, 3)):
             assert (await client.remote_gc(keep_bytes=keep * nbytes)).objects == gone
 
@@ -176,7 +176,7 @@ async def test_who_may_administer_a_cache_deletes_its_blocks_alone(start, store,
     mine, others = stored("mine"), stored("others")
     await fill(daemon, store, mine, "c")
     await fill(daemon, store, others, "d")
-    async with await connect(daemon.tcp_address, insecure=True) as client:
+    async with await patient(daemon.tcp_address, insecure=True) as client:
         for caches, where in (([], "every cache"), (["d"], "cache d"), (["c", "d"], "cache d")):
             with pytest.raises(PermissionDenied, match=f"the right to admin on {where}"):
                 await client.remote_gc(caches=caches, keep_bytes=0)
@@ -192,14 +192,14 @@ async def test_what_makes_no_sense_deletes_nothing(daemon, store, start_fresh):
     assert "say what goes" in kvtier("remote", "gc", *at, status=2).stderr
     for option, value in (("--older-than", "0d"), ("--older-than", "week"), ("--keep-bytes", "all")):
         assert value in kvtier("remote", "gc", option, value, *at, status=2).stderr
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         for wrong in ({}, {"older_than": 0}, {"keep_bytes": -1}, {"keep_bytes": 0, "caches": ["a/b"]}):
             with pytest.raises(InvalidArgument):
                 await client.remote_gc(**wrong)
     assert left(store, keys) == [True]
     without = start_fresh(host=4)
     assert "no [remote]" in kvtier("remote", "gc", "--keep-bytes", "0", "--address", without.address, status=1).stderr
-    async with await connect(without.address) as client:
+    async with await patient(without.address) as client:
         with pytest.raises(CallerError) as refused:
             await client.remote_gc(keep_bytes=0)
         assert refused.value.reason == "NO_REMOTE"

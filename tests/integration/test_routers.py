@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from kvtier import CacheOptions, Cause, Event, EventType, Tier, connect
+from kvtier import CacheOptions, Cause, Event, EventType, Tier
 from kvtier.types import tiers_of
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, patient
 
 
 def watch(daemon, *options):
@@ -20,7 +20,7 @@ def watch(daemon, *options):
 
 async def test_a_watch_that_can_show_nothing_says_so(start_daemon, name):
     daemon = start_daemon(host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         await client.open_cache(name, SPEC, budgets=sizes(host=4))
     assert f"warning: there is no cache tpyo yet (there are: {name}" in watch(daemon, "--cache", "tpyo").stderr
     assert f"warning: there is no window group 7 in {name}" in watch(daemon, "--cache", name, "--group", "7").stderr
@@ -30,7 +30,7 @@ async def test_a_watch_that_can_show_nothing_says_so(start_daemon, name):
 async def test_the_daemon_s_defaults_are_those_of_new_caches(start_daemon, name):
     """Who routes sets them, not who opens caches."""
     daemon = start_daemon("--event-hash", "v1_block_key", "--keep-tokens", host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
         assert (cache.info.options.event_hash, cache.info.options.keep_tokens) == ("v1_block_key", True)
         prompt = cache.prompt(range(SPEC.tokens_per_block))
@@ -63,7 +63,7 @@ async def until_quiet(on):
 async def test_an_eviction_says_which_tier_was_left_though_nothing_was_copied(start_daemon, name):
     daemon = start_daemon(device=4, host=8, disk=64)
     first, second = chain("first", 4), chain("second", 4)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=sizes(host=4, disk=32))
         await cache.put(first, blocks(first), tier=Tier.HOST)
         assert all(result == 0 for result in await cache.move(first, Tier.DISK))
@@ -80,7 +80,7 @@ async def test_an_eviction_says_which_tier_was_left_though_nothing_was_copied(st
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 async def test_a_block_that_is_forgotten_says_where_it_was(start_daemon, name, tier):
     daemon = start_daemon(device=8, host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=sizes(**{str(tier): 4}))
         for number in range(2):
             keys = chain(f"{number}", 4)

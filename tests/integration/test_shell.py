@@ -12,10 +12,11 @@ from hashlib import sha256
 import pytest
 import yaml
 
-from kvtier import Tier, connect
+from kvtier import Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier
+from tests.integration.waiting import patient
 
 LONG = "a-cache-with-a-name-that-no-terminal-of-eighty-columns-has-room-for-beside-the-rest"
 
@@ -140,7 +141,7 @@ def _timeless(value):
 
 async def test_eighty_columns_hold_every_table_and_a_pipe_cuts_nothing(start_fresh):
     daemon = start_fresh(device=8, host=8, disk=16)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(LONG, SPEC, budgets=sizes(device=8, host=8, disk=16))
         keys = chain("eighty", 3)
         await cache.put(keys, blocks(keys))

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvtier import Client, InvalidArgument, Mirror, Scope, Tier, TooShort, chain_keys, connect
+from kvtier import Client, InvalidArgument, Mirror, Scope, Tier, TooShort, chain_keys
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import Keys
 from tests.integration.blocks import SPEC, sizes
 from tests.integration.models import VSWA, groups_of
 from tests.integration.raw import attached
 from tests.integration.seeing import state, tier_stats
+from tests.integration.waiting import patient
 
 NONE = chain_keys(range(15), 16, Scope())
 EITHER: tuple[Keys, ...] = (NONE, [])
@@ -35,7 +36,7 @@ def opening(request):
 
 
 async def test_every_verb_of_a_group_takes_it(daemon, opening):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("short", **opening)
         for at in map(cache.in_group, groups_of(VSWA)):
             for keys in EITHER:
@@ -61,7 +62,7 @@ async def test_every_verb_of_a_group_takes_it(daemon, opening):
 
 
 async def test_every_verb_over_all_groups_takes_it(daemon, opening):
-    async with await connect(daemon.address) as client, Mirror(client, ["short"]) as mirror:
+    async with await patient(daemon.address) as client, Mirror(client, ["short"]) as mirror:
         across = (await client.open_cache("short", **opening)).across
         await mirror.synced()
         assert (await across.match(NONE)).blocks == mirror.longest_prefix(NONE, "short") == 0
@@ -90,7 +91,7 @@ def test_the_synchronous_client_takes_it(daemon, opening):
 
 
 async def test_a_commit_of_none_ends_its_lease(daemon):
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("short", VSWA)
         lease = await cache.reserve(2)
         assert await lease.commit(NONE, prompt=cache.prompt(range(15))) == []

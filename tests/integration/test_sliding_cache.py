@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, Client, Mirror, PoolSpec, Tier, TierFull, TooShort, WindowGroupSpec, connect
+from kvtier import BlockResult, CacheSpec, Client, Mirror, PoolSpec, Tier, TierFull, TooShort, WindowGroupSpec
 from tests.integration.blocks import chain
 from tests.integration.models import assert_content, by_hand, content
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import bytes_in, write_into
+from tests.integration.waiting import patient
 
 SLIDING = CacheSpec("sliding", "uint8", 16, groups=(WindowGroupSpec(100, (PoolSpec(1, 1, 72), PoolSpec(2, 1, 72))),))
 """A window of seven blocks, of whose first it needs four tokens."""
@@ -100,7 +101,7 @@ async def test_a_window_in_two_tiers_is_one(cache):
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):
     """The daemon is asked for the whole chain: a piece of it would have a window of its own."""
     daemon = start_for(SLIDING, host=8, disk=64)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("long", SLIDING)
         keys = chain("long", 40)
         await cache.put(keys, content(SLIDING, 0, keys))
@@ -165,7 +166,7 @@ async def test_holders_slide_along_together(client, daemon):
     """What the window of a chain has left is held by nobody who wrote it, whoever commits."""
     cache = await client.open_cache("sliding", SLIDING)
     keys = chain("slides", 12)
-    async with await connect(daemon.address) as other, cache.reserve(12, Tier.HOST) as lease:
+    async with await patient(daemon.address) as other, cache.reserve(12, Tier.HOST) as lease:
         theirs = await other.open_cache("sliding", SLIDING)
         async with theirs.join(lease.ticket()) as joined:
             for index, part in enumerate(content(SLIDING, 0, keys)):

@@ -19,7 +19,6 @@ from kvtier import (
     SnapshotSlice,
     SnapshotStart,
     Tier,
-    connect,
 )
 from kvtier.abi.words import TIERS
 from kvtier.v1 import events_pb2
@@ -28,7 +27,7 @@ from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import refusal
 from tests.integration.residency import ResidencyTable, snapshot
 from tests.integration.seeing import cache_stats, last_event
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
 
@@ -146,7 +145,7 @@ async def test_a_watch_of_some_keys_sees_only_their_blocks(client, cache):
 
 async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for, name):
     daemon = start_for(VSWA, host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, VSWA)
         for group in groups_of(VSWA):
             keys = chain("groups", 2)
@@ -265,7 +264,7 @@ async def _quiet(client, cache):
 async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon):
     flags = ("--event-ring-bytes", "2KiB", "--event-log-bytes", "0")
     daemon = start_daemon(*flags, host=8)
-    async with await connect(daemon.address) as client:
+    async with await patient(daemon.address) as client:
         cache = await client.open_cache("short", SPEC)
         for index in range(40):
             keys = chain(f"short {index}", 2)

@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtier import CacheOptions, Cause, Client, EventType, Retention, Tier, TokenRange, connect
+from kvtier import CacheOptions, Cause, Client, EventType, Retention, Tier, TokenRange
 from kvtier.errors import InvalidArgument
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, chain, sizes
-from tests.integration.waiting import eventually
+from tests.integration.waiting import eventually, patient
 from tests.remote.shared import SharedStore, fetched, put, read_bytes
 
 KEPT = Retention((TokenRange(0, None, 60),))
@@ -46,7 +46,7 @@ def start(start_daemon, start_fresh, store):
 def opened(name):
     @contextlib.asynccontextmanager
     async def opened(daemon, budgets=ROOMY, spec=SPEC, **options):
-        async with await connect(daemon.address) as client:
+        async with await patient(daemon.address) as client:
             yield client, await client.open_cache(name, spec, budgets=budgets, options=CacheOptions(**options))
 
     return opened
