@@ -1,32 +1,16 @@
-"""Measures the house: lines, modules, import circles, docs; with ``--calls`` also what a request crosses.
+"""Measures the house: lines, modules, import circles, docs.
 
 An import circle is a strongly connected set of modules. "At run time" counts the imports that are executed, at the top
 of a module or inside a function; "with typing" counts those under ``if TYPE_CHECKING`` too.
 """
 
 import ast
-import asyncio
-import inspect
-import opcode
-import os
-import signal
-import statistics
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Awaitable
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCES: Final = (f"{ROOT}/client/", f"{ROOT}/daemon/")
 DOCS: Final = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md")
-PAUSING: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-START: Final = opcode.opmap["RETURN_GENERATOR"]
-SETTLE_S: Final = 0.2
-"""How long the daemon may go on working after it has answered."""
 
 
 def modules() -> dict[str, Path]:
@@ -98,89 +82,5 @@ def show_structure() -> None:
         print(f"{name:37}{count:7,}  {', '.join(members)}")
 
 
-class Counter:
-    """Counts Python calls of product code in this process, and the files that they are in.
-
-    A coroutine or generator that goes on after a pause is not another call.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
-
-    def clear(self) -> None:
-        self.calls, self.files = 0, set[str]()
-
-    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(SOURCES) and "/v1/" not in code.co_filename:
-            self.files.add(code.co_filename)
-            self.calls += not code.co_flags & PAUSING or code.co_code[frame.f_lasti] == START
-
-
-async def count_calls(address: str, counter: Counter) -> None:
-    """Makes each request 15 times; shows the median count of calls, and the files that every repetition crossed."""
-    import numpy as np
-
-    from kvtier import CacheSpec, Tier, connect
-
-    spec = CacheSpec.single("house", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=128)
-    rows = np.ones((4, spec.block_bytes(0)), np.uint8)
-    found: dict[str, list[tuple[int, set[str]]]] = {}
-
-    async def measure(name: str, work: Awaitable[object], settle_s: float = SETTLE_S) -> None:
-        counter.clear()
-        await work
-        await asyncio.sleep(settle_s)
-        found.setdefault(name, []).append((counter.calls, set(counter.files)))
-
-    async def store(keys: list[bytes]) -> None:
-        async with cache.reserve(len(keys), Tier.HOST) as lease:
-            await lease.commit(keys)
-
-    async with await connect(address) as client:
-        cache = await client.open_cache("house", spec)
-        chains = [[os.urandom(32) for _ in range(64)] for _ in range(15)]
-        for keys in chains:
-            four = [key[::-1] for key in keys[:4]]
-            await measure("reserve + commit of 4", store(four))
-            await measure("get of 4", cache.get(four, rows), settle_s=0)  # it makes no call
-            await asyncio.sleep(SETTLE_S)  # the daemon is told which blocks were read
-            await measure("move of 4 to disk", cache.move(four, Tier.DISK))
-            await measure("reserve + commit of 64", store(keys))
-        async with client.watch() as watch:
-            for keys in chains:
-                await measure("one event to a watcher", asyncio.gather(anext(watch), cache.drop(keys[63:])))
-        for _ in range(3):
-            await measure("an idle second", asyncio.sleep(1), settle_s=0)
-    for name, runs in found.items():
-        crossed = set.intersection(*(files for _, files in runs))
-        print(f"{name:37}{len(crossed):7} files {statistics.median(calls for calls, _ in runs):7,.0f} calls")
-        print("    " + " ".join(sorted(str(Path(file).relative_to(ROOT)) for file in crossed)), flush=True)
-
-
-def show_calls() -> None:
-    """Runs a daemon in the main thread and its client in another, so that one counter sees both."""
-    from kvtierd.main import main
-
-    def work() -> None:
-        while not Path(f"{directory}/runtime/attach.sock").exists():
-            time.sleep(0.1)
-        try:
-            asyncio.run(count_calls(f"{directory}/runtime", counter))
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    counter = Counter()
-    with tempfile.TemporaryDirectory() as directory:
-        sys.argv = ["kvtierd", *(f"--{name}-dir={directory}/{name}" for name in ("runtime", "state", "disk"))]
-        sys.argv += ["--host-bytes=32MiB", "--disk-bytes=32MiB"]
-        threading.Thread(target=work).start()
-        main()
-
-
 if __name__ == "__main__":
     show_structure()
-    if "--calls" in sys.argv:
-        show_calls()
