@@ -93,7 +93,7 @@ ENGINES ?= .venv-engines
 
 .PHONY: test-engines
 test-engines: .venv/.stamp $(if $(filter .venv-engines,$(ENGINES)),.venv-engines/.stamp)
-	KVTIER_ENGINES=$(abspath $(ENGINES)) $(PYTHON) -m pytest tests/engines -m engines
+	KVTIER_ENGINES=$(abspath $(ENGINES)) $(PYTHON) -m pytest tests/engines -m engines -o faulthandler_timeout=3600
 
 # On the host with the GPU; docs/gpu.md names the variables.
 .PHONY: gpu-hour
