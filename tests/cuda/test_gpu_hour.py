@@ -40,7 +40,7 @@ def report(out):
 def gpu_hour(out, **variables):
     """What it prints."""
     settings = {devices.VARIABLE: devices.FAKE, "KVTIER_GPU_SECONDS": str(_BUDGET_S), "OUT": str(out)} | variables
-    command = ["make", "gpu-hour", f"GPU_PYTHON={sys.executable}"]
+    command = ["make", "--no-print-directory", "gpu-hour", f"GPU_PYTHON={sys.executable}"]
     environment = os.environ | settings
     return subprocess.run(command, check=False, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
 
