@@ -436,7 +436,7 @@ class RememberedSlots:
 
     @property
     def shares(self) -> Mapping[str, int]:
-        """As :meth:`share` remembers them."""
+        """Bytes of each share, by the name that :meth:`share` takes."""
         return self._content.shares
 
     def share(self, name: str, nbytes: int) -> int:

@@ -14,7 +14,7 @@ _NAME: Final = re.compile(r"cuda(?::(?P<ordinal>\d{1,4}))?|(?:GPU|MIG)-(?P<uuid>
 _OLDEST_BINDINGS: Final = (12, 9, 1)
 """Older ones hold the interpreter lock in every call: while the driver works, nothing else in the process runs."""
 _OLDEST_DRIVER: Final = 12080
-"""As cuDriverGetVersion answers: 1000 × major + 10 × minor. The first with cuMemcpyBatchAsync."""
+"""A version of cuDriverGetVersion: 1000 × major + 10 × minor. The first with cuMemcpyBatchAsync."""
 _BATCH_COPY: Final = {12: 12080, 13: 13000}
 """The driver that each major version of the bindings needs for cuMemcpyBatchAsync: its arguments changed in 13.0."""
 

@@ -225,7 +225,7 @@ class Gpu:
 
 
 def _uuid_of(device: str) -> str | None:
-    """Of a device that the driver still lists, though it cannot be used."""
+    """The uuid of a device that the driver lists, even if the device cannot be used."""
     try:
         return uuid_name(find(load_bindings(), device).uuid)
     except CudaUnavailable:
