@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Final, Self
 
+import numpy as np
+
 from kvtier import Tier
 from tests import devices
 from tests.integration.starting import environment
@@ -77,12 +79,15 @@ class Crowd:
         self._await(lambda: all(map(self.sums().get, counters)))
 
     def _await(self, so: Callable[[], bool]) -> None:
-        end = time.monotonic() + _END_S
+        turns = self._board.rows[:, 0].copy()
+        turned = np.full(len(turns), time.monotonic())
         while not so():
             dead = [name for name, process in zip(self._names, self._processes, strict=True) if process.poll()]
             assert not dead, f"parts have died: {dead}"
-            turns = list(zip(self._names, self._board.rows[:, 0].tolist(), strict=True))
-            assert time.monotonic() < end, f"nothing more happens: {turns}, {self.sums()}"
+            before, turns = turns, self._board.rows[:, 0].copy()
+            turned[turns != before] = time.monotonic()
+            stuck = [name for name, at in zip(self._names, turned, strict=True) if time.monotonic() > at + _END_S]
+            assert not stuck, f"no turn of {stuck} within {_END_S:g} s: {turns}, {self.sums()}"
             time.sleep(_LOOK_S)
 
     def stop(self, restarts: int) -> Report:

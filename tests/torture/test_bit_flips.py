@@ -26,7 +26,7 @@ CHAINS, LENGTH = 4, 12
 STARTS = scaled(160, 12)
 """One after another, of each file in turn."""
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 async def test_no_flipped_bit_is_told(start_fresh, short_dir, found):

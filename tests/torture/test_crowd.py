@@ -38,7 +38,7 @@ MAX_MB, BACK_MB = 100, 40
 LEFT_FDS = 12
 """Those of the pool of connections that a daemon's gRPC keeps for a moment."""
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 async def test_a_crowd_is_served_beside_others_and_leaves_nothing(start_fresh, found):

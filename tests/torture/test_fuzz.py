@@ -28,7 +28,7 @@ OURS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 """What only a bug is answered with."""
 KEYS = chain("bystander", 6)
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 async def test_every_rpc(start_fresh, found):

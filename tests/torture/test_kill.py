@@ -17,7 +17,7 @@ MODES = {
 }
 KILLS = scaled(200 // len(MODES), 2)
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -35,7 +35,7 @@ DEEP = {Tier.HOST: (DEPTH + SPARE) * SLOT, Tier.DISK: A_COMMIT * SLOT}
 WIDE = {Tier.HOST: (WIDTH + SPARE) * SLOT, Tier.DISK: 2 * WIDTH * SLOT}
 SMALL = {Tier.HOST: A_COMMIT * SLOT, Tier.DISK: A_COMMIT * SLOT}
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 async def test_what_one_client_does_to_a_large_tree_keeps_nobody_waiting(short_dir, found):

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.test_crash import SEED, end_again_and_again
 from tests.torture.runs import scaled
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 @pytest.mark.parametrize("number", range(1, 1 + scaled(6)))

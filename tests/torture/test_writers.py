@@ -27,7 +27,7 @@ ROUNDS = scaled(20, 2)
 """Of each."""
 OTHERS, LENGTH = 4, 3
 
-pytestmark = [pytest.mark.long, pytest.mark.limit(600)]
+pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 
 @pytest.mark.parametrize("fate", FATES)
