@@ -373,6 +373,24 @@ async def test_dtypes_and_models_are_apart(start, daemon):
         assert warm.cached == [FULL] * 4
 
 
+async def test_other_weights_at_the_same_path_are_apart(start, daemon, make_model, tmp_path):
+    asked, path = prompts(12), tmp_path / "model"
+    shutil.copytree(make_model("llama"), path)
+    with start({"cache": "path"}, model=str(path)) as engine:
+        engine.generate(asked)
+        await whole(daemon, "path", STORED)
+    with start({"cache": "path"}, model=str(path)) as engine:
+        assert engine.generate(asked).external == TAKEN
+        assert "has the weights of model from samples of 1 files" in engine.log
+    shutil.copy(make_model("llama", 1) / "model.safetensors", path)
+    with start(model=str(path)) as plain:
+        cold = plain.generate(asked)
+    with start({"cache": "path"}, model=str(path)) as engine:
+        found = engine.generate(asked)
+        assert_same(found, cold)
+        assert found.external == 0
+
+
 async def test_sliding_windows(start, daemon):
     asked, settings = prompts(8), {"cache": "hybrid", "host_bytes": 64 << 20}
     with start(kind="hybrid") as plain:

@@ -40,7 +40,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connectors.vllm_events import KvEvents
 from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, tokens_per_block
-from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, Planner, Work
+from kvtier.engine import Adapters, EngineOptions, KeyChain, Layout, Mover, Outcome, Planner, Work
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import CallerError
 from kvtier.memory.gpu import StreamObject
@@ -97,7 +97,8 @@ class _Known:
     """A request as the scheduler's half knows it. ``computed``: blocks that the engine itself had when it last asked.
 
     ``waits``: it was told that its load is asynchronous; ``loading``: that load is under way. ``running``: it has
-    pages. ``stale``: they hold what the engine was told to forget.
+    pages. ``stale``: they hold what the engine was told to forget. ``adapter``: the digest of its LoRA adapter when its
+    first key was made.
     """
 
     request: Request
@@ -107,6 +108,7 @@ class _Known:
     loading: bool = False
     running: bool = False
     stale: bool = False
+    adapter: bytes | None = None
 
 
 class _Tables(Mapping[int, list[int]]):
@@ -151,6 +153,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._held: set[str] = set()
         self._saved: set[str] = set()
         self._namespace = b""
+        self._adapters = Adapters(_log)
         with self._starting():
             published, scheduler = vllm_config.kv_events_config, vllm_config.scheduler_config
             told = published is not None and published.enable_kv_cache_events
@@ -192,7 +195,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         with self._starting():
             pages = pages_of(self._kv_cache_config, kv_caches)
-            layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, pages)
+            version = self._options.weights_version
+            layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, pages, version)
             self._mover = Mover(layout, self._options, pages, rank=get_tensor_model_parallel_rank())
             self._layout = layout
 
@@ -350,10 +354,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """Forgets what was stored, as after a change of the weights: this engine's keys are others from now on, whether
         or not the daemon answers."""
         self._namespace = os.urandom(_NAMESPACE_BYTES)
+        self._adapters = Adapters(_log)
         if self._planner is not None:
             self._planner.reset()
         for name, known in self._requests.items():
-            if self._planner is not None:
+            if self._planner is not None and known.loading:  # vLLM waits for its end, well or not
+                self._planner.forsake(name)
+            elif self._planner is not None:
                 self._planner.aborted(name)
             known.chain, known.stale = KeyChain.adopt(), known.running or known.loading
         return True
@@ -387,7 +394,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         width = self._hashes_per_block
         new = known.request.block_hashes[(len(known.chain) + 1) * width - 1 :: width]
-        known.chain.extend(hashlib.sha256(self._namespace + key).digest() if self._namespace else key for key in new)
+        namespace = self._namespace
+        if new and (lora := known.request.lora_request) is not None:
+            # vLLM's hashes have an adapter's name and path: trained again, it has the same ones.
+            adapter = self._adapters.digest(lora.lora_path)
+            known.adapter = known.adapter or adapter
+            if adapter is None or adapter != known.adapter:
+                return
+            namespace += adapter
+        known.chain.extend(hashlib.sha256(namespace + key).digest() if namespace else key for key in new)
 
     def _reuse(self, tables: Sequence[Sequence[int]], first: int) -> None:
         for table in tables:

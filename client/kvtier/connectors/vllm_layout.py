@@ -7,6 +7,7 @@ the one that was asked for, and bytes read in the wrong order are wrong without 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -27,9 +28,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.connectors.rows import joined, page_rows
-from kvtier.engine import Layout, PageGroup, Pages, Plane
+from kvtier.engine import Layout, PageGroup, Pages, Plane, Weights, weights_of
 from kvtier.errors import InvalidArgument
 
+_log: Final = logging.getLogger("vllm.kvtier")
 _MLA: Final = (MLAAttentionSpec, SlidingWindowMLASpec)
 
 
@@ -69,12 +71,17 @@ def pages_of(kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> list[Page
 
 
 def layout_of(
-    config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.Tensor], pages: Sequence[Pages]
+    config: VllmConfig,
+    kv: KVCacheConfig,
+    caches: Mapping[str, torch.Tensor],
+    pages: Sequence[Pages],
+    weights_version: str | None = None,
 ) -> Layout:
     """The layout that every rank of this engine computes alike, and every engine whose bytes are the same."""
     groups = tuple(_page_group(group, some) for group, some in zip(kv.kv_cache_groups, pages, strict=True))
-    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
-    return Layout(model.model, tokens_per_block(kv), groups, ranks, _identity(config, kv, caches))
+    ranks, weights = config.parallel_config.tensor_parallel_size, _weights(config, weights_version)
+    identity = _identity(config, kv, caches) | {"weights": weights.digest}
+    return Layout(weights.name, tokens_per_block(kv), groups, ranks, identity)
 
 
 def _page_group(group: KVCacheGroupSpec, pages: Pages) -> PageGroup:
@@ -87,14 +94,31 @@ def _page_group(group: KVCacheGroupSpec, pages: Pages) -> PageGroup:
     return PageGroup(planes, window)
 
 
-def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+def _weights(config: VllmConfig, version: str | None) -> Weights:
+    """The first rank looks at the weights for all ranks, which may be on other hosts."""
+    group, found = None, None
+    if config.parallel_config.tensor_parallel_size > 1:
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+    if group is None or group.is_first_rank:
+        model = config.model_config
+        other = getattr(model, "hf_config_path", None)
+        commit = None if other else getattr(model.hf_config, "_commit_hash", None)
+        found = weights_of(model.model, model.revision, commit=commit, version=version)
+        found.log(_log)
+    shared = found if group is None else group.broadcast_object(found)
+    assert isinstance(shared, Weights)
+    return shared
+
+
+def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> dict[str, str]:
     model, cache = config.model_config, config.cache_config
     backends = sorted(backend.get_name() for backend in get_current_attn_backends(config))
     architecture = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()
     identity = {
         "engine": f"vllm {vllm.__version__}",
         "architecture": architecture,
-        "revision": str(model.revision),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),

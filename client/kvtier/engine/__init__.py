@@ -9,9 +9,11 @@ from kvtier.engine.layout import Layout, PageGroup, Pages, Plane
 from kvtier.engine.mover import Mover
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.planner import Planner
+from kvtier.engine.weights import Adapters, Weights, weights_of
 from kvtier.engine.work import Completed, Load, Outcome, Save, Work
 
 __all__ = [
+    "Adapters",
     "Completed",
     "EngineOptions",
     "KeyChain",
@@ -24,5 +26,7 @@ __all__ = [
     "Plane",
     "Planner",
     "Save",
+    "Weights",
     "Work",
+    "weights_of",
 ]

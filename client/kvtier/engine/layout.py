@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Plane:
     name: str
     nbytes: int
     replicated: bool = False
+    dtype: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +54,8 @@ class Layout:
     """All that must be the same for two engines to share pages of ``tokens`` tokens.
 
     The planes of all ranks are one cache, with a pool a rank behind one for what is replicated, so that a commit is of
-    all ranks at once. ``identity``: dtype, layout, attention backend, engine: whatever decides what the bytes mean.
+    all ranks at once. ``identity``: weights, attention backend, engine: whatever decides what the bytes mean, besides
+    the planes and their order.
     """
 
     model: str
@@ -67,7 +70,8 @@ class Layout:
         groups = tuple(
             WindowGroupSpec(group.window, self._pools(group), sink_tokens=group.sink) for group in self.groups
         )
-        spec = CacheSpec(self.model, "uint8", self.tokens, groups=groups, identity=self.identity)
+        identity = {**self.identity, "planes": hashlib.sha256(repr(self.groups).encode()).hexdigest()}
+        spec = CacheSpec(self.model, "uint8", self.tokens, groups=groups, identity=identity)
         try:
             spec.validate()
         except FieldError as error:
@@ -104,7 +108,7 @@ class Pages:
     @property
     def shape(self) -> tuple[Plane, ...]:
         """The planes as a layout names them, none of them replicated."""
-        return tuple(Plane(name, _page_bytes(array)) for name, array in self.planes.items())
+        return tuple(Plane(name, _page_bytes(array), dtype=str(array.dtype)) for name, array in self.planes.items())
 
     def of(self, layout: Layout, rank: int) -> tuple[Planes, Planes | None]:
         """What a rank loads into, and what it saves: rank 0 alone saves what is replicated.

@@ -44,6 +44,7 @@ class EngineOptions:
     ``min_blocks``: shorter hits are not worth a load. ``async_blocks``: from so many blocks on, a load does not hold up
     the step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
     ``remote_wait``: seconds that a request waits for a store beyond the host; 0 = the store is not asked.
+    ``weights_version``: stands for the model's weights in the name of the cache, which are not looked at then.
     """
 
     address: str | None = None
@@ -63,6 +64,7 @@ class EngineOptions:
     pin_wait: float = 0.05
     remote_wait: float = 2.0
     recompute_seconds_per_block: float = 0.0
+    weights_version: str | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], **defaults: Any) -> Self:
@@ -77,6 +79,8 @@ class EngineOptions:
         for name in _BYTES:
             if getattr(options, name) is not None:
                 _require_number(name, getattr(options, name), 1, 1 << 60)
+        if not isinstance(options.weights_version, str | None):
+            raise InvalidArgument("kvtier setting weights_version", options.weights_version, "a text")
         for name, words in _WORDS.items():
             value = getattr(options, name)
             if not any(value is word or (isinstance(word, str) and value == word) for word in words):
