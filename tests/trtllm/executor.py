@@ -77,8 +77,12 @@ class Request:
 class Answer:
     """What the executor makes of a connector's offer; by default it takes it whole."""
 
-    short_blocks: int = 0
-    """So many of its last blocks have no pages."""
+    short: int = 0
+    """So many of its last tokens have no pages."""
+    early: int = 0
+    """It is asked for before the executor's own cache has so many of the tokens that it has in the end."""
+    believed: bool = False
+    """The executor counts on what it has cancelled."""
     reset: bool = False
     """The allocation is given up after the first chunk, and the request begins anew."""
 
@@ -98,8 +102,12 @@ class Executor:
         reuse: bool = True,
         chunk: int = 20,
         seed: int = 0,
+        drafts: int = 0,
     ) -> None:
+        """``drafts``: tokens that a step computes ahead, all of which are rejected. Their pages are given back, and the
+        connector hears neither of that nor of the pages that take their place."""
         scheduler, worker = connector
+        self._drafts: Final = drafts
         self.model: Final = model
         self.grouped: Final = grouped
         self.reuse: Final = reuse
@@ -161,7 +169,8 @@ class Executor:
             self._add_sequence(request)
         told = [each for each in batch if each.request_id not in self._new_loading]
         for request in told:
-            self._grow(request, request.position + self._scheduled(request))
+            drafts = self._drafts if request.state is State.GENERATING else 0
+            self._grow(request, request.position + self._scheduled(request) + drafts)
         output = SchedulerOutput()
         for request in told:
             new = not request.told_pages
@@ -204,7 +213,7 @@ class Executor:
         return [each for each in self.requests if each.state in (State.CONTEXT, State.GENERATING)]
 
     def _blocks(self, request: Request) -> int:
-        return -(-(request.prompt + request.most_new) // self.model.tokens_per_block)
+        return -(-(request.prompt + request.most_new + self._drafts) // self.model.tokens_per_block)
 
     def _scheduled(self, request: Request) -> int:
         return min(self.chunk, len(request.tokens) - request.position)
@@ -214,15 +223,18 @@ class Executor:
         request.pages = [[] for _ in self.model.groups]
         request.told_pages, request.told_tokens = [], 0
         computed = self._match_locally(request)
-        matched, asynchronous = self.scheduler.get_num_new_matched_tokens(request, computed)
+        answer = self.answers.get(request.request_id, Answer())
+        asked = max(0, computed - answer.early)
+        matched, asynchronous = self.scheduler.get_num_new_matched_tokens(request, asked)
         assert matched or not asynchronous, "nothing cannot be loaded asynchronously"
-        assert 0 <= matched < request.prompt - computed, f"offered {matched} of {request.prompt} beyond {computed}"
-        if short := self.answers.get(request.request_id, Answer()).short_blocks * self.model.tokens_per_block:
-            kept = max(0, matched - short)
-            self.scheduler.cancel_load(request, computed + kept, computed + matched)
-            matched = kept
-        request.position = computed + matched
-        self._external[request.request_id] = matched
+        assert 0 <= matched < request.prompt - asked, f"offered {matched} of {request.prompt} beyond {asked}"
+        end = asked + matched
+        kept = max(computed, end - answer.short)
+        cuts = [(first, last) for first, last in ((asked, min(computed, end)), (kept, end)) if first < last]
+        for first, last in self._random.sample(cuts, len(cuts)):
+            self.scheduler.cancel_load(request, first, last)
+        request.position = max(computed, end if answer.believed else min(kept, end))
+        self._external[request.request_id] = request.position - computed
         self._grow(request, request.position + self._scheduled(request) if self.grouped else request.prompt)
         self._by_group("update_state_after_alloc", request)
         if asynchronous:
@@ -271,6 +283,7 @@ class Executor:
             if request.state is State.CONTEXT:
                 self.computed += tokens
             request.position += tokens
+            self._reject_drafts(request)
             self._keep(request, number)
             if request.position == len(request.tokens):
                 request.tokens.append(int(number[-1] % np.uint64(VOCABULARY)))
@@ -278,6 +291,13 @@ class Executor:
             elif self.answers.get(request.request_id, Answer()).reset:
                 del self.answers[request.request_id]
                 self._reset(request)
+
+    def _reject_drafts(self, request: Request) -> None:
+        blocks = -(-max(request.position, request.prompt) // self.model.tokens_per_block)
+        for group, pages in enumerate(request.pages if self._drafts else ()):
+            for page in reversed(pages[blocks:]):
+                self._give_back(group, page)
+            del pages[blocks:]
 
     def _attend(self, request: Request, tokens: int, number: Any, group: int, window: int, layer: int) -> None:
         start, end = request.position, request.position + tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
 import threading
 import time
@@ -33,7 +34,7 @@ SPACE: Final = {"host_bytes": 8 << 20, "disk_bytes": 16 << 20, "pin_wait": 5.0}
 SYNC: Final = {"async_blocks": 1000, **SPACE}
 ASYNC: Final = {"async_blocks": 1, **SPACE}
 
-CUTS: Final = (Answer(), Answer(short_blocks=1), Answer(short_blocks=99), Answer(reset=True))
+CUTS: Final = (Answer(), Answer(short=8), Answer(short=999), Answer(reset=True))
 
 both_models = pytest.mark.parametrize("model", [V1, V2], ids=["v1", "v2"])
 both_ways = pytest.mark.parametrize("way", [SYNC, ASYNC], ids=["sync", "async"])
@@ -57,6 +58,8 @@ def engine(
 ) -> Iterator[Executor]:
     """One engine instance, which ends with the block."""
     args = llm_args(model, **cache)
+    if how.get("drafts"):
+        args.speculative_config = SimpleNamespace(max_draft_len=how["drafts"])
     with standing_in(Ranks(ranks)) as interface, pytest.MonkeyPatch.context() as patch:
         patch.setenv(trtllm.OPTIONS, json.dumps({"address": daemon.address, **way}))
         module, *classes = CONFIGURED
@@ -72,7 +75,9 @@ def engine(
 
 def llm_args(model: Model, **cache: Any) -> SimpleNamespace:
     config = {"tokens_per_block": model.tokens_per_block, "dtype": "auto", "max_attention_window": None}
-    return SimpleNamespace(model="tiny", kv_cache_config=SimpleNamespace(**{**config, **cache}))
+    return SimpleNamespace(
+        model="tiny", kv_cache_config=SimpleNamespace(**{**config, **cache}), speculative_config=None
+    )
 
 
 def full_blocks(model: Model, requests: Sequence[Request]) -> int:
@@ -140,6 +145,56 @@ def test_an_engine_with_a_cache_of_its_own_takes_the_rest_from_kvtier(daemon, mo
         second.run()
     assert outputs(warm) == outputs(cold)
     assert second.computed < first.computed / 2
+
+
+@both_ways
+@pytest.mark.parametrize("seed", range(4))
+def test_the_engine_takes_any_range_of_an_offer(daemon, way, seed):
+    """It asks before its own cache has the front of what it takes in the end, and has no pages for the rest."""
+    draw = random.Random(seed)
+    with engine(daemon, V2, way, seed=1, reuse=False) as first:
+        cold = ask(first)
+        first.run()
+    with engine(daemon, V2, way, seed=2 + seed, pages=16) as second:
+        warm = ask(second)
+        second.answers = {
+            each.request_id: Answer(early=draw.choice((0, 3, 8, 21, 99)), short=draw.choice((0, 0, 5, 8, 30)))
+            for each in warm
+        }
+        second.run()
+    assert outputs(warm) == outputs(cold)
+    assert second.computed < first.computed
+
+
+def test_an_engine_that_counts_on_what_it_has_cancelled_ends(daemon):
+    """Before it computes on pages that nobody has written."""
+    with engine(daemon, V2, ASYNC, seed=1, reuse=False) as first:
+        ask(first)
+        first.run()
+    with engine(daemon, V2, ASYNC, seed=2, reuse=False) as second:
+        for each in ask(second):
+            second.answers[each.request_id] = Answer(short=8, believed=True)
+        with pytest.raises(RuntimeError, match="left out"):
+            second.run()
+
+
+@pytest.mark.parametrize("model", [V1, V2, Model(index=True)], ids=["v1", "v2", "v2-full"])
+@both_ways
+def test_pages_of_rejected_drafts_are_not_believed(daemon, model, way):
+    """The next engine goes on with the chat: the answers are part of its prompts. They are saved with the step after
+    their end."""
+    with engine(daemon, model, way, seed=1, reuse=False, drafts=5, pages=99) as first:
+        cold = [first.submit(SHARED + tail, new=24, salt="x") for tail in TAILS]
+        first.submit(SHARED, new=60)
+        first.run()
+    with engine(daemon, model, way, seed=2, reuse=False, drafts=5, pages=40) as second:
+        warm = [second.submit(each.tokens, new=2, salt="x") for each in cold]
+        second.run()
+    loaded = sum(each.prompt for each in warm) - second.computed
+    stored = full_blocks(model, warm)
+    if model is V2:  # pages that a window has left are gone at the end
+        stored = sum(each.prompt // model.tokens_per_block * model.tokens_per_block for each in cold)
+    assert loaded >= stored
 
 
 async def test_blocks_outlive_the_daemon(daemon):

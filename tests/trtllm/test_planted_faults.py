@@ -42,7 +42,7 @@ def lives(shelf: Shelf, connector: Any, *, reuse: bool = False, answers: tuple[A
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", [FLAT, SLIDING], ids=["v1", "v2"])
 def test_right_connectors_pass(model, ranks, asynchronous, reuse):
-    answers = (Answer(), Answer(short_blocks=1), Answer(short_blocks=99), Answer(reset=True)) if model.index else ()
+    answers = (Answer(), Answer(short=8), Answer(short=999), Answer(reset=True)) if model.index else ()
     shelf = Shelf(model, Ranks(ranks), asynchronous)
     cold, warm = lives(shelf, (Scheduler, Worker), reuse=reuse, answers=answers)
     assert 0 < warm.computed < cold.computed / (1 if reuse else 2)

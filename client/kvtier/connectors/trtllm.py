@@ -29,7 +29,20 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeVar
 
 from kvtier.abi.keys import Scope
-from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, PageGroup, Pages, Plane, Planner, Work
+from kvtier.engine import (
+    EngineOptions,
+    KeyChain,
+    Layout,
+    Mover,
+    Outcome,
+    PageGroup,
+    Pages,
+    Plane,
+    Planner,
+    Weights,
+    Work,
+    weights_of,
+)
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import InvalidArgument
 
@@ -56,24 +69,28 @@ def __getattr__(name: str) -> type:
 @dataclass(slots=True, frozen=True)
 class _Step:
     """What goes to the workers. ``computes``: a forward pass follows. ``leaving``: by group, pages that windows leave
-    behind with it: the engine takes them back without a word."""
+    behind with it: the engine takes them back without a word. ``fault``: ends the engine, on all ranks at once."""
 
     work: Work
     computes: bool
     leaving: Mapping[int, Sequence[int]]
+    fault: str = ""
 
 
 @dataclass(slots=True)
 class _Request:
-    """``first``, ``taken``: the load is of so many tokens from there on. ``unseen``: of these, so many are not in the
-    position that the engine reports next."""
+    """``start``, ``end``: the offered tokens that the engine counts on. ``unseen``: so many of these are not in the
+    position that the engine reports next. ``loaded``: where a load ends whose request has not been scheduled yet.
+    ``reached``: the engine's next position while it computes the prompt."""
 
     chain: KeyChain
     chained: int
-    first: int
-    computed: int
-    taken: int = 0
+    prompt: int
+    start: int
+    end: int
     unseen: int = 0
+    loaded: int | None = None
+    reached: int | None = None
     asynchronous: bool = False
     tokens: int = 0
     pages: dict[int, list[int]] = field(default_factory=dict)
@@ -93,6 +110,7 @@ class _Scheduler:
         self._allocated: dict[int, Mapping[int, Sequence[int]]] = {}
         self._parked: set[int] = set()
         self._over: tuple[set[int], set[int]] = set(), set()
+        self._drafts = getattr(llm_args, "speculative_config", None) is not None
         _Scheduler.here = self
 
     def open(self, layout: Layout, options: EngineOptions) -> bool:
@@ -117,24 +135,29 @@ class _Scheduler:
         first = num_computed_tokens - num_computed_tokens % size
         chain = KeyChain.of_tokens(size, scope)
         chain.extend(tokens)
-        state = self._requests[request.request_id] = _Request(chain, len(tokens), first, num_computed_tokens)
         # The engine asks once: what a store beyond the host has is fetched for the next request.
-        state.taken = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0
-        state.unseen = max(0, first + state.taken - num_computed_tokens)
+        offered = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0
+        end = max(num_computed_tokens, first + offered)
+        state = _Request(chain, len(tokens), len(tokens), num_computed_tokens, end, end - num_computed_tokens)
+        self._requests[request.request_id] = state
         if not state.unseen:
-            state.taken = 0
             return 0, False
         state.asynchronous = self._planner.is_async(name)
         return state.unseen, state.asynchronous
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """The engine has no pages from ``start`` on. A block of which it took a part is loaded as a whole."""
-        if (state := self._requests.get(request.request_id)) is None or self._layout is None:
+        """The engine does not count on tokens ``[start, end)`` of an offer, nor on the tokens behind a hole. A block of
+        which it counts on a part is loaded as a whole."""
+        state = self._requests.get(request.request_id)
+        if state is None or self._planner is None or not state.unseen or start >= state.end or end <= state.start:
             return
-        state.unseen = max(0, start - state.computed)
-        blocks = -(-(start - state.first) // self._layout.tokens) if state.unseen else 0
-        state.taken = min(state.taken, blocks * self._layout.tokens)
-        if not state.taken and self._planner is not None:
+        if start <= state.start:
+            state.start = min(end, state.end)
+            self._planner.skip(str(request.request_id), state.start)
+        else:
+            state.end = start
+        state.unseen = state.end - state.start
+        if not state.unseen:
             self._planner.allocated(str(request.request_id), {}, 0)
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
@@ -150,52 +173,68 @@ class _Scheduler:
         for number, pages in self._allocated.items():
             if (state := self._requests.get(number)) is None:
                 continue
-            if state.taken:
-                self._planner.allocated(str(number), pages, state.taken, sync=not state.asynchronous)
+            if taken := state.unseen:
+                first = state.start - state.start % self._layout.tokens
+                self._planner.allocated(str(number), pages, state.end - first, sync=not state.asynchronous)
+                state.loaded = state.end
             if state.asynchronous:  # the engine waits for its end, even if it took nothing of it
                 state.unseen = 0
-                (self._parked if state.taken else self._over[1]).add(number)
+                (self._parked if taken else self._over[1]).add(number)
         self._allocated = {}
         leaving: defaultdict[int, list[int]] = defaultdict(list)
+        fault = ""
         scheduled = (*scheduler_output.new_requests, *scheduler_output.cached_requests)
         for data in scheduled:
             if (state := self._requests.get(data.request_id)) is not None:
+                fault = fault or _unbrought(state, data.computed_position)
                 self._schedule(self._planner, self._layout, state, data, leaving)
-        return _Step(self._planner.step(), bool(scheduled), dict(leaving))
+        return _Step(self._planner.step(), bool(scheduled), dict(leaving), fault)
 
     def _schedule(
         self, planner: Planner, layout: Layout, state: _Request, data: Any, leaving: defaultdict[int, list[int]]
     ) -> None:
         """Tokens and pages come as what is new since the request's last step."""
         state.tokens += len(data.new_tokens)
-        if (new := state.tokens - state.chained) > 0:
+        if (new := state.tokens - state.chained) > 0 and not self._drafts:
             state.chain.extend(data.new_tokens[-new:])
             state.chained = state.tokens
-        computed = data.computed_position + state.unseen
-        state.unseen = 0
+        computed, count = data.computed_position + state.unseen, data.num_scheduled_tokens
+        state.unseen, state.loaded = 0, None
+        state.reached = computed + count if computed + count < state.prompt else None
         for group, ids in enumerate(data.new_block_ids_by_layer_group or [data.new_block_ids]):
             table = state.pages.setdefault(group, [])
             table.extend(ids)
             if window := layout.groups[group].window:
                 gone = max(0, computed - window + 1) // layout.tokens
                 table[:gone] = [NO_PAGE] * gone
-                stays = max(0, computed + data.num_scheduled_tokens - window + 1) // layout.tokens
+                stays = max(0, computed + count - window + 1) // layout.tokens
                 leaving[group] += [page for page in table[gone:stays] if page != NO_PAGE]
-        planner.scheduled(str(data.request_id), computed, data.num_scheduled_tokens, state.pages)
+        if self._drafts:  # the engine takes back pages of drafts without a word
+            count = min(count, max(0, state.prompt - computed))
+        if count:
+            planner.scheduled(str(data.request_id), computed, count, state.pages)
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
         return self.request_finished_by_layer_group(request, [cache_block_ids])
 
     def request_finished_by_layer_group(self, request: Any, ids: Sequence[Sequence[int]]) -> bool:
-        self._requests.pop(request.request_id, None)
+        state, name = self._requests.pop(request.request_id, None), str(request.request_id)
         self._allocated.pop(request.request_id, None)
-        return self._planner is not None and self._planner.finished(str(request.request_id), dict(enumerate(ids)))
+        if self._planner is None:
+            return False
+        if self._drafts and state is not None and self._layout is not None:
+            tokens = request.get_tokens(0)
+            state.chain.extend(tokens[state.chained :])
+            computed = len(tokens) - 1  # the last one has no keys and values yet
+            if computed >= state.prompt:
+                self._planner.scheduled(name, computed, 0, dict(enumerate(ids)))
+        return self._planner.finished(name, dict(enumerate(ids)))
 
     def request_reset(self, request: Any) -> None:
         """The pages are gone, and the request runs again from its start."""
         self._allocated.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None and self._planner is not None:
-            self._planner.preempted(str(request.request_id))
+            self._planner.aborted(str(request.request_id))
 
     def ended(self, outcomes: Sequence[Outcome]) -> tuple[set[int], set[int]]:
         """Requests that all ranks have saved, and those that they have loaded; the caller takes out whom it tells."""
@@ -236,11 +275,9 @@ class _Worker:
                 raise fault
             _log.warning("the engine runs without kvtier: %s", fault)
             return
-        block = kv_cache_tensor[0]
-        groups = (PageGroup((Plane("all", block.nbytes),)),)
-        identity = {"dtype": str(kv_cache_tensor.dtype), "block": str(tuple(block.shape))}
-        tokens = self._args.kv_cache_config.tokens_per_block
-        self._open(tokens, groups, [Pages.block_outermost(0, kv_cache_tensor)], identity)
+        pages = Pages.block_outermost(0, kv_cache_tensor)
+        identity = {"block": str(tuple(kv_cache_tensor.shape[1:]))}
+        self._open(self._args.kv_cache_config.tokens_per_block, (PageGroup(pages.shape),), [pages], identity)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """V2: a plane a region; a group's page numbers are its own."""
@@ -250,24 +287,24 @@ class _Worker:
             for region in (*group.replicated_regions, *group.regions):
                 first = region.buffers[0]
                 name = f"{first.layer_id}.{first.role}+{len(region.buffers)}"
-                planes.append(Plane(name, region.size, region in group.replicated_regions))
                 tensors[name] = region.as_tensor()
+                planes.append(Plane(name, region.size, region in group.replicated_regions, str(tensors[name].dtype)))
             groups.append(PageGroup(tuple(planes), window=group.window_size or 0))
             pages.append(Pages(number, tensors))
-        names = " ".join(plane.name for group in groups for plane in group.planes)
-        identity = {
-            "dtype": str(self._args.kv_cache_config.dtype),
-            "regions": hashlib.sha256(names.encode()).hexdigest(),
-        }
+        identity = {"dtype": str(self._args.kv_cache_config.dtype)}
         self._open(layout.tokens_per_block, tuple(groups), pages, identity)
 
     def _open(
-        self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[Pages], identity: Mapping[str, str]
+        self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[Pages], identity: dict[str, str]
     ) -> None:
         engine = f"tensorrt-llm {importlib.import_module('tensorrt_llm').__version__}"
-        weights = repr([getattr(self._args, name, None) for name in ("revision", "quant_config")])
-        identity = {**identity, "weights": hashlib.sha256(weights.encode()).hexdigest(), "engine": engine}
-        layout = Layout(str(self._args.model), tokens, groups, self._ranks, identity)
+        drafts = getattr(self._args, "speculative_config", None)
+        settings = repr([getattr(self._args, name, None) for name in ("dtype", "quant_config")])
+        settings += f" {type(drafts).__name__} {getattr(drafts, 'speculative_model_dir', None)}"
+        weights = self._weights()
+        digest = hashlib.sha256(settings.encode()).hexdigest()
+        identity |= {"engine": engine, "weights": weights.digest, "settings": digest}
+        layout = Layout(weights.name, tokens, groups, self._ranks, identity)
         self._mover = Mover(layout, self._options, pages, rank=self._rank)
         atexit.register(self.close)
         made = False
@@ -277,6 +314,14 @@ class _Worker:
         if any(self._gathered(made)):
             # A first load that has to ask the daemon for its memory could fail, though its blocks are pinned.
             self._mover.open()
+
+    def _weights(self) -> Weights:
+        """The first rank looks at the weights for all ranks, which may be on other hosts."""
+        model, version, found = str(self._args.model), self._options.weights_version, None
+        if self._rank == 0 or self._ranks == 1:
+            found = weights_of(model, getattr(self._args, "revision", None), version=version)
+            found.log(_log)
+        return next(each for each in self._gathered(found) if each is not None)
 
     def _gathered(self, mine: T) -> Sequence[T]:
         """Of all ranks."""
@@ -296,10 +341,14 @@ class _Worker:
         step, self._step = self._step, None
         if self._mover is None or step is None:
             return
+        if step.fault:
+            raise RuntimeError(step.fault)
         self._leaving = step.leaving
         self._mover.start(step.work, stream=stream)
         self._mover.wait_loads()
-        _require_loaded(self._mover.failed_pages())
+        if any(load.sync for load in step.work.loads):  # of the others get_finished tells
+            for failed in self._gathered(self._mover.failed_pages()):
+                _require_loaded(failed)
         if not step.computes:  # every request waits for a load, so nobody calls wait_for_save
             self._mover.save(stream=stream)
 
@@ -364,6 +413,15 @@ def _scope(request: Any) -> Scope | None:
     if request.lora_task_id is not None or request.multimodal_hashes or request.multimodal_positions:
         return None
     return Scope(salt=request.cache_salt)
+
+
+def _unbrought(state: _Request, position: int) -> str:
+    """Says where the engine counts on tokens that no load brings: attention would read unwritten memory."""
+    fits = state.reached is None or position <= state.reached
+    if state.loaded is not None:
+        fits = position == state.start if state.unseen else position <= state.loaded
+    load = f"[{state.start}, {state.end})"
+    return "" if fits else f"kvtier: the engine counts on tokens before {position} that the load of {load} left out"
 
 
 def _require_loaded(failed: Mapping[int, Any]) -> None:

@@ -239,10 +239,13 @@ class Mover:
     def _arrived(self, group: int, keys: bytes, rows: Rows) -> int:
         """Loads blocks of a group. Returns how many of the first ones are there."""
         arrived = 0
+        step = min(
+            MAX_KEYS, self.layout.spec.attention(group).span or MAX_KEYS
+        )  # of more blocks a window group needs the last ones
         try:
             cache = self._opened().in_group(group)
-            for start in range(0, len(rows), MAX_KEYS):
-                some = rows[start : start + MAX_KEYS]
+            for start in range(0, len(rows), step):
+                some = rows[start : start + step]
                 part = keys[start * KEY_BYTES : (start + len(some)) * KEY_BYTES]
                 arrived += len(cache.get(part, some, timeout=self.options.load_timeout))
                 if arrived < start + len(some):

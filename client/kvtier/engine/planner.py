@@ -162,6 +162,11 @@ class Planner:
 
     # -- what the engine does --------------------------------------------------------------------------------------
 
+    def skip(self, req_id: str, tokens: int) -> None:
+        """The engine has so many first tokens of the request by now: of the offer, only the rest is to be loaded."""
+        request = self._requests[req_id]
+        request.first = min(max(request.first, tokens // self._tokens), request.found)
+
     def allocated(
         self, req_id: str, tables: Mapping[int, Sequence[int]], external_tokens: int, *, sync: bool | None = None
     ) -> None:
@@ -181,7 +186,8 @@ class Planner:
         request.tables = tables
         keys, pages = {}, {}
         for group, table in tables.items():
-            wanted = [block for block in self._needed(group, request.first, end) if table[block] != NO_PAGE]
+            needed = self._needed(group, request.first, request.first * self._tokens + external_tokens)
+            wanted = [block for block in needed if table[block] != NO_PAGE]
             keys[group] = request.chain.pick(wanted)
             pages[group] = tuple(table[block] for block in wanted)
         self._note("blocks being loaded", end - request.first)
@@ -264,6 +270,12 @@ class Planner:
         """The request is over and its pages are taken away."""
         self.preempted(req_id)
         self._requests.pop(req_id, None)
+
+    def forsake(self, req_id: str) -> None:
+        """Saves nothing more of the request."""
+        if (request := self._requests.get(req_id)) is not None:
+            self._drop_saves(req_id, request)
+            request.most = 0
 
     def reset(self) -> bool:
         """The engine has dropped its own cache: so does kvtier, in the background, but for what is held."""
@@ -369,10 +381,12 @@ class Planner:
         weight = _SMOOTHING if self._seconds_a_block else 1.0
         self._seconds_a_block += weight * (seconds_a_block - self._seconds_a_block)
 
-    def _needed(self, group: int, first: int, end: int) -> list[int]:
-        """The blocks from ``first`` on that a prefix needs in a group."""
-        needed = self.layout.spec.attention(group).needs(end)
-        return [*range(first, needed.sinks), *range(max(first, needed.first), end)]
+    def _needed(self, group: int, first: int, tokens: int) -> list[int]:
+        """The blocks from ``first`` on that a prefix of so many tokens needs in a group."""
+        needed = self.layout.spec.attention(group).needs(-(-tokens // self._tokens))
+        window = self.layout.groups[group].window
+        start = max(0, tokens - window) // self._tokens if window else 0
+        return [*range(first, min(needed.sinks, start)), *range(max(first, start), needed.stop)]
 
     def _unsaved(self, request: _Request) -> range:
         """Blocks that are computed, and neither stored nor being saved."""
