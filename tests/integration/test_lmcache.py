@@ -6,13 +6,14 @@ LMCache's own benchmark and server run on it in ``tests/engines/test_lmcache.py`
 from __future__ import annotations
 
 import os
+import random
 import select
 from functools import partial
 
 import pytest
 
 from kvtier import Client, Tier
-from kvtier.connectors.lmcache import KvtierL2
+from kvtier.connectors.lmcache import KvtierL2, _key_of
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -113,6 +114,76 @@ def test_a_deleted_object_is_gone(adapt):
     assert adapter.delete(KEYS[2:5]) == (True, [False] * 3)
     assert adapter.store(KEYS[2:5], OBJECTS[2:5]) == (True, [True] * 3)
     assert adapter.load() == ([True] * 6, OBJECTS)
+
+
+def test_other_bytes_under_an_old_key_replace_the_old_ones(adapt):
+    adapter = adapt()
+    adapter.store()
+    other = [bytes(os.urandom(size)) for size in SIZES]
+    assert adapter.store(objects=other) == (True, [True] * 6)
+    assert adapter.load() == ([True] * 6, other)
+    longer = [each + b"more" * PIECE for each in other]
+    assert adapter.store(objects=longer) == (True, [True] * 6)
+    assert adapter.load()[0] == [False] * 6
+    assert adapter.load(sizes=[len(each) for each in longer]) == ([True] * 6, longer)
+
+
+def test_pieces_of_two_objects_are_no_object(adapt, lent):
+    """The connectors of two servers store at once."""
+    one, two = adapt(), adapt()
+    one.store(KEYS[-1:], [OBJECTS[-1]])
+    assert two.connector._store is not None
+    two.connector._store.drop(0, [_key_of(KEYS[-1], 2), _key_of(KEYS[-1], 3)])
+    other = bytes(os.urandom(SIZES[-1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KvtierL2, "_drop_others", lambda *_: set())  # it looked before
+        assert two.store(KEYS[-1:], [other]) == (True, [True])
+    assert one.load(KEYS[-1:], SIZES[-1:])[0] == [False]
+    assert two.store(KEYS[-1:], [other]) == (True, [True])
+    assert one.load(KEYS[-1:], SIZES[-1:]) == ([True], [other])
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_an_object_in_part_is_not_there_and_is_deleted_whole(adapt, number):
+    adapter, other = adapt(), adapt()
+    adapter.store()
+    assert adapter.connector._store is not None
+    adapter.connector._store.drop(0, [_key_of(KEYS[-1], number)])
+    assert adapter.exists()[1] == other.exists()[1] == [*[True] * 5, False]
+    assert adapter.delete(KEYS[-1:]) == (True, [True])
+    assert not any(adapter.connector._store.probe(0, [_key_of(KEYS[-1], number) for number in range(6)]))
+
+
+@pytest.mark.parametrize("staged", [2 * PIECE, 32 << 20], ids=["in batches", "at once"])
+def test_an_object_that_exists_is_whole(start_fresh, ending, monkeypatch, staged):
+    """In a tier that has room for a third of what is stored, and for no whole number of objects."""
+    monkeypatch.setattr("kvtier.connectors.lmcache._STAGED_BYTES", staged)
+    daemon = start_fresh("--host-bytes", str(16 << 20), "--disk-bytes", "0")
+    adapter = Adapter(daemon.address, host_bytes=47 * (PIECE + 4096), disk_bytes=None, write_policy="back")
+    ending.callback(adapter.connector.close)
+    draw, objects = random.Random(7), {f"k{number}": os.urandom(5 * PIECE) for number in range(30)}
+    claimed = 0
+    for number, (key, data) in enumerate(objects.items()):
+        adapter.store([key], [data])
+        for old in draw.choices([f"k{each}" for each in range(number + 1)], k=2):
+            adapter.load([old], [5 * PIECE])
+        names = [f"k{each}" for each in range(number + 1)]
+        there = [name for name, found in zip(names, adapter.exists(names)[1], strict=True) if found]
+        claimed += len(there)
+        assert adapter.load(there, [5 * PIECE] * len(there)) == ([True] * len(there), [objects[name] for name in there])
+    assert claimed > 60
+
+
+def test_one_object_twice_in_a_batch(adapt):
+    adapter = adapt()
+    keys, objects, sizes = (
+        [KEYS[-1], KEYS[0], KEYS[-1]],
+        [OBJECTS[-1], OBJECTS[0], OBJECTS[-1]],
+        [SIZES[-1], 1, SIZES[-1]],
+    )
+    assert adapter.store(keys, objects) == (True, [True] * 3)
+    assert adapter.exists(keys) == (True, [True] * 3)
+    assert adapter.load(keys, sizes) == ([True] * 3, objects)
 
 
 def test_another_namespace_has_no_hits(adapt):

@@ -3,25 +3,26 @@
     lmcache server --l2-adapter '{"type": "native_plugin", "module_path": "kvtier.connectors.lmcache",
       "class_name": "KvtierL2", "adapter_params": {"address": "/run/kvtier", "block_bytes": 1048576}}'
 
-An object is cut into pieces; each is a block with the length of the object behind it, so that an object of another
-length, as after a change of the model's dtype, is a miss. The key of a piece is the SHA-256 of namespace, object key
-and number of the piece. LMCache itself is not imported.
+An object is cut into pieces; each is a block that ends with the length and the digest of the object, so that pieces of
+two objects under one key are a miss, as is an object of another length. The key of a piece is the SHA-256 of the
+object's key and the number of the piece. LMCache itself is not imported.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
-from itertools import count, takewhile
+from itertools import count
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvtier.abi.spec import MAX_BLOCK_BYTES, CacheSpec, PoolSpec, WindowGroupSpec
@@ -29,7 +30,12 @@ from kvtier.connectors.store import Store, options_of
 from kvtier.errors import InvalidArgument, KvtierError
 
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
-_LENGTH_BYTES: Final = 8
+_END: Final = struct.Struct("<Q16s")
+"""Behind a piece: length and digest of its object."""
+_MOST_PIECES: Final = 256
+"""A deleted object is expected to have at most so many pieces, or as many as any object so far."""
+_MOST_LENGTHS: Final = 1 << 16
+"""So many objects' lengths are remembered."""
 _STAGED_BYTES: Final = 32 << 20
 """So many bytes of pieces lie between LMCache's buffers and kvtier at a time."""
 _THREADS: Final = 4
@@ -42,12 +48,11 @@ Completion: TypeAlias = tuple[int, bool, str, list[bool]]
 
 @dataclass(slots=True, frozen=True)
 class _Piece:
-    """``part`` of the ``length`` bytes of object number ``of``."""
+    """``part`` of object number ``of``."""
 
     of: int
     key: bytes
     part: NDArray[np.uint8]
-    length: int
 
 
 class KvtierL2:
@@ -64,15 +69,19 @@ class KvtierL2:
         """
         self._store: Store | None = None
         self._block_bytes: Final = block_bytes
+        self._staged_pieces = 1
+        self._most_pieces = _MOST_PIECES
+        self._lengths: Final[dict[str, int]] = {}
         try:
-            if not isinstance(block_bytes, int) or not 4096 <= block_bytes <= MAX_BLOCK_BYTES - _LENGTH_BYTES:
-                raise InvalidArgument("block_bytes", block_bytes, f"4096 to {MAX_BLOCK_BYTES - _LENGTH_BYTES}")
-            pool = PoolSpec.opaque(block_bytes + _LENGTH_BYTES)
+            if not isinstance(block_bytes, int) or not 4096 <= block_bytes <= MAX_BLOCK_BYTES - _END.size:
+                raise InvalidArgument("block_bytes", block_bytes, f"4096 to {MAX_BLOCK_BYTES - _END.size}")
+            self._staged_pieces = max(1, _STAGED_BYTES // block_bytes)
+            pool = PoolSpec.opaque(block_bytes + _END.size)
             groups = (WindowGroupSpec(flat=True, pools=(pool,)),)
-            identity = {"engine": "lmcache", "namespace": sha256(str(namespace).encode()).hexdigest()}
-            self._store = Store(
-                options_of(settings), CacheSpec("lmcache", "uint8", 1, groups=groups, identity=identity)
-            )
+            options = options_of(settings)
+            named = f"{namespace} {options.weights_version}" if options.weights_version else str(namespace)
+            identity = {"engine": "lmcache", "namespace": sha256(named.encode()).hexdigest()}
+            self._store = Store(options, CacheSpec("lmcache", "uint8", 1, groups=groups, identity=identity))
         except KvtierError as error:
             if settings.get("on_error", "continue") != "continue":
                 raise
@@ -88,25 +97,21 @@ class KvtierL2:
         return self._event
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
-        """An object counts as there if its first piece is: a load may still find that another piece has left."""
-        return self._submit(len(keys), lambda store: store.find(0, [_key_of(key, 0) for key in keys]))
+        """An object is there if all of its pieces are."""
+        return self._submit(len(keys), lambda store: self._exist(store, keys))
 
     def submit_batch_get(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
         """Fills each view, of the object's length."""
-        return self._submit(len(keys), lambda store: self._copied(keys, views, partial(_load, store)))
+        return self._submit(len(keys), lambda store: self._load(store, keys, views))
 
     def submit_batch_set(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
         """Stores each view's bytes."""
-        return self._submit(len(keys), lambda store: self._copied(keys, views, partial(_save, store)), whole=True)
+        return self._submit(len(keys), lambda store: self._save(store, keys, views), whole=True)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """Forgets objects."""
 
-        def drop(store: Store) -> list[bool]:
-            pieces = (map(partial(_key_of, key), count()) for key in keys)
-            return [store.drop(0, list(takewhile(partial(store.has, 0), each))) for each in pieces]
-
-        return self._submit(len(keys), drop)
+        return self._submit(len(keys), lambda store: [self._drop(store, key) for key in keys])
 
     def drain_completions(self) -> list[Completion]:
         """What has ended since the last call."""
@@ -139,43 +144,95 @@ class KvtierL2:
 
     # -- in a thread -----------------------------------------------------------------------------------------------
 
-    def _cut(self, keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[_Piece]:
+    def _batches(self, keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[list[_Piece]]:
+        pieces: list[_Piece] = []
         for at, (key, view) in enumerate(zip(keys, views, strict=True)):
             whole = np.frombuffer(view, np.uint8)
             for number, start in enumerate(range(0, len(whole), self._block_bytes)):
-                yield _Piece(at, _key_of(key, number), whole[start : start + self._block_bytes], len(whole))
+                pieces.append(_Piece(at, _key_of(key, number), whole[start : start + self._block_bytes]))
+        step = self._staged_pieces
+        yield from (pieces[first : first + step] for first in range(0, len(pieces), step))
 
-    def _copied(
-        self,
-        keys: Sequence[str],
-        views: Sequence[memoryview],
-        copy: Callable[[Sequence[_Piece], NDArray[np.uint8]], list[bool]],
-    ) -> list[bool]:
-        """One result an object: whether each of its pieces was copied."""
-        results, pieces = [True] * len(keys), list(self._cut(keys, views))
-        step = max(1, _STAGED_BYTES // self._block_bytes)
-        for first in range(0, len(pieces), step):
-            some = pieces[first : first + step]
-            rows = np.zeros((len(some), self._block_bytes + _LENGTH_BYTES), np.uint8)
-            for piece, copied in zip(some, copy(some, rows), strict=True):
-                results[piece.of] &= copied
+    def _remember(self, key: str, nbytes: int) -> None:
+        with self._lock:
+            self._lengths[key] = nbytes
+            self._most_pieces = max(self._most_pieces, -(-nbytes // self._block_bytes))
+            while len(self._lengths) > _MOST_LENGTHS:
+                del self._lengths[next(iter(self._lengths))]
+
+    def _exist(self, store: Store, keys: Sequence[str]) -> list[bool]:
+        """The length of an object that this process has not met is at the end of its first piece."""
+        first = dict(zip(keys, store.find(0, [_key_of(key, 0) for key in keys]), strict=True))
+        unmet = [key for key, there in first.items() if there and key not in self._lengths]
+        for start in range(0, len(unmet), self._staged_pieces):
+            some = unmet[start : start + self._staged_pieces]
+            rows = self._rows(len(some))
+            loaded = store.load(0, [_key_of(key, 0) for key in some], list(rows))
+            for key, row, found in zip(some, rows, loaded, strict=True):
+                if found:
+                    self._remember(key, _END.unpack(row[-_END.size :])[0])
+        rest = {
+            key: [_key_of(key, number) for number in range(1, -(-nbytes // self._block_bytes))]
+            for key, there in first.items()
+            if there and (nbytes := self._lengths.get(key)) is not None
+        }
+        pieces = [piece for each in rest.values() for piece in each]
+        gone = {piece for piece, there in zip(pieces, store.find(0, pieces), strict=True) if not there}
+        return [key in rest and gone.isdisjoint(rest[key]) for key in keys]
+
+    def _rows(self, count: int) -> NDArray[np.uint8]:
+        return np.zeros((count, self._block_bytes + _END.size), np.uint8)
+
+    def _save(self, store: Store, keys: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
+        """One result an object. An object that cannot be stored whole is dropped."""
+        results = [True] * len(keys)
+        ends = [_END.pack(view.nbytes, xxhash.xxh3_128_digest(view)) for view in views]
+        for batch in self._batches(keys, views):
+            others = self._drop_others(store, batch, ends)
+            rows = self._rows(len(batch))
+            for piece, row in zip(batch, rows, strict=True):
+                row[: len(piece.part)] = piece.part
+                row[-_END.size :] = np.frombuffer(ends[piece.of], np.uint8)
+            for piece, saved in zip(batch, store.save(0, [piece.key for piece in batch], rows), strict=True):
+                results[piece.of] &= saved and piece.of not in others
+        for key, view, saved in zip(keys, views, results, strict=True):
+            self._remember(key, view.nbytes)
+            if not saved:
+                self._drop(store, key)
         return results
 
+    def _load(self, store: Store, keys: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
+        """One result an object: whether it is there, of this length, and all of it was stored at once."""
+        results, ends = [True] * len(keys), dict[int, bytes]()
+        for batch in self._batches(keys, views):
+            rows = self._rows(len(batch))
+            loaded = store.load(0, [piece.key for piece in batch], list(rows))
+            for piece, row, found in zip(batch, rows, loaded, strict=True):
+                end = row[-_END.size :].tobytes()
+                same = ends.setdefault(piece.of, end) == end and _END.unpack(end)[0] == views[piece.of].nbytes
+                results[piece.of] &= found and same
+                if found and same:
+                    piece.part[:] = row[: len(piece.part)]
+        return results
 
-def _save(store: Store, pieces: Sequence[_Piece], rows: NDArray[np.uint8]) -> list[bool]:
-    for piece, row in zip(pieces, rows, strict=True):
-        row[: len(piece.part)] = piece.part
-        row[-_LENGTH_BYTES:].view("<u8")[:] = piece.length
-    return store.save(0, [piece.key for piece in pieces], rows)
+    def _drop_others(self, store: Store, batch: Sequence[_Piece], ends: Sequence[bytes]) -> set[int]:
+        """Drops pieces of other objects that were stored under these keys. Returns the numbers of objects whose keys
+        have others after that, which somebody holds."""
+        stored = store.probe(0, [piece.key for piece in batch])
+        there = [piece for piece, found in zip(batch, stored, strict=True) if found]
+        rows = self._rows(len(there))
+        loaded = store.load(0, [piece.key for piece in there], list(rows))
+        found = [(piece, row[-_END.size :].tobytes()) for piece, row, ok in zip(there, rows, loaded, strict=True) if ok]
+        others = {piece.key: piece.of for piece, end in found if end != ends[piece.of]}
+        return set() if not others or store.drop(0, list(others)) else set(others.values())
 
-
-def _load(store: Store, pieces: Sequence[_Piece], rows: NDArray[np.uint8]) -> list[bool]:
-    loaded = store.load(0, [piece.key for piece in pieces], list(rows))
-    for at, (piece, row) in enumerate(zip(pieces, rows, strict=True)):
-        loaded[at] = loaded[at] and int(row[-_LENGTH_BYTES:].view("<u8")[0]) == piece.length
-        if loaded[at]:
-            piece.part[:] = row[: len(piece.part)]
-    return loaded
+    def _drop(self, store: Store, key: str) -> bool:
+        """Drops all pieces of an object. Returns whether there were any, and are no more."""
+        if key not in self._lengths:
+            self._exist(store, [key])  # which remembers how many there are
+        pieces = [_key_of(key, number) for number in range(self._most_pieces)]
+        there = [piece for piece, found in zip(pieces, store.probe(0, pieces), strict=True) if found]
+        return store.drop(0, there)
 
 
 def _key_of(key: str, number: int) -> bytes:
