@@ -20,6 +20,10 @@ devices.prepare()
 if len(tempfile.gettempdir()) > 24:
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
+# Engines keep resets there that the daemon has not heard of.
+_STATE = tempfile.TemporaryDirectory(prefix="kv-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
+
 # Hundreds of processes import numpy, whose OpenBLAS starts a thread a core in each of them. They spin for each other: a
 # tenth of a second of every core that another test has a use for.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

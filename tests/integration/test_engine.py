@@ -17,6 +17,7 @@ from kvtier.engine import EngineOptions, KeyChain, Layout, Load, Mover, PageGrou
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
+from tests.integration.waiting import PATIENCE_S
 
 PROMPT = list(range(100, 100 + 10 * TOKENS + 1))
 OTHER = [7] * (6 * TOKENS + 1)
@@ -90,6 +91,38 @@ def test_a_stopped_daemon_costs_nothing(daemon):
             assert time.monotonic() - started < 4
         finally:
             daemon.resume()
+
+
+@pytest.mark.parametrize("hindrance", ["none", "killed", "paused", "held"])
+def test_a_reset_is_carried_out_whatever_hinders_it(daemon, hindrance):
+    """By this engine, or by the next one before it offers anything."""
+    chain = KeyChain.of_tokens(TOKENS)
+    chain.extend(PROMPT)
+    with engine(daemon.address) as toy, Client(daemon.address, wait=PATIENCE_S) as client:
+        toy.run(PROMPT)
+        toy.settle()
+        cache, lease = client.open_cache(toy.planner.leader.name), None
+        wait_until(lambda: client.stats().caches[0].groups[0].tiers[-1].ready == 10)
+        if hindrance == "killed":
+            daemon.kill()
+        elif hindrance == "paused":
+            daemon.pause()
+        elif hindrance == "held":
+            lease = cache.acquire(chain.packed)
+        toy.planner.reset()
+        assert toy.planner.offer("x", chain, 0, total_tokens=len(PROMPT)) == 0
+        if hindrance == "paused":
+            daemon.resume()
+            wait_until(lambda: cache.match(chain.packed).blocks == 0)
+        elif lease is not None:
+            lease.release()
+    if hindrance == "killed":
+        daemon.start()
+    with engine(daemon.address) as later:
+        wait_until(lambda: later.planner.leader.answers)
+        assert later.run(PROMPT).loaded == 0
+        later.settle()
+        assert later.run(PROMPT).loaded == 10
 
 
 def test_a_block_that_leaves_is_named_and_not_offered_again(daemon):
@@ -498,3 +531,13 @@ def test_a_load_that_the_engine_waits_for_overtakes_the_others(daemon):
         finally:
             gate.set()
             worker.close()
+
+
+def test_nothing_more_is_saved_of_a_request_that_is_forsaken(daemon):
+    with engine(daemon.address) as toy:
+        run = toy.begin(PROMPT)
+        toy.planner.forsake(run.name)
+        toy.complete(run)
+        toy.end(run)
+        toy.settle()
+        assert "blocks being saved" not in toy.planner.stats()

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from itertools import product
 from typing import Any, Final, Protocol
 
 import sglang
+import sglang.srt.runtime_context as runtime
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.runtime_context import get_model
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.connectors.store import Store, options_of
+from kvtier.engine import Weights, weights_of
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
 
-_OF_MODEL: Final = ("model_path", "revision", "quantization", "kv_cache_dtype", "quantization_param_path")
+_OF_MODEL: Final = ("quantization", "kv_cache_dtype", "quantization_param_path")
 _OF_POOL: Final = ("layout", "dtype", "start_layer", "end_layer", "layer_num", "head_num", "storage_format_tag")
 
 _log = logging.getLogger("kvtier.connectors")
@@ -116,6 +118,8 @@ class KvtierHiCache(HiCacheStorage):
         self._stores: Final[list[Store]] = []
         self._logical = False
         self._attached = False
+        self._version: Final = _weight_version()
+        self._updated = False
 
     # -- pools -----------------------------------------------------------------------------------------------------
 
@@ -165,21 +169,30 @@ class KvtierHiCache(HiCacheStorage):
         sharded = name == PoolName.MAMBA or isinstance(self._pools[name], MHATokenToKVPoolHost)
         return self._config.is_mla_model and not sharded
 
+    @cached_property
+    def _weights(self) -> Weights:
+        model, version = runtime.get_model(), self._settings.get("weights_version")
+        found = weights_of(str(model.model_path), getattr(model, "revision", None), version=version)
+        found.log(_log)
+        return found
+
     def _spec(self, pools: Mapping[str, _StoredPool], alike: bool) -> CacheSpec:
-        config, model = self._config, get_model()
+        config, model = self._config, runtime.get_model()
         sizes = [(config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)]
         rank, ranks = 0, 1
         for own, size in [*sizes, (config.tp_rank, config.tp_size)][: 2 if alike else 3]:
             rank, ranks = rank * size + own, ranks * size
-        identity = {"engine": f"sglang {sglang.__version__}"}
+        weights = self._weights
+        identity = {"engine": f"sglang {sglang.__version__}", "weights": weights.digest}
         identity |= {name: _text(getattr(model, name, None)) for name in _OF_MODEL}
         for name in pools:
             pool = self._pools[name]
             described = [f"{each}={_text(getattr(pool, each, None))}" for each in _OF_POOL]
             identity[f"pool {_text(name)}"] = " ".join([type(pool).__name__, *described])
         groups = tuple(WindowGroupSpec(flat=True, pools=(PoolSpec.opaque(pages.nbytes),)) for pages in pools.values())
-        name = _text(config.model_name or model.model_path)
-        return CacheSpec(name, "uint8", self._pools[PoolName.KV].page_size, rank, ranks, groups, identity)
+        return CacheSpec(
+            _text(weights.name), "uint8", self._pools[PoolName.KV].page_size, rank, ranks, groups, identity
+        )
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -251,8 +264,16 @@ class KvtierHiCache(HiCacheStorage):
     ) -> bool:
         return False
 
+    def _of(self, name: str) -> _StoredPool | None:
+        """The pages of a pool. None for ever once the weights were updated: the caches are those of other weights, and
+        nobody tells which pages were computed before."""
+        if not self._updated and _weight_version() != self._version:
+            self._updated = True
+            _log.warning("SGLang runs without kvtier from now on: its weights have another version")
+        return None if self._updated else self._pages.get(name)
+
     def _find(self, name: str, keys: Sequence[str]) -> list[bool]:
-        pages = self._pages.get(name)
+        pages = self._of(name)
         return [False] * len(keys) if pages is None else pages.find(_packed(keys))
 
     def _copied(
@@ -263,7 +284,7 @@ class KvtierHiCache(HiCacheStorage):
         indices: torch.Tensor | None,
     ) -> list[bool]:
         """One result a key; all false where there is not a page of the pool for each."""
-        pages, asked = self._pages.get(name), keys or ()
+        pages, asked = self._of(name), keys or ()
         if pages is None or indices is None or len(indices) != len(asked) * self._pools[name].page_size:
             return [False] * len(asked)
         return copy(pages, _packed(asked), indices[:: self._pools[name].page_size].tolist())
@@ -272,6 +293,14 @@ class KvtierHiCache(HiCacheStorage):
 def _packed(keys: Sequence[str]) -> list[bytes]:
     """SGLang's keys are SHA-256 in hexadecimal."""
     return [bytes.fromhex(key) for key in keys]
+
+
+def _weight_version() -> object:
+    """Changes with an update of the weights that names a version."""
+    try:
+        return runtime.get_serving().weight_version
+    except (AttributeError, ValueError):  # there is no server, only its parts
+        return None
 
 
 def _leading(there: Sequence[bool]) -> int:

@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
+from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.memory.planes import Pages
 from kvtier.sync import Cache, Client
@@ -24,7 +26,8 @@ from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
 from kvtier.wire import MAX_KEYS
 
 _SETTINGS: Final = (
-    *("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "remote_wait", "write_policy"),
+    *("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "remote_wait", "weights_version"),
+    "write_policy",
 )
 _OPEN_S: Final = 5.0
 """An attempt to open the cache takes at most so long; the next one begins as long after it."""
@@ -61,6 +64,7 @@ class Store:
         prefix = _NO_NAME.sub("-", options.cache or spec.model).strip("-._")[-80:] or "cache"
         self.name: Final = f"{prefix}-{fingerprint[:16]}"
         self.complaints: Final = Complaints(_log)
+        self._reset: Final = PendingReset(self.name, options.address)
         self._options: Final = options
         self._spec: Final = spec
         self._budgets = {tier: int(nbytes * share) for tier, nbytes in (options.budgets or {}).items()}
@@ -93,7 +97,8 @@ class Store:
         def bring(cache: Cache) -> list[bool]:
             if not cache.info.remote or not self._reachable:
                 return [False]
-            return [bool(cache.move(keys[:MAX_KEYS], Tier.HOST, timeout=self._options.remote_wait))]
+            unique = list(dict.fromkeys(keys))[:MAX_KEYS]
+            return [bool(cache.move(unique, Tier.HOST, timeout=self._options.remote_wait))]
 
         wanted = self._options.remote_wait and not all(there)
         if not wanted or not self._tried(group, "blocks could not be fetched", bring, 1)[0]:
@@ -106,12 +111,15 @@ class Store:
         """Fills those of ``blocks``, one a key, that are stored, and says which. The others may hold any bytes
         afterwards."""
         there = [at for at, found in enumerate(self.find(group, keys)) if found]
+        loaded: set[int] = set()
 
         def get(cache: Cache) -> list[bool]:
-            if not there:
-                return [False] * len(keys)
-            chosen = blocks[np.array(there)] if isinstance(blocks, Pages) else [blocks[at] for at in there]
-            loaded = set(there[: len(cache.get([keys[at] for at in there], chosen))])
+            left = there
+            while left:
+                first = {keys[at]: at for at in reversed(left)}  # a call has no key twice
+                some = sorted(first.values())
+                loaded.update(some[: len(cache.get([keys[at] for at in some], _chosen(blocks, some)))])
+                left = sorted(set(left) - set(some))
             self.complaints.note("blocks loaded", len(loaded))
             return [at in loaded for at in range(len(keys))]
 
@@ -124,9 +132,12 @@ class Store:
             if not self._reachable:
                 self.complaints.note("blocks not saved: the daemon does not answer", len(keys))
                 return [False] * len(keys)
-            results = cache.put(keys, blocks)
-            self.complaints.note("blocks saved", sum(result is BlockResult.OK for result in results))
-            return [result in _STORED for result in results]
+            first = {key: at for at, key in reversed(list(enumerate(keys)))}  # a call has no key twice
+            some = sorted(first.values())
+            put = cache.put([keys[at] for at in some], blocks if len(some) == len(keys) else _chosen(blocks, some))
+            results = dict(zip(some, put, strict=True))
+            self.complaints.note("blocks saved", sum(result is BlockResult.OK for result in put))
+            return [results[first[key]] in _STORED for key in keys]
 
         return self._tried(group, "a save failed", put, len(keys))
 
@@ -143,8 +154,9 @@ class Store:
         return self._tried(group, "blocks were not dropped", forget, 1)[0]
 
     def clear(self) -> None:
-        """Forgets all blocks that nobody holds."""
-        self._tried(0, "the cache was not cleared", lambda cache: [cache.reset(force=True) is not None], 1)
+        """Forgets all blocks. Where the daemon does not answer, nothing is found until it has forgotten them."""
+        self._reset.begin()
+        self._tried(0, "the cache was not cleared", lambda cache: [True], 1)
 
     def close(self) -> None:
         with self._lock:
@@ -164,6 +176,10 @@ class Store:
         if not groups:
             return [False] * count
         try:
+            if self._reset.due:
+                reset = partial(groups[0].reset, force=True)
+                if not self._reachable or not self._reset.carry_out_now(reset):
+                    return [False] * count
             return work(groups[group])
         except Exception as error:  # noqa: BLE001  the engine's thread must not end because of its cache
             self.complaints.add(failure, error)
@@ -202,3 +218,8 @@ class Store:
             except KvtierError as error:
                 _log.error("the engine runs without kvtier's cache %s: %s", self.name, error)
                 return
+
+
+def _chosen(blocks: Any, at: Sequence[int]) -> Any:
+    """Those of the blocks, which are pages, an array of blocks or a sequence."""
+    return blocks[np.array(at)] if isinstance(blocks, Pages | np.ndarray) else [blocks[each] for each in at]

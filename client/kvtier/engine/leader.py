@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -25,6 +26,7 @@ from kvtier.client import AsyncClient, connect
 from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout
 from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
 from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
 from kvtier.events import Event
@@ -109,6 +111,7 @@ class Leader:
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
         self.name: Final = layout.cache(options.cache)
+        self._reset: Final = PendingReset(self.name, options.address)
         self._groups: Final = range(len(layout.groups))
         self._full: Final = [group for group in self._groups if not layout.groups[group].window] or [0]
         self._cache: Cache | None = None
@@ -142,11 +145,11 @@ class Leader:
         not answer, of memory alone. ``for_save``: to store the rest, which counts as no question."""
         cache = self._cache
         few = keys[: MAX_KEYS * KEY_BYTES]
-        return 0 if cache is None else cache.reader.length_across(few, for_save=for_save) or 0
+        return 0 if cache is None or self._reset.due else cache.reader.length_across(few, for_save=for_save) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """For each block of a group a byte, which is not 0 where the block is there for certain."""
-        cache = self._cache
+        cache = None if self._reset.due else self._cache
         return (cache and cache.reader.probe(keys, group)) or bytes(len(keys) // KEY_BYTES)
 
     def sources(self, keys: bytes) -> dict[str, int]:
@@ -265,10 +268,10 @@ class Leader:
         self._soon(lease.release, "a hold could not be given back")
 
     def reset(self) -> None:
-        """Drops every block that nobody holds, in the background."""
-        cache = self._cache
-        if cache is not None:
-            self._soon(lambda: cache.reset(force=True), "the cache could not be reset")
+        """Forgets every block of the cache: no block of before is offered from now on, also by the next engine. The
+        daemon is told in the background, for as long as it takes."""
+        self._reset.begin()
+        self._soon(self._carry_out_reset, "the cache could not be reset")
 
     def events(self) -> list[Event]:
         """Those since this was asked last; the oldest are lost where that is long ago."""
@@ -333,6 +336,7 @@ class Leader:
             cache = await self._open()
             await self._refill(cache)
             self._cache = cache
+            self._soon(self._carry_out_reset, "the cache could not be reset")
         except KvtierError as error:
             self._fault = error
             return
@@ -353,6 +357,19 @@ class Leader:
             if not self._written:
                 await self._wake.wait()
 
+    async def _carry_out_reset(self) -> None:
+        """Blocks committed while a reset is due go with it."""
+        backoff = Backoff(0.1, 5.0)
+        while self._cache is not None and self._reset.due:
+            why: object = "somebody holds or pins blocks"
+            try:
+                if await self._reset.carry_out(partial(self._cache.reset, force=True)):
+                    continue  # a later reset may be due
+            except KvtierError as error:
+                why = error
+            self.complaints.add("the cache could not be reset yet", why)
+            await asyncio.sleep(backoff.next())
+
     async def _watch(self, client: AsyncClient) -> None:
         async for item in client.watch(caches=[self.name]):
             if isinstance(item, Event):
@@ -368,6 +385,8 @@ class Leader:
                 cache = await self._client.open_cache(
                     self.name, self.layout.spec, budgets=self.options.budgets, options=options
                 )
+                if self._reset.due and not await self._reset.carry_out(partial(cache.reset, force=True)):
+                    raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
             except TierFull:
                 raise
             except RetryableError as error:

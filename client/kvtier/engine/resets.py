@@ -1,0 +1,73 @@
+"""Resets that the daemon has not carried out yet: kept in a file, so that the next engine makes up for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from pathlib import Path
+
+from kvtier.abi.attach import default_address
+from kvtier.wire import ResetReport
+
+_log = logging.getLogger("kvtier.engine")
+
+
+class PendingReset:
+    """Of one cache of one daemon. While it is due, no block that the cache had before is believed. Any thread may
+    call."""
+
+    def __init__(self, cache: str, address: str | None) -> None:
+        where = f"{socket.gethostname()} {address or default_address()}"
+        daemon = sha256(where.encode()).hexdigest()[:16]
+        self._file: Path | None = None
+        self._begun = self._ended = 0
+        try:
+            state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+            self._file = Path(state, "kvtier", "resets", daemon, cache)
+            self._begun = int(self._file.exists())
+        except (OSError, RuntimeError) as error:
+            _log.warning("kvtier cannot keep resets for the next engine: %s", error)
+
+    @property
+    def due(self) -> bool:
+        return self._begun > self._ended
+
+    def begin(self) -> None:
+        """Durable before the daemon is asked."""
+        self._begun += 1
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.touch()
+            for path in (self._file, self._file.parent):
+                fd = os.open(path, os.O_RDONLY)
+                os.fsync(fd)
+                os.close(fd)
+        except OSError as error:
+            _log.warning("kvtier: a reset is forgotten if this engine ends before the daemon hears of it: %s", error)
+
+    async def carry_out(self, reset: Callable[[], Awaitable[ResetReport]]) -> bool:
+        """Ends what was begun before the call, unless somebody holds a block. Returns whether it did; raises what
+        ``reset`` raises."""
+        begun = self._begun
+        return self._end(begun, await reset())
+
+    def carry_out_now(self, reset: Callable[[], ResetReport]) -> bool:
+        """The same, for a call that waits."""
+        begun = self._begun
+        return self._end(begun, reset())
+
+    def _end(self, begun: int, report: ResetReport) -> bool:
+        if report.kept:
+            return False
+        self._ended = begun
+        if self._file is not None and not self.due:
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("kvtier: the next engine resets the cache once more: %s", error)
+        return True
