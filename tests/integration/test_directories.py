@@ -242,7 +242,11 @@ async def past_events(client):
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        *(pytest.param("SUPERBLOCK", damage, id=f"superblock {what}") for what, damage in SUPERBLOCKS.items()),
+        *(
+            pytest.param("SUPERBLOCK", damage, id=f"superblock {what}")
+            for what, damage in SUPERBLOCKS.items()
+            if what != "of a later version"  # which is set aside
+        ),
         *(pytest.param("index/data.mdb", damage, id=f"index {what}") for what, damage in INDEXES.items()),
     ],
 )

@@ -204,9 +204,9 @@ def decode_request(data: bytes) -> Request:
     if op == "hello":
         # The version comes before all else, so that a client of the future learns what is wrong with it.
         if _is_u64(fields.get("version")) and fields["version"] != VERSION:
-            raise AttachProtocolError(
-                "BAD_VERSION", f"version {fields['version']}: this daemon speaks version {VERSION}"
-            )
+            side = "daemon" if fields["version"] > VERSION else "client"
+            said = f"version {fields['version']}: this daemon speaks version {VERSION}; upgrade the {side}"
+            raise AttachProtocolError("BAD_VERSION", said)
         return Hello(**_checked(fields, _HELLO_FIELDS, optional=("token",)))
     if op == "map":
         return Map(**_checked(fields, _MAP_FIELDS))

@@ -24,7 +24,7 @@ from kvtierd.tiers.base import (
     TierIOError,
 )
 from kvtierd.tiers.disk.root import DiskRoot
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, format_version, read_superblock, write_superblock
 from tests.unit.disk.disk_blocks import GROUP, block, names, open_root, spec
 
 
@@ -167,7 +167,7 @@ def test_a_cache_whose_superblock_contradicts_itself_is_left_out_untouched(
 ) -> None:
     path = made(tmp_path) / "caches" / "first" / "SUPERBLOCK"
     content = json.loads(path.read_bytes().partition(b"\n")[2])
-    path.write_bytes(superblock("kvtier cache 1", json.dumps(edit(content)).encode()))
+    path.write_bytes(superblock(f"kvtier cache {format_version('cache')}", json.dumps(edit(content)).encode()))
     before = snapshot(tmp_path / "caches")
     root = open_root(tmp_path)
     assert root.caches() == []

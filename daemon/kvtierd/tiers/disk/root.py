@@ -11,11 +11,13 @@
 
 The root's superblock is read, and the lock taken, before anything is written: a refused directory stays as it was.
 A cache is made under a name that starts with a dot and renamed when complete; it is removed the other way round. One
-that is damaged is left as it is, and the others are served.
+that is damaged is left as it is, and the others are served. A cache of another version of kvtier is renamed to a name
+that starts with ``.aside-``, and never looked at again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -35,6 +37,7 @@ from kvtierd.tiers.disk.superblock import (
     SET_ASIDE,
     SUPERBLOCK,
     DirectoryLock,
+    OtherVersion,
     io_errors,
     make_private_directory,
     read_superblock,
@@ -48,7 +51,10 @@ _OURS_WHILE_NEW: Final = frozenset({LOCK, SUPERBLOCK + ".new", "lost+found"})
 """Files of an interrupted initialisation, and of a fresh file system."""
 _UNFINISHED: Final = ".new-"
 _REMOVED: Final = ".gone-"
+_ASIDE: Final = ".aside-"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_log = logging.getLogger(__name__)
+
 _MAX_SLOTS: Final = 1 << 31
 _DEFAULT_FLOOR: Final = 1 << 30
 _DEFAULT_FLOOR_PART: Final = 20
@@ -229,9 +235,23 @@ class DiskRoot:
             for leftover in (self._path / CACHES).glob(pattern + "*"):
                 shutil.rmtree(leftover)
 
+        for directory in self._directories():
+            try:
+                read_superblock(directory, "cache")
+            except OtherVersion as error:
+                aside, number = directory.with_name(f"{_ASIDE}{directory.name}"), 1
+                while aside.exists():
+                    number += 1
+                    aside = directory.with_name(f"{_ASIDE}{directory.name}.{number}")
+                directory.rename(aside)
+                sync_directory(directory.parent)
+                _log.warning("a cache is set aside name=%s why=%r kept_as=%s", directory.name, error.why, aside)
+            except TierError:
+                pass  # told by damaged()
+
     def _directories(self) -> list[Path]:
-        caches = self._path / CACHES
-        return sorted(entry for entry in caches.iterdir() if not entry.name.startswith((_UNFINISHED, _REMOVED)))
+        hidden = (_UNFINISHED, _REMOVED, _ASIDE)
+        return sorted(entry for entry in (self._path / CACHES).iterdir() if not entry.name.startswith(hidden))
 
 
 def _is_new(path: Path) -> bool:

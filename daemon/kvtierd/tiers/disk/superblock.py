@@ -21,7 +21,8 @@ from typing import Any, Final, Self
 from kvtierd.tiers.base import DamagedDirectory, LockedDirectory, TierIOError
 
 SUPERBLOCK: Final = "SUPERBLOCK"
-FORMAT_VERSION: Final = 1
+_VERSIONS: Final = {"cache": 2}
+"""By kind, the version of all that its directory holds; 1 for the others. It moves with every change of a layout."""
 MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 SET_ASIDE: Final = f"{SUPERBLOCK}.damaged"
@@ -34,9 +35,17 @@ _WITHOUT: Final = {
 """What it costs to start a directory of this kind without its superblock."""
 
 
+class OtherVersion(DamagedDirectory):
+    """A directory of another version of kvtier, which may be sound."""
+
+
+def format_version(kind: str) -> int:
+    return _VERSIONS.get(kind, 1)
+
+
 def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
     """Replaces it whole. Raises OSError, and :class:`TierIOError` for more than can be read back."""
-    head = f"{MAGIC} {kind} {FORMAT_VERSION}"
+    head = f"{MAGIC} {kind} {format_version(kind)}"
     body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     whole = f"{head} {_crc(head, body)}\n".encode() + body
     if len(whole) > _MAX_BYTES:
@@ -74,8 +83,8 @@ def _read(directory: Path, kind: str) -> dict[str, Any] | None:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not kvtier's")
     if words[1] != kind:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is of a {words[1]}, not of a {kind}")
-    if words[2] != str(FORMAT_VERSION):
-        raise DamagedDirectory(directory, f"format version {words[2]}; this daemon reads version {FORMAT_VERSION}")
+    if words[2] != str(format_version(kind)):
+        raise OtherVersion(directory, f"format version {words[2]}; this daemon reads version {format_version(kind)}")
     if words[3] != _crc(" ".join(words[:3]), body):
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} does not match its checksum")
     try:
