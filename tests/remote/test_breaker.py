@@ -37,10 +37,11 @@ class Moody:
         await self._do()
         return [100 for _ in names]
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         await self._do()
         if self.put_mood:
             raise self.put_mood
+        return [None for _ in names]
 
     async def delete(self, names: Sequence[str]) -> None:
         await self._do()
@@ -185,10 +186,97 @@ async def test_a_store_that_knows_objects_and_does_not_give_them_stops_gets_alon
     await it.put()
 
 
+@pytest.mark.parametrize("kind", [RemoteUnavailable, RemoteRefused])
+async def test_an_error_is_the_object_s_until_another_has_it(kind: type[RemoteError]) -> None:
+    it = Setup()
+    it.store.mood = kind("sick", of_object=True)
+    for _ in range(2 * FAILURES):
+        with pytest.raises(kind):
+            await it.get()
+    assert it.guarded.problem is None
+    for _ in range(FAILURES):
+        with pytest.raises(RemoteError):
+            await it.guarded.get(["b"], [memoryview(bytearray(100))])
+    assert it.guarded.problem == "sick"
+
+
+async def test_a_probe_asks_for_another_object_each_time() -> None:
+    it = Setup()
+    it.store.mood = RemoteRefused("sick", of_object=True)
+    for name in ("a", "b"):
+        with pytest.raises(RemoteRefused):
+            await it.guarded.get([name], [memoryview(bytearray(100))])
+    assert it.guarded.problem
+    asked: list[str] = []
+
+    async def get(names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        asked.extend(names)
+        if names == ["a"]:
+            raise RemoteRefused("sick", of_object=True)
+        return [100]
+
+    it.store.get = get  # type: ignore[method-assign]
+    for _ in range(2):
+        it.now += 2 * LAST_BACKOFF_S
+        with suppress(RemoteRefused):
+            await it.guarded.probe()
+    assert asked == ["a", "b"]
+    assert it.guarded.problem is None
+
+
+async def test_a_store_that_was_silent_is_found_to_be_back() -> None:
+    it = Setup()
+    it.store.mood = asyncio.Event()
+    for _ in range(FAILURES):
+        calling = asyncio.create_task(it.get())
+        await asyncio.sleep(0)
+        it.now += 30.0
+        calling.cancel()
+        await asyncio.wait([calling])
+    assert it.guarded.problem
+    it.store.mood = None
+    it.now += 2 * LAST_BACKOFF_S
+    await it.guarded.probe()
+    assert it.guarded.problem is None
+
+
+async def test_a_probe_asks_for_an_object_that_came_before_too() -> None:
+    it = Setup()
+    await it.guarded.get(["good"], [memoryview(bytearray(100))])
+
+    async def get(names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        if names != ["good"]:
+            raise RemoteRefused("sick", of_object=True)
+        return [100]
+
+    it.store.get = get  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        with pytest.raises(RemoteRefused):
+            await it.guarded.get([name], [memoryview(bytearray(100))])
+    assert it.guarded.problem
+    for _ in range(3):
+        it.now += 2 * LAST_BACKOFF_S
+        with suppress(RemoteRefused):
+            await it.guarded.probe()
+    assert it.guarded.problem is None
+
+
+async def test_a_delete_that_is_refused_stops_deletes_alone() -> None:
+    it = Setup()
+    it.store.mood = REFUSED
+    with pytest.raises(RemoteRefused):
+        await it.guarded.delete(["a"])
+    it.store.mood = None
+    assert (it.guarded.problem, it.guarded.put_problem) == (None, None)
+    assert await it.reaches()
+    with pytest.raises(RemoteUnavailable, match="wrong keys"):
+        await it.guarded.delete(["a"])
+
+
 async def test_calls_that_were_given_up_are_failures_by_their_time() -> None:
     it = Setup()
     it.store.mood = asyncio.Event()
-    for given_up in range(FAILURES * 3):
+    for given_up in range(3):
         assert it.guarded.problem is None, given_up
         calling = asyncio.create_task(it.get())
         await asyncio.sleep(0)

@@ -23,7 +23,7 @@ from kvtier.transport.link import Link
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, transfer_pb2
 from kvtierd.core.ids import Key
 from kvtierd.fleet.peers import Peer
-from kvtierd.tiers.remote.base import ABSENT, Listed, RemoteRefused, RemoteUnavailable
+from kvtierd.tiers.remote.base import ABSENT, Listed, RemoteError, RemoteRefused, RemoteUnavailable
 from kvtierd.tiers.remote.objects import Place, parse
 
 GET_S: Final = 30.0
@@ -83,7 +83,7 @@ class PeerStore:
         found = {one.number: one.nbytes for _, one in asked}
         return [found.get(number, ABSENT) for number in range(len(names))]
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         self._refuse("written to")
 
     async def delete(self, names: Sequence[str]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
 
-from kvtierd.service.remote.known import Known
+from kvtierd.service.remote.known import HOLE_S, UNREADABLE_S, Known
 from kvtierd.service.remote.sources import Source, Sources
-from kvtierd.tiers.remote.base import ABSENT, RemoteStore, RemoteUnavailable
+from kvtierd.tiers.remote.base import ABSENT, FAILED, UNANSWERED, RemoteRefused, RemoteStore, RemoteUnavailable
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store
 
@@ -86,3 +87,46 @@ async def test_a_store_that_fails_has_not_said_that_an_object_is_absent() -> Non
     store = _source("store")
     assert await _get(Sources(store, known, []), "a") == [""]
     assert known.of("a") is False
+
+
+class _Sick:
+    """A store that answers so, by name."""
+
+    def __init__(self, **answers: int) -> None:
+        self._answers = answers
+
+    async def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        return [True for _ in names]
+
+    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+        found = [self._answers[name] for name in names]
+        if all(size in (FAILED, UNANSWERED) for size in found):
+            raise RemoteRefused("sick", of_object=FAILED in found)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "for_s"),
+    [
+        ({"a": FAILED, "b": SIZE}, UNREADABLE_S),
+        ({"a": ABSENT, "b": SIZE}, HOLE_S),
+        ({"a": FAILED}, HOLE_S),  # the whole store may be at fault
+        ({"a": UNANSWERED, "b": SIZE}, 0.0),
+        ({"a": UNANSWERED}, 0.0),
+    ],
+)
+async def test_an_object_that_did_not_come_is_not_asked_for_again_soon(asked: dict[str, int], for_s: float) -> None:
+    now = 0.0
+    known = Known(lambda: now)
+    source = Source("store", Guarded(cast("RemoteStore", _Sick(**asked)), 5.0))
+    sources = Sources(source, known, [])
+    found = await sources.get(list(asked), [memoryview(bytearray(SIZE)) for _ in asked])
+    assert found[0].nbytes == ABSENT
+    assert sources.knows_holes() == (for_s > 0)
+    if for_s:
+        now = for_s * 0.99
+        assert await sources.exists(["a"]) == [False]
+        assert sources.lacks("a")
+    now = for_s * 1.01
+    assert await sources.exists(["a"]) == [True]
+    assert not sources.lacks("a") and not sources.knows_holes()

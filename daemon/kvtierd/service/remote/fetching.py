@@ -27,7 +27,7 @@ from kvtierd.mover.executor import MoverError, Refused, UnknownCache
 from kvtierd.service.cache import Cache
 from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.tiers.remote.base import RemoteError
-from kvtierd.tiers.remote.objects import BadObject, Place, Remembered, decode, object_bytes
+from kvtierd.tiers.remote.objects import BadObject, OtherVersion, Place, Remembered, decode, object_bytes
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 32
@@ -78,6 +78,7 @@ class Fetcher:
         self._sources: Final = sources
         self._coming: dict[tuple[CacheId, GroupId, Key], asyncio.Future[None]] = {}
         self._buffers: Final = _Buffers()
+        self._told: Final[set[str]] = set()
         self.counts: Final[Counter[str]] = Counter()
 
     async def reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
@@ -94,7 +95,7 @@ class Fetcher:
                 length = (low + high + 1) // 2
         except RemoteError as error:
             _log.debug("the store was not asked name=%s why=%r", cache.name, str(error))
-        return low
+        return self._before_holes(cache, groups, keys, low)
 
     async def bring(
         self, cache: Cache, group: GroupId | None, keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
@@ -120,6 +121,17 @@ class Fetcher:
                         await self._fetch(cache, each, wanted)
 
     # -- what is missing ---------------------------------------------------------------------------------------------
+
+    def _before_holes(self, cache: Cache, groups: Collection[GroupId], keys: Sequence[Key], length: int) -> int:
+        """A shorter length where a fetch has found out that a chain has a hole."""
+        for group in groups if self._sources.knows_holes() else ():
+            if cache.spec.attention(group).chained:
+                place, missing = place_of(cache, group), set(self._missing(cache, group, keys, length))
+                lacks = (
+                    at for at in range(length) if keys[at] in missing and self._sources.lacks(place.name(keys[at]))
+                )
+                length = min(length, next(lacks, length))
+        return length
 
     def _groups(self, cache: Cache, group: GroupId | None) -> list[GroupId]:
         return [GroupId(number) for number in range(len(cache.spec.groups))] if group is None else [group]
@@ -195,8 +207,10 @@ class Fetcher:
         buffers = self._buffers.take(len(keys), object_bytes(payload_bytes))
         fetched = await self._sources.get([place.name(key) for key in keys], buffers)
         verify = partial(_verified, place, payload_bytes, keys, buffers, [one.nbytes for one in fetched])
-        found, damaged = await self._engine.beside(verify)
+        found, damaged, others = await self._engine.beside(verify)
         sources = dict(zip(keys, (one.source for one in fetched), strict=True))
+        for key, why in others.items():
+            self._leave(place.name(key), sources[key], why)
         for key, why in damaged.items():
             await self._report_damage(cache, group, key, sources[key], why)
         there = {one.key: one for one in found}
@@ -217,6 +231,16 @@ class Fetcher:
         if source is not None and source is self._sources.store:
             with suppress(RemoteError):
                 await source.store.delete([place_of(cache, group).name(key)])
+
+    def _leave(self, name: str, source: Source | None, why: str) -> None:
+        """Another version's object is a miss, and stays where it is."""
+        self.counts["other version"] += 1
+        if source is self._sources.store:
+            self._sources.pass_over(name)
+        if why not in self._told:
+            self._told.add(why)
+            says = "an object is left alone at=%s object=%s why=%r, and others like it"
+            _log.warning(says, source and source.name, name, why)
 
     async def _store_blocks(self, cache: Cache, group: GroupId, got: Sequence[_Got], seconds: float) -> None:
         """Makes them blocks of the host tier."""
@@ -252,10 +276,11 @@ class Fetcher:
 
 def _verified(
     place: Place, payload_bytes: int, keys: Sequence[Key], buffers: Sequence[memoryview], sizes: Sequence[int]
-) -> tuple[list[_Got], dict[Key, str]]:
-    """Sound blocks, and why others are not. In a thread."""
+) -> tuple[list[_Got], dict[Key, str], dict[Key, str]]:
+    """Sound blocks, and why objects are damaged or left alone. In a thread."""
     found: list[_Got] = []
     damaged: dict[Key, str] = {}
+    others: dict[Key, str] = {}
     for key, buffer, size in zip(keys, buffers, sizes, strict=True):
         if size < 0:
             continue
@@ -264,9 +289,11 @@ def _verified(
             continue
         try:
             found.append(_Got(key, *decode(place, key, payload_bytes, buffer[:size]), buffer))
+        except OtherVersion as error:
+            others[key] = str(error)
         except BadObject as error:
             damaged[key] = str(error)
-    return found, damaged
+    return found, damaged, others
 
 
 def _retention(cache: Cache, remembered: Remembered, checksum: bytes) -> tuple[int, int, Label | None]:

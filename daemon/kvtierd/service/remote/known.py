@@ -12,6 +12,10 @@ THERE_S: Final = 600.0
 """A store may delete an object by its own rules; then a fetch finds out."""
 ABSENT_S: Final = 5.0
 """Other hosts may write it any time."""
+UNREADABLE_S: Final = 600.0
+"""The store has it and does not give it: an operator's work."""
+HOLE_S: Final = 30.0
+"""It was to be fetched, since a block that stands on it is there."""
 
 
 class Known:
@@ -22,6 +26,7 @@ class Known:
         self._most = most
         self._until: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         self._used: OrderedDict[str, float] = OrderedDict()
+        self._holes_until = 0.0
 
     def __len__(self) -> int:
         return len(self._until)
@@ -31,14 +36,20 @@ class Known:
         there, until = self._until.get(name, (None, 0.0))
         return there if until > self._clock() else None
 
-    def note(self, names: Iterable[str], *, there: bool) -> None:
-        """These objects are, or are not, there now."""
-        until = self._clock() + (THERE_S if there else ABSENT_S)
+    def note(self, names: Iterable[str], *, there: bool, seconds: float | None = None) -> None:
+        """These objects are, or are not, there now, which is believed for ``seconds``."""
+        until = self._clock() + (seconds or (THERE_S if there else ABSENT_S))
         for name in names:
             self._until[name] = (there, until)
             self._until.move_to_end(name)
+        if seconds is not None:
+            self._holes_until = max(self._holes_until, until)
         while len(self._until) > self._most:
             self._until.popitem(last=False)
+
+    def has_holes(self) -> bool:
+        """Whether anything is believed for a time of its own."""
+        return self._holes_until > self._clock()
 
     def use(self, names: Iterable[str]) -> None:
         """These objects were fetched now."""

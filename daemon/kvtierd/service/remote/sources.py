@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvtierd.service.remote.known import Known
-from kvtierd.tiers.remote.base import ABSENT, RemoteError
+from kvtierd.service.remote.known import HOLE_S, UNREADABLE_S, Known
+from kvtierd.tiers.remote.base import ABSENT, FAILED, RemoteError
 from kvtierd.tiers.remote.breaker import Guarded
 
 _NEWS: Final = 0.2
@@ -23,12 +23,12 @@ class Source:
         self.seconds_a_byte = 0.0
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        """As the store's; nothing at all where it fails."""
+        """As the store's. Where it fails, nothing; where it answers for none of the objects, ``ABSENT`` for each."""
         started = time.monotonic()
         try:
             sizes = await self.store.get(names, into)
-        except RemoteError:
-            return ()
+        except RemoteError as failed:
+            return [ABSENT] * len(names) if failed.of_object else ()
         nbytes = sum(size for size in sizes if size > 0)
         if nbytes:
             cost = (time.monotonic() - started) / nbytes
@@ -85,12 +85,25 @@ class Sources:
             if wanted:
                 sizes = await source.get([names[number] for number in wanted], [into[number] for number in wanted])
                 for number, nbytes in zip(wanted, sizes, strict=False):  # of a source that fails there are none
-                    found[number] = Fetched(nbytes, source)
-        pairs = zip(names, found, strict=True)
-        told = [(name, one) for name, one in pairs if one.source is not None and one.source is self.store]
-        self._known.use(name for name, one in told if one.nbytes > 0)
-        self._known.note([name for name, one in told if one.nbytes == ABSENT], there=False)
+                    found[number] = Fetched(max(nbytes, ABSENT), source)
+                    if source is self.store and nbytes in (ABSENT, FAILED):
+                        seconds = UNREADABLE_S if nbytes == FAILED else HOLE_S
+                        self._known.note([names[number]], there=False, seconds=seconds)
+        self._known.use(
+            name for name, one in zip(names, found, strict=True) if one.nbytes > 0 and one.source is self.store
+        )
         return found
+
+    def pass_over(self, name: str) -> None:
+        """The object is not asked for again soon."""
+        self._known.note([name], there=False, seconds=UNREADABLE_S)
+
+    def knows_holes(self) -> bool:
+        """Whether a fetch has met an object that is not there, or is not given. With peers that means nothing."""
+        return not self.peers and self._known.has_holes()
+
+    def lacks(self, name: str) -> bool:
+        return self._known.of(name) is False
 
     async def _held(self, names: Sequence[str]) -> dict[str, list[Source]]:
         """By name, the peers that have it."""

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 ABSENT: Final = -1
+FAILED: Final = -2
+"""The store has the object, maybe, and does not give it: archived, another account's, its key gone."""
+UNANSWERED: Final = -3
+"""The store did not answer for this object."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +36,8 @@ class RemoteStore(Protocol):
     """
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        """Whether each object is there."""
+        """Whether each object is there. False for an object that the store does not answer for; raises if there is no
+        answer for any."""
         ...
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
@@ -42,13 +47,15 @@ class RemoteStore(Protocol):
             into: a writable buffer of bytes a name.
 
         Returns:
-            The bytes of each object; ``ABSENT`` where it is not there. An object longer than its buffer is not read.
+            The bytes of each object; else ``ABSENT``, ``FAILED`` or ``UNANSWERED``. An object longer than its buffer
+            is not read. Raises if no object can be read.
         """
         ...
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         """Writes objects side by side, perhaps on after a cancelled call. One that is there already stays or is
-        replaced. Readers see all of it or nothing."""
+        replaced. Readers see all of it or nothing. Returns why each was not written; raises if none was, or there is no
+        room."""
         ...
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -66,7 +73,12 @@ class RemoteStore(Protocol):
 
 
 class RemoteError(Exception):
-    """A store cannot do what was asked. No message has a credential in it."""
+    """A store cannot do what was asked. No message has a credential in it. ``of_object``: the store answered, so it may
+    be one object's fault."""
+
+    def __init__(self, message: str | None, *, of_object: bool = False) -> None:
+        super().__init__(message)
+        self.of_object: Final = of_object
 
 
 class RemoteUnavailable(RemoteError):

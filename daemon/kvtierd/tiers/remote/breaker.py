@@ -1,7 +1,8 @@
 """Keeps a store that fails from slowing its callers: a deadline for each call, and circuits that open.
 
 An open circuit turns calls away at once. After a back-off it lets one call through; a call that succeeds closes it.
-Gets and puts have circuits of their own, as a store may know its objects and not give or take any.
+Gets, puts and deletes have circuits of their own, as a store may know its objects and not give, take or delete any. An
+answer that may be one object's fault counts once two objects had it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvtierd.tiers.remote.base import Listed, RemoteFull, RemoteRefused, RemoteStore, RemoteUnavailable
+from kvtierd.tiers.remote.base import Listed, RemoteError, RemoteFull, RemoteStore, RemoteUnavailable
 
 Operation = Literal["exists", "get", "put", "delete", "list"]
 
 FAILURES: Final = 3
-"""So many in a row open a circuit."""
+"""So many in a row open a circuit; one that is silent for a whole deadline, or a refusal, is enough."""
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 30.0
 """It doubles with each call let through that fails; a random half of it is left out."""
+_ASKED: Final = 8
+"""So many objects of gets since the last success are remembered: a probe asks for another each time."""
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class Counts:
 
 
 class Guarded:
-    """A store behind a circuit for all calls, and one more each for gets and puts.
+    """A store behind a circuit for all calls, and one more each for gets, puts and deletes.
 
     Whatever an open circuit turns away raises :class:`RemoteUnavailable`.
     """
@@ -59,8 +62,12 @@ class Guarded:
         self._timeout_s = timeout_s
         self._clock = clock
         self._all = _Circuit(clock, chance)
-        self._own: Mapping[Operation, _Circuit] = {"get": _Circuit(clock, chance), "put": _Circuit(clock, chance)}
-        self._failed_get: tuple[str, int] | None = None
+        names: tuple[Operation, ...] = ("get", "put", "delete")
+        self._own: Mapping[Operation, _Circuit] = {name: _Circuit(clock, chance) for name in names}
+        self._failed: dict[Operation, set[str]] = {}
+        """Objects that failed since one succeeded."""
+        self._asked: dict[str, int] = {}
+        """Objects of gets, with their bytes, and the last one that came: the next to ask for is the first."""
         self._counts: dict[Operation, Counts] = {
             operation: Counts() for operation in ("exists", "get", "put", "delete", "list")
         }
@@ -80,24 +87,30 @@ class Guarded:
         return self._counts
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        async with self._call("exists"):
+        async with self._call("exists", names):
             return await self._store.exists(names)
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        async with self._call("get") as counts:
-            self._failed_get = names[0], len(into[0])  # until it is known better
+        for name, view in zip(names[:2], into, strict=False):
+            self._asked.pop(name, None)
+            self._asked[name] = len(view)
+        while len(self._asked) > _ASKED:
+            del self._asked[next(iter(self._asked))]
+        async with self._call("get", names) as counts:
             found = await self._store.get(names, into)
-            self._failed_get = None
-            counts.nbytes += sum(n for n, view in zip(found, into, strict=True) if 0 < n <= len(view))
+            came = [(name, n) for name, n, view in zip(names, found, into, strict=True) if 0 < n <= len(view)]
+            counts.nbytes += sum(n for _, n in came)
+            self._asked = dict(came[:1])
             return found
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
-        async with self._call("put") as counts:
-            await self._store.put(names, objects)
-            counts.nbytes += sum(map(len, objects))
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
+        async with self._call("put", names) as counts:
+            errors = await self._store.put(names, objects)
+            counts.nbytes += sum(len(data) for data, error in zip(objects, errors, strict=True) if error is None)
+            return errors
 
     async def delete(self, names: Sequence[str]) -> None:
-        async with self._call("delete"):
+        async with self._call("delete", names):
             await self._store.delete(names)
 
     async def listing(self, prefix: str) -> AsyncIterator[Listed]:
@@ -114,15 +127,15 @@ class Guarded:
         """Finds out, where nothing is read, whether it would be by now. Raises RemoteError if not."""
         if self._all.problem:
             await self.exists(["probe"])
-        if self._own["get"].problem and self._failed_get:
-            name, nbytes = self._failed_get
+        if self._own["get"].problem and self._asked:
+            name, nbytes = next(iter(self._asked.items()))
             await self.get([name], [memoryview(bytearray(nbytes))])
 
     async def close(self) -> None:
         await self._store.close()
 
     @asynccontextmanager
-    async def _call(self, operation: Operation) -> AsyncIterator[Counts]:
+    async def _call(self, operation: Operation, names: Sequence[str] = ()) -> AsyncIterator[Counts]:
         counts = self._counts[operation]
         own = self._own.get(operation)
         circuits = [self._all] if own is None else [self._all, own]
@@ -140,20 +153,21 @@ class Guarded:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield counts
-        except TimeoutError:
+        except TimeoutError:  # three in a row would cost a caller three deadlines
             for circuit in circuits:
-                circuit.fail(late, FAILURES)
+                circuit.fail(late, 1)
             raise RemoteUnavailable(late) from None
-        except RemoteUnavailable as failed:
-            for circuit in circuits:
-                circuit.fail(str(failed), FAILURES)
-            raise
-        except RemoteFull as failed:
-            self._all.succeed()
-            self._own["put"].fail(str(failed), 1)
-            raise
-        except RemoteRefused as failed:
-            if operation != "list":  # some stores list for nobody
+        except RemoteError as failed:
+            if isinstance(failed, RemoteFull):
+                self._all.succeed()
+                self._own["put"].fail(str(failed), 1)
+            elif failed.of_object and self._is_alone(operation, names):
+                for circuit in tried:  # what a call let through has not shown
+                    circuit.fail(str(failed), FAILURES)
+            elif isinstance(failed, RemoteUnavailable):
+                for circuit in circuits:
+                    circuit.fail(str(failed), FAILURES)
+            elif operation != "list":  # some stores list for nobody
                 circuits[-1].fail(str(failed), 1)
             raise
         except asyncio.CancelledError:
@@ -163,12 +177,19 @@ class Guarded:
             raise
         else:
             counts.failures -= 1
+            self._failed.pop(operation, None)
             for circuit in circuits:
                 circuit.succeed()
         finally:
             counts.seconds += self._clock() - started
             for circuit in tried:
                 circuit.trying = False
+
+    def _is_alone(self, operation: Operation, names: Sequence[str]) -> bool:
+        """Whether all that failed since a success is one object. ``names``: those of a call in which all failed."""
+        failed = self._failed.setdefault(operation, set())
+        failed.update(names[:2])
+        return len(failed) < 2
 
 
 class _Circuit:
@@ -203,9 +224,9 @@ class _Circuit:
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
     def wait_in_vain(self, seconds: float, limit_s: float, problem: str) -> None:
-        """Its caller gave a call up after ``seconds``. All that were since the last answer are a failure each
+        """Its caller gave a call up after ``seconds``. All that were since the last answer are a failure after
         ``limit_s``, or a silent store would cost callers with short deadlines all of their time for ever."""
         self._waited_s += seconds
         if self.trying or self._waited_s >= limit_s:
             self._waited_s = 0.0
-            self.fail(problem, FAILURES)
+            self.fail(problem, 1)

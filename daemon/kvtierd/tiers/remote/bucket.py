@@ -20,6 +20,8 @@ from obstore.store import from_url
 
 from kvtierd.tiers.remote.base import (
     ABSENT,
+    FAILED,
+    UNANSWERED,
     Listed,
     RemoteError,
     RemoteFull,
@@ -45,6 +47,8 @@ _RETRIES: Final[RetryConfig] = {
 """For the odd request that an overloaded store turns away. A store that is down is the caller's to wait for."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
+_OF_STORE: Final = ("401", "407", "429", "503")
+"""No object has anything to do with such an answer."""
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _ERRNO: Final = re.compile(r"\(os error (\d{1,3})\)")
 _MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[RemoteError]]]] = (
@@ -70,16 +74,24 @@ class Bucket:
         self._requests = asyncio.Semaphore(_REQUESTS)
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        return await self._each([self._exists(name) for name in names])
+        found = await self._each([_settled(self._exists(name)) for name in names])
+        return [there is True for there in _some(found)]
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        return await self._each([self._get(*pair) for pair in zip(names, into, strict=True)])
+        found = await self._each([_settled(self._get(*pair)) for pair in zip(names, into, strict=True)])
+        return [_size(size) for size in _some(found)]
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
-        await self._each([self._put(*pair) for pair in zip(names, objects, strict=True)])
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
+        ends = await self._each([_settled(self._put(*pair)) for pair in zip(names, objects, strict=True)])
+        for end in ends:
+            if isinstance(end, RemoteFull):
+                raise end
+        return _some(ends)
 
     async def delete(self, names: Sequence[str]) -> None:
-        await self._each([self._delete(name) for name in names])
+        for end in await self._each([_settled(self._delete(name)) for name in names]):
+            if end is not None:
+                raise end
 
     async def listing(self, prefix: str) -> AsyncIterator[Listed]:
         folder = prefix.rpartition("/")[0]  # obstore wants whole parts of a name
@@ -138,8 +150,35 @@ class Bucket:
                 yield
             except (BaseError, OSError) as failed:
                 error, reason = _meaning(failed)
+                status = _STATUS.search(str(failed))
+                of_object = status is not None and status[1] not in _OF_STORE
                 # Not `from failed`: obstore tells whole requests and answers, keys in them.
-                raise error(f"{self._shown}: {request}: {reason}") from None
+                raise error(f"{self._shown}: {request}: {reason}", of_object=of_object) from None
+
+
+async def _settled(call: Coroutine[None, None, _T]) -> _T | RemoteError:
+    """The result of a call, or the error that it raised."""
+    try:
+        return await call
+    except RemoteError as failed:
+        return failed
+
+
+def _size(found: int | RemoteError) -> int:
+    if isinstance(found, RemoteError):
+        return FAILED if found.of_object else UNANSWERED
+    return found
+
+
+def _some(found: Sequence[_T | RemoteError]) -> Sequence[_T | RemoteError]:
+    """The results, some of which may be errors. Raises the first error where all are."""
+    for error in found:
+        if not isinstance(error, RemoteError):
+            return found
+    for error in found:
+        assert isinstance(error, RemoteError)
+        raise error
+    return found
 
 
 def open_bucket(url: str) -> RemoteStore:

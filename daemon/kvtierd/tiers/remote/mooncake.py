@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvtierd.tiers.remote.base import (
     ABSENT,
+    FAILED,
     Listed,
     RemoteError,
     RemoteFull,
@@ -39,6 +40,7 @@ MASTER_GONE: Final = -900
 TOO_LONG: Final = -600
 _ABSENT: Final = frozenset({-703, -704, -707})
 """Not written to its end, not there, evicted while it was read."""
+_OF_OBJECT: Final = frozenset({-400, TOO_LONG})
 _ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
     -200: (RemoteFull, "it has no room"),
     -400: (RemoteRefused, "it refuses the key"),
@@ -62,7 +64,7 @@ class Mooncake:
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
         async with self._worker() as worker:
             codes = await worker.call("exists", self._keys(names), [0] * len(names))
-        return [count > 0 for count in self._counts(codes, "exists")]
+        return [count > 0 for count in self._some(codes, "exists")]
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         found: list[int] = []
@@ -75,10 +77,11 @@ class Mooncake:
                     if 0 < code <= len(view):
                         view[:code] = worker.room[start : start + code]
                     start += len(view)
-            found += self._counts(codes, "get")
+            found += self._some(codes, "get")
         return found
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> None:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
+        refused: list[RemoteError | None] = []
         for part in self._parts(objects, "put"):
             async with self._worker() as worker:
                 start = 0
@@ -86,7 +89,10 @@ class Mooncake:
                     worker.room[start : start + len(data)] = data
                     start += len(data)
                 codes = await worker.call("put", self._keys(names[part]), [len(data) for data in objects[part]])
-            self._counts(codes, "put")
+            some = self._some(codes, "put")
+            why = RemoteRefused(f"{self._shown}: put: it refuses the object", of_object=True)
+            refused += [why if code == FAILED else None for code in some]
+        return refused
 
     async def delete(self, names: Sequence[str]) -> None:
         async with self._worker() as worker:
@@ -121,8 +127,15 @@ class Mooncake:
         for code in codes:
             if code < 0 and code not in _ABSENT:
                 error, reason = _ERRORS.get(code, (RemoteUnavailable, f"it answered {code}"))
-                raise error(f"{self._shown}: {verb}: {reason}")
+                raise error(f"{self._shown}: {verb}: {reason}", of_object=code in _OF_OBJECT)
         return [max(code, ABSENT) for code in codes]
+
+    def _some(self, codes: Sequence[int], verb: str) -> list[int]:
+        """The same; ``FAILED`` where an error is of one object among others."""
+        bad = {code for code in codes if code in _OF_OBJECT}
+        if bad and len(bad) == len(set(codes)):
+            self._counts(codes, verb)
+        return [FAILED if code in bad else self._counts([code], verb)[0] for code in codes]
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_Worker]:

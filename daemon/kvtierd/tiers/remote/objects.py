@@ -19,6 +19,7 @@ The name has the cache's name, fingerprint, group and key, so a namespace is a p
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +32,14 @@ from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, GroupId, Key, SlotId, T
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk.records import decode_records, encode_record, parents_of, traits_of
 
-MAGIC: Final = b"kvtier\0\1"
+VERSION: Final = 1
+"""Of an object. It moves with every change of the header or of the record in it."""
+_MAGIC: Final = b"kvtier\0"
+_NUMBERED: Final = re.compile(r"v[1-9]\d{0,3}")
 CHECKSUM_BYTES: Final = 16
 """An object begins with so many."""
 FINGERPRINT_BYTES: Final = 32
-_HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s8sIIQ{FINGERPRINT_BYTES}sI{KEY_BYTES}s")
+_HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s7sBIIQ{FINGERPRINT_BYTES}sI{KEY_BYTES}s")
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 """A header has no more."""
 
@@ -50,7 +54,7 @@ class Place:
 
     @property
     def prefix(self) -> str:
-        return f"{self.cache}/{self.fingerprint.hex()}/{self.group}/"
+        return f"{self.cache}/{self.fingerprint.hex()}/v{VERSION}/{self.group}/"
 
     def name(self, key: Key) -> str:
         """Of a block's object: its first byte spreads them over directories."""
@@ -59,14 +63,16 @@ class Place:
 
 
 def parse(name: str) -> tuple[Place, Key] | None:
-    """Whose object has this name; None = it is no block's."""
+    """Whose object has this name, of whichever version; None = it is no block's."""
+    parts = name.split("/")
     try:
-        cache, fingerprint, group, _, key = name.split("/")
+        cache, fingerprint, version, group, _, key = parts
         place, found = Place(cache, bytes.fromhex(fingerprint), GroupId(int(group))), Key(bytes.fromhex(key))
     except ValueError:
         return None
-    whole = place.name(found) == name and len(found) == KEY_BYTES and len(place.fingerprint) == FINGERPRINT_BYTES
-    return (place, found) if whole else None
+    parts[2] = f"v{VERSION}" if _NUMBERED.fullmatch(version) else ""
+    whole = len(found) == KEY_BYTES and len(place.fingerprint) == FINGERPRINT_BYTES
+    return (place, found) if whole and place.name(found).split("/") == parts else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,6 +87,13 @@ class BadObject(Exception):
     """An object is not what its name says. The message says in which way."""
 
 
+class OtherVersion(Exception):
+    """An object of another version of kvtier, which may be sound."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it is of version {version}; this daemon reads version {VERSION}")
+
+
 def object_bytes(payload_bytes: int) -> int:
     """At most so many has an object of a block of so many bytes."""
     return MAX_HEADER_BYTES + payload_bytes
@@ -89,7 +102,9 @@ def object_bytes(payload_bytes: int) -> int:
 def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: int) -> bytes:
     """What a block's object has between its checksum and its ``nbytes`` of payload."""
     record = encode_record(key, SlotId(0), 0, 0, b"", parent, traits)
-    head = _HEAD.pack(b"", MAGIC, _HEAD.size + len(record), len(record), nbytes, place.fingerprint, place.group, key)
+    head = _HEAD.pack(
+        b"", _MAGIC, VERSION, _HEAD.size + len(record), len(record), nbytes, place.fingerprint, place.group, key
+    )
     return head[CHECKSUM_BYTES:] + record
 
 
@@ -106,13 +121,17 @@ def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tup
     """What an object says, and its payload inside ``found``.
 
     Raises:
+        OtherVersion: nothing else of it means anything.
         BadObject: it is not this block's, or not what was written.
     """
+    number_at = CHECKSUM_BYTES + len(_MAGIC)
+    if len(found) <= number_at or bytes(found[CHECKSUM_BYTES:number_at]) != _MAGIC:
+        raise BadObject("it is not an object of kvtier")
+    if found[number_at] != VERSION:
+        raise OtherVersion(found[number_at])
     if len(found) < _HEAD.size:
         raise BadObject(f"it has {len(found)} bytes, fewer than a header")
-    checksum, magic, start, record_bytes, nbytes, fingerprint, group, named = _HEAD.unpack_from(found)
-    if magic != MAGIC:
-        raise BadObject("it is not an object of this version of kvtier")
+    checksum, _, _, start, record_bytes, nbytes, fingerprint, group, named = _HEAD.unpack_from(found)
     if (fingerprint, group, named) != (place.fingerprint, place.group, key):
         raise BadObject(f"it is the block {named.hex()} of group {group} of another name")
     if (start, start + nbytes, nbytes) != (_HEAD.size + record_bytes, len(found), payload_bytes):
