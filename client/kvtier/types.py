@@ -353,12 +353,13 @@ class RemoteOperation:
 @dataclass(slots=True, frozen=True)
 class RemoteStats:
     """The store beyond the host. ``url``: empty where there is none. ``problem``: why it is left alone, if it is.
-    ``blocks``: by what became of them."""
+    ``blocks``: by what became of them. ``unwritten``: blocks that the store is to have and has not, by reason."""
 
     url: str = ""
     problem: str = ""
     operations: tuple[RemoteOperation, ...] = ()
     blocks: Mapping[str, int] = field(default_factory=dict)
+    unwritten: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

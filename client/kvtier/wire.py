@@ -428,6 +428,7 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
             message.remote.problem,
             tuple(same_fields(RemoteOperation, operation) for operation in message.remote.operations),
             dict(message.remote.blocks),
+            dict(message.remote.unwritten),
         ),
         peers=tuple(same_fields(PeerStats, peer) for peer in message.peers),
     )

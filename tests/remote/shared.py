@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvtier import AsyncClient, Cache, Retention, Tier
 from kvtierd.core.ids import GroupId, Key
@@ -47,6 +48,10 @@ class SharedStore:
     async def delete(self, keys: Sequence[bytes]) -> None:
         for start in range(0, len(keys), _BATCH):
             await self._store.delete(self._names(keys[start : start + _BATCH]))
+
+    def path(self, key: bytes) -> str:
+        """Of the block's object, as a request names it."""
+        return f"{urlsplit(self.url).netloc}{urlsplit(self.url).path}/{self._names([key])[0]}"
 
     async def close(self) -> None:
         await self._store.close()

@@ -10,12 +10,13 @@ import select
 import time
 import uuid
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from kvtier import DeadlineExceeded, KvtierError, connect
+from kvtier import DeadlineExceeded, KvtierError, Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
 from tests.integration.scraping import LISTEN, text_of
 from tests.integration.seeing import cache_stats
@@ -24,7 +25,7 @@ from tests.integration.waiting import PATIENCE_S, eventually, halt
 from tests.remote.between import between
 from tests.remote.servers import BUCKET, KEYS, mooncake
 from tests.remote.shared import SharedStore, put
-from tests.remote.test_faults import answer
+from tests.remote.test_faults import answer, s3_error
 
 SECRETS = ("a-wrong-key", "a-wrong-secret", *KEYS.values())
 TIMEOUT_S = 0.5
@@ -53,21 +54,21 @@ async def store(seaweed_server, monkeypatch):
 def start(start_fresh, store, monkeypatch):
     """Starts a daemon that reaches the store through ``proxy``, or directly."""
 
-    def start(proxy=None, env=None, **table):
+    def start(proxy=None, env=None, slots=64, disk=0, **table):
         with monkeypatch.context() as patch:
             for variable, value in ({"AWS_ENDPOINT_URL": proxy.endpoint} if proxy else env or {}).items():
                 patch.setenv(variable, value)
             flag = json.dumps({"url": store.url, "write": "through", "timeout_seconds": TIMEOUT_S, **table})
-            return start_fresh("--remote", flag, *LISTEN, host=64)
+            return start_fresh("--remote", flag, *LISTEN, host=slots, disk=disk)
 
     return start
 
 
 @asynccontextmanager
-async def opened(daemon):
+async def opened(daemon, budgets=ROOMY):
     """Calls wait for a daemon that has left a call without an answer, and is away until it is heard."""
     async with await connect(daemon.address, timeout=10, wait=PATIENCE_S) as client:
-        yield client, await client.open_cache("c", SPEC, budgets=ROOMY)
+        yield client, await client.open_cache("c", SPEC, budgets=budgets)
 
 
 async def problem_of(client):
@@ -133,7 +134,8 @@ async def test_refused_credentials_are_misses_and_in_no_text(start, store):
         async with client.watch() as watch:
 
             async def refused():
-                await assert_missed(cache, keys)
+                for each in (keys, chain("nowhere", 3)):
+                    await assert_missed(cache, each)
                 return await problem_of(client)
 
             await eventually(refused, lambda problem: "403" in problem)
@@ -152,7 +154,8 @@ async def test_a_full_store_still_gives_what_it_has(start, store, proxy):
     keys, more = chain("elsewhere", 3), chain("here", 3)
     await store_elsewhere(start, store, keys)
     proxy.lies = {b"PUT ": FULL}
-    async with opened(start(proxy)) as (client, cache):
+    daemon = start(proxy)
+    async with opened(daemon) as (client, cache):
         await put(cache, more)
         await eventually(lambda: problem_of(client), lambda problem: "507" in problem)
         (said,) = (problem for problem in (await client.stats()).problems if "remote tier" in problem)
@@ -163,6 +166,7 @@ async def test_a_full_store_still_gives_what_it_has(start, store, proxy):
         proxy.heal()
         await store.has(more)
         await eventually(lambda: problem_of(client), lambda problem: not problem)
+        await eventually(lambda: "the remote tier is back in service" in daemon.log, bool)
 
 
 GARBAGE = {
@@ -185,6 +189,92 @@ async def test_garbage_is_no_block(start, store, proxy, lie):
         proxy.heal()
         await healed(cache, keys)
         await eventually(lambda: problem_of(client), lambda problem: not problem)
+
+
+async def unwritten(client):
+    return sum((await client.stats()).remote.unwritten.values())
+
+
+async def test_blocks_that_move_on_while_they_wait_are_written(start, store, proxy):
+    """To a disk, out of a host tier that holds a few of them."""
+    chains, budgets = [chain(f"moving {number}", 6) for number in range(40)], sizes(host=12, disk=300)
+    proxy.delay_s = 0.05
+    async with opened(start(proxy, slots=12, disk=300), budgets) as (client, cache):
+        for keys in chains:
+            await put(cache, keys)
+        await eventually(lambda: unwritten(client), lambda blocks: blocks == 0)
+    for keys in chains:
+        assert await store.held(keys) == keys
+
+
+async def test_an_outage_is_made_up_for_after_a_restart(start, store, proxy):
+    keys, budgets = chain("kept", 6), sizes(host=32, disk=32)
+    daemon = start(proxy, slots=32, disk=32, timeout_seconds=10.0)
+    proxy.lies = {b"PUT ": FULL}
+    async with opened(daemon, budgets) as (client, cache):
+        await put(cache, keys)
+        await eventually(lambda: problem_of(client), bool)
+        assert await unwritten(client) == 6
+        assert "kvtier_remote_unwritten_blocks" in text_of(daemon)
+        assert "unwritten 6" in kvtier("status", "--address", daemon.address).stdout
+        await cache.move(keys, Tier.DISK)
+    await eventually(lambda: "takes no blocks" in daemon.log, bool)
+    daemon.kill()
+    daemon.start()
+    async with opened(daemon, budgets) as (client, cache):
+        await store.has(keys)
+        await eventually(lambda: unwritten(client), lambda blocks: blocks == 0)
+
+
+REFUSALS = {
+    "archived": answer("403 Forbidden", s3_error("InvalidObjectState")),
+    "conflict": answer("409 Conflict"),
+    "range": answer("416 Range Not Satisfiable"),
+    "failing": answer("500 Internal Server Error", b"oops"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("place", [0, 3])
+async def test_an_object_that_the_store_does_not_give_is_one_miss(start, store, proxy, refusal, place):
+    """It answers that the object is there."""
+    chains = [chain(f"elsewhere {number}", 4) for number in range(4)]
+    await store_elsewhere(start, store, *chains)
+    sick = chains[0]
+    async with opened(start(proxy, timeout_seconds=10.0)) as (client, cache):
+        proxy.lies = {f"GET /{store.path(sick[place])} ".encode(): refusal}
+        for keys in chains:
+            for each in (sick, keys):
+                found = await cache.get(each)
+                assert_bytes(each[: place if each is sick else 4], found)
+        assert (await cache.match(sick, remote=True)).remote_blocks == place
+        assert not await problem_of(client)
+
+
+async def test_a_store_that_gives_nothing_is_left_alone_until_it_does(start, store, proxy):
+    chains = [chain(f"elsewhere {number}", 4) for number in range(4)]
+    await store_elsewhere(start, store, *chains)
+    async with opened(start(proxy)) as (client, cache):
+        proxy.lies = {b"GET ": REFUSALS["archived"]}
+        for keys in chains[:2]:
+            await assert_missed(cache, keys)
+        assert "403 InvalidObjectState" in await problem_of(client)
+        proxy.lies = {f"GET /{store.path(chains[0][0])} ".encode(): REFUSALS["archived"]}
+        await eventually(lambda: problem_of(client), lambda problem: not problem)
+        await healed(cache, chains[2])
+
+
+async def test_a_delete_that_is_refused_stops_deletes_alone(start, store, proxy):
+    keys, more = chain("elsewhere", 3), chain("here", 3)
+    await store_elsewhere(start, store, keys)
+    async with opened(start(proxy, timeout_seconds=10.0)) as (client, cache):
+        proxy.lies = dict.fromkeys((b"DELETE ", b"POST "), REFUSALS["archived"])
+        with pytest.raises(KvtierError, match="403"):
+            await client.remote_gc(keep_bytes=0)
+        assert not await problem_of(client)
+        await healed(cache, keys)
+        await put(cache, more)
+        await store.has(more)
 
 
 async def healed(cache, keys):
@@ -226,9 +316,10 @@ async def test_a_slow_store_costs_a_few_calls_their_time(start, store, proxy, sl
 async def test_an_idle_daemon_finds_out_that_its_store_is_back(start, store, proxy):
     async with opened(start(proxy)) as (client, cache):
         proxy.lies = {b"HEAD ": GARBAGE["status 500"]}
+        numbers = count()
 
         async def asked():
-            await assert_missed(cache, chain("nowhere", 3))
+            await assert_missed(cache, chain(f"nowhere {next(numbers)}", 3))
             return await problem_of(client)
 
         await eventually(asked, bool)

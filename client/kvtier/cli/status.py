@@ -171,7 +171,8 @@ def _remote_line(remote: RemoteStats) -> Text:
         for each in remote.operations
         if each.operation in ("get", "put")
     )
-    line = f"remote {remote.url}: {'failing' if remote.problem else 'healthy'}; {blocks}; {calls}"
+    waiting = sum(remote.unwritten.values())
+    line = f"remote {remote.url}: {'failing' if remote.problem else 'healthy'}; {blocks}, unwritten {waiting}; {calls}"
     return Text(clean(line), style="red" if remote.problem else "")
 
 

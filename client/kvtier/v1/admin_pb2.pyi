@@ -913,10 +913,27 @@ class RemoteStats(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class UnwrittenEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     URL_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
     OPERATIONS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
+    UNWRITTEN_FIELD_NUMBER: builtins.int
     url: builtins.str
     """empty: there is none"""
     problem: builtins.str
@@ -927,6 +944,10 @@ class RemoteStats(google.protobuf.message.Message):
     def blocks(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by what became of them: "fetched", "written", "gone meanwhile", ..."""
 
+    @property
+    def unwritten(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """blocks that the store is to have and has not, by reason: "waiting", "recovered", ..."""
+
     def __init__(
         self,
         *,
@@ -934,8 +955,9 @@ class RemoteStats(google.protobuf.message.Message):
         problem: builtins.str = ...,
         operations: collections.abc.Iterable[global___RemoteOperation] | None = ...,
         blocks: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        unwritten: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "operations", b"operations", "problem", b"problem", "url", b"url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "operations", b"operations", "problem", b"problem", "unwritten", b"unwritten", "url", b"url"]) -> None: ...
 
 global___RemoteStats = RemoteStats
 

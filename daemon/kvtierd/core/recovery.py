@@ -49,6 +49,8 @@ def recover(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
     _order_by_use(state, blocks)
     for tier in state.tiers:
         state.candidates(tier)  # else the first to want a victim would wait until all of these have been looked at
+    if state.remote is not None:
+        state.remote.recovered(blocks)
     return blocks
 
 

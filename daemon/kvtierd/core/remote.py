@@ -7,10 +7,11 @@ certain, so residency sets do not name it.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtierd.core.block import Block
+from kvtierd.core.block import READY, Block
 from kvtierd.core.events import REMOVED, UPDATED, Cause
 from kvtierd.core.eviction import Candidates
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, REMOTE, GroupId, Key, Tier, Traits
@@ -49,7 +50,11 @@ class Remote:
         self._due: dict[Block, None] = {}
         self._later: set[Block] = set()
         """Blocks that were due while only a device had them."""
+        self._recovered: deque[Block] = deque()
+        """Blocks of before a restart, whether or not the store has them: they come after all others."""
         self.settled: set[Block] = set()
+        self.left = 0
+        """Blocks that were due and left this host."""
 
     def is_candidate(self, block: Block, tier: Tier) -> bool:
         """It is to be offered before it leaves this tier."""
@@ -62,12 +67,27 @@ class Remote:
         if due and block not in self.settled:
             self._due[block] = None
 
+    def recovered(self, blocks: Iterable[Block]) -> None:
+        """They were there before a restart, parents before children."""
+        if self._writes.policy is not RemotePolicy.THROUGH:
+            return
+        for block in filter(self._wanted, blocks):
+            if block.residency & _READABLE:
+                self._recovered.append(block)
+            else:
+                self._later.add(block)
+
+    def unwritten(self) -> dict[str, int]:
+        """How many blocks at most the store is to have and was not offered yet, by reason."""
+        return {"waiting": len(self._due), "recovered": len(self._recovered), "on a device alone": len(self._later)}
+
     def used_again(self, blocks: Iterable[Block]) -> None:
         if self._writes.policy is RemotePolicy.SECOND_USE:
             self._due.update((block, None) for block in blocks if block not in self.settled)
 
     def forget(self, block: Block) -> None:
         """It is indexed no more."""
+        self.left += block in self._due or block in self._later
         self._due.pop(block, None)
         self._later.discard(block)
         self.settled.discard(block)
@@ -78,7 +98,7 @@ class Remote:
         while not self._state.losing and len(offers) < count and (block := self._next()) is not None:
             line = [block]
             for above in block.ancestors():
-                if above in self.settled:
+                if above in self.settled or above in self._later:
                     break
                 line.append(above)
             for member in reversed(line):
@@ -97,6 +117,12 @@ class Remote:
             del self._due[block]
             if block not in self.settled:
                 return block
+        while self._recovered:
+            block = self._recovered.popleft()
+            if block not in self.settled:
+                if block.indexed:
+                    return block
+                self.left += 1
         return None
 
     def _offer(self, block: Block) -> Iterable[Offer]:
@@ -161,6 +187,26 @@ class Beyond:
         remote = self._states[group].remote
         if remote is not None:
             remote.put_back(keys)
+
+    def unwritten(self) -> Counter[str]:
+        """How many blocks wait for the store, by reason."""
+        counts = Counter[str]()
+        for state in self._states.values():
+            if state.remote is not None:
+                counts.update(state.remote.unwritten())
+        return counts
+
+    @property
+    def left(self) -> int:
+        """How many blocks were due and left this host."""
+        return sum(state.remote.left for state in self._states.values() if state.remote is not None)
+
+    def slot(self, group: GroupId, key: Key) -> tuple[Tier, int] | None:
+        """Where the bytes of an indexed block can be read now."""
+        block = self._states[group].index.get(key)
+        copies = [] if block is None else [(tier, block.copies[tier]) for tier in (HOST, DISK)]
+        ready = [(tier, copy.slot) for tier, copy in copies if copy is not None and copy.phase is READY]
+        return ready[0] if ready else None
 
     def absent(self, group: GroupId, keys: Sequence[Key]) -> list[Key]:
         """Those that are not indexed, in their order."""

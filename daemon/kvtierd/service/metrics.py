@@ -101,6 +101,10 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_remote_bytes_total": ("Bytes of objects that went to the store, or came from it", ("operation",)),
     "kvtier_remote_seconds_total": ("Time in calls of the store, summed", ("operation",)),
     "kvtier_remote_blocks_total": ("Blocks for the store, from it or from peers, by what became of them", ("outcome",)),
+    "kvtier_remote_unwritten_blocks": (
+        "Blocks that the store is to have and lacks, by reason",
+        ("reason",),
+    ),
     "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
     "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
 }
@@ -341,6 +345,8 @@ def _of_remote(remote: RemoteTier) -> Iterator[Sample]:
         yield "kvtier_remote_seconds_total", (operation,), counts.seconds
     for outcome, blocks in remote.blocks.items():
         yield "kvtier_remote_blocks_total", (outcome.replace(" ", "_"),), blocks
+    for reason, blocks in remote.unwritten.items():
+        yield "kvtier_remote_unwritten_blocks", (reason.replace(" ", "_"),), blocks
 
 
 def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
-from tests.unit.core.bench import GROUP, HOST, Bench, key
+from tests.unit.core.bench import GROUP, HOST, Bench, key, keys
 
 
 def test_what_is_not_worth_it_is_not_looked_at_and_offered_once_it_is() -> None:
@@ -28,3 +28,35 @@ def test_what_only_a_device_has_is_offered_when_it_comes_down(policy: RemotePoli
     bench.move("a", HOST)
     bench.land()
     assert [offer.key for offer in bench.core.beyond.offers(GROUP, 4)] == [key("a")]
+
+
+def offered(bench: Bench, count: int = 1) -> list[bytes]:
+    return [offer.key for offer in bench.core.beyond.offers(GROUP, count)]
+
+
+def test_what_a_restart_found_is_offered_after_what_is_new() -> None:
+    found = [("a", None, 35), ("b", "a", 35), ("low", None, 10), ("c", "b", 35)]
+    writes = RemoteWrites(RemotePolicy.THROUGH, min_priority=20)
+    bench = Bench(host=4, disk=8, policy=Policy(remote=writes), recovered=found)
+    bench.put("x", HOST)
+    assert bench.core.beyond.unwritten() == {"waiting": 1, "recovered": 3, "on a device alone": 0}
+    assert [offered(bench) for _ in range(5)] == [[each] for each in keys("xabc")] + [[]]
+
+
+def test_a_block_that_could_not_be_read_is_offered_again_where_it_is() -> None:
+    bench = Bench(host=2, disk=4, policy=Policy(remote=RemoteWrites(RemotePolicy.THROUGH)))
+    bench.put("a", HOST)
+    assert offered(bench) == [key("a")]
+    assert offered(bench) == []
+    bench.core.beyond.put_back(GROUP, [key("a")])
+    assert offered(bench) == [key("a")]
+
+
+def test_blocks_that_leave_before_they_were_offered_are_counted() -> None:
+    bench = Bench(host=4, policy=Policy(remote=RemoteWrites(RemotePolicy.THROUGH)), recovered=[])
+    bench.put("a", HOST)
+    bench.put("b", HOST)
+    assert offered(bench) == [key("a")]
+    bench.drop("a")
+    bench.drop("b")
+    assert (bench.core.beyond.left, bench.core.beyond.unwritten().total()) == (1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.service.remote.writing import Writer
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.breaker import Counts, Guarded, Operation
+
+_log = logging.getLogger(__name__)
 
 END_S: Final = 2.0
 """How long a stop waits for the store."""
@@ -80,12 +83,20 @@ class RemoteTier:
     def blocks(self) -> Mapping[str, int]:
         """By what became of them."""
         ways = (self.fetcher, self._writer, self.deleter)
-        return sum((way.counts for way in ways if way is not None), Counter())
+        counts = sum((way.counts for way in ways if way is not None), Counter[str]())
+        if self._writer is not None and (left := self._writer.left):
+            counts["left unwritten"] = left
+        return counts
+
+    @property
+    def unwritten(self) -> Mapping[str, int]:
+        """How many blocks wait for the store, by reason."""
+        return {} if self._writer is None else self._writer.unwritten
 
     def start(self) -> None:
         if self._writer is not None and self._store is not None:
             self._tasks.append(asyncio.create_task(self._writer.run(), name="remote-writer"))
-            self._tasks.append(asyncio.create_task(_keep_probing(self._store), name="remote-probe"))
+            self._tasks.append(asyncio.create_task(self._keep_probing(self._store), name="remote-probe"))
 
     async def bring(
         self, cache: Cache, group: GroupId | None, chains: Sequence[Sequence[Key]], wait_s: float, recompute_s: float
@@ -109,10 +120,19 @@ class RemoteTier:
                 async with asyncio.timeout(END_S):
                     await self._store.close()
 
-
-async def _keep_probing(store: Guarded) -> None:
-    """A daemon that nobody asks for anything finds out, too, that its store is back."""
-    while True:
-        await asyncio.sleep(PROBE_S)
-        with suppress(RemoteError):
-            await store.probe()
+    async def _keep_probing(self, store: Guarded) -> None:
+        """A daemon that nobody asks for anything finds out, too, that its store is back. An outage is two log lines."""
+        before: str | None = None
+        while True:
+            await asyncio.sleep(PROBE_S)
+            with suppress(RemoteError):
+                await store.probe()
+            now = self.problem
+            if (now is None) != (before is None):
+                waiting = sum(self.unwritten.values())
+                if now is not None:
+                    _log.warning("%s unwritten_blocks=%d", now, waiting)
+                else:
+                    left = self.blocks.get("left unwritten", 0)
+                    _log.info("the remote tier is back in service unwritten_blocks=%d left_unwritten=%d", waiting, left)
+            before = now

@@ -1,7 +1,7 @@
 """Carries blocks to a store, in the background. No local tier waits for it.
 
-A block is read where it is, without a hold: if it leaves its slot meanwhile, it is not carried. So a slow store costs
-what it does not take in time, and nothing else.
+A block is read where it is, without a hold: if it leaves its slot meanwhile, it is offered again from where it is then.
+So a slow store costs what it does not take in time, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtierd.core.ids import HOST, REMOTE, GroupId, Key, SlotId, Tier
+from kvtierd.core.ids import DISK, HOST, REMOTE, GroupId, Key, SlotId, Tier
 from kvtierd.core.remote import Offer
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
@@ -71,6 +71,7 @@ class Writer:
         self._turn_at = 0.0
         self._retry_at = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
+        self._carried = 0
         self.counts: Final[Counter[str]] = Counter()
 
     async def run(self) -> None:
@@ -87,6 +88,24 @@ class Writer:
             for task in self._under_way:
                 task.cancel()
             await asyncio.gather(*self._under_way, return_exceptions=True)
+
+    @property
+    def unwritten(self) -> Counter[str]:
+        """How many blocks wait for the store, by reason; a block of two caches counts twice."""
+        counts = Counter[str]()
+        for cache in self._catalog:
+            with suppress(MoverError):
+                counts.update(self._engine.manager(cache.id).beyond.unwritten())
+        counts["under way"] = self._carried
+        return counts
+
+    @property
+    def left(self) -> int:
+        """How many blocks left this host before they were written."""
+        beyonds = (self._engine.manager(cache.id).beyond for cache in self._catalog)
+        with suppress(MoverError):
+            return sum(beyond.left for beyond in beyonds)
+        return 0
 
     def _begin(self) -> bool:
         """Takes what is offered, as far as there is room. Whether there was anything."""
@@ -118,6 +137,7 @@ class Writer:
 
     async def _carry(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> None:
         left = [source.offer.key for source in sources]
+        self._carried += len(sources)
         try:
             absent = await self._absent(cache, group, sources)
             async with self._catalog.holding(cache) as there:
@@ -127,7 +147,8 @@ class Writer:
                 for source, data in zip(absent, objects, strict=False)  # there are none of a removed cache
                 if data is not None and self._stood(cache, group, source)
             ]
-            self.counts["gone meanwhile"] += len(absent) - len(ready)
+            carried = {source.offer.key for source, _ in ready}
+            self._again(cache, group, [source.offer for source in absent if source.offer.key not in carried])
             await self._pace(sum(len(data) for _, data in ready))
             await self._put(cache, group, ready)
             left = []
@@ -137,10 +158,24 @@ class Writer:
         except MoverError:
             left = []  # the cache is gone, or the daemon ends
         finally:
+            self._carried -= len(sources)
             if left:
                 self.counts["not taken"] += len(left)
                 with suppress(MoverError):
                     self._engine.manager(cache.id).beyond.put_back(group, left)
+
+    def _again(self, cache: Cache, group: GroupId, offers: Sequence[Offer]) -> None:
+        """Blocks that could not be read where they were are offered again, unless they are still there."""
+        beyond, moved = self._engine.manager(cache.id).beyond, list[Key]()
+        gone = set(beyond.absent(group, [offer.key for offer in offers]))
+        for offer in offers:
+            if offer.key in gone:
+                self.counts["gone meanwhile"] += 1
+            elif offer.tier is DISK and beyond.slot(group, offer.key) == (offer.tier, offer.slot):
+                self.counts["unreadable"] += 1
+            else:
+                moved.append(offer.key)
+        beyond.put_back(group, moved)
 
     async def _absent(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[_Source]:
         """Those that the store does not have yet: another host may have written them. What stands on an absent block
@@ -152,7 +187,9 @@ class Writer:
         async def ask(offers: Sequence[Offer]) -> None:
             names = [place.name(offer.key) for offer in offers]
             found = await self._store.exists(names) if names else ()
-            self._known.note([name for name, has in zip(names, found, strict=True) if has], there=True)
+            there = [name for name, has in zip(names, found, strict=True) if has]
+            self.counts["there and not given"] += sum(self._known.of(name) is False for name in there)
+            self._known.note([name for name in there if self._known.of(name) is None], there=True)
             absent.update(offer.key for offer, has in zip(offers, found, strict=True) if not has)
 
         await ask([offer for offer in unknown if offer.parent not in keys])
@@ -175,11 +212,16 @@ class Writer:
             return
         place, started = place_of(cache, group), time.monotonic_ns()
         names = [place.name(source.offer.key) for source, _ in ready]
-        await self._store.put(names, [data for _, data in ready])
+        errors = await self._store.put(names, [data for _, data in ready])
         took = time.monotonic_ns() - started
-        self._known.note(names, there=True)
-        self.counts["written"] += len(ready)
-        for tier, keys in _by_tier(source.offer for source, _ in ready).items():
+        offers = [(source.offer, error) for (source, _), error in zip(ready, errors, strict=True)]
+        written = [offer for offer, error in offers if error is None]
+        self._known.note([place.name(offer.key) for offer in written], there=True)
+        self.counts["written"] += len(written)
+        self.counts["refused"] += sum(error is not None and error.of_object for _, error in offers)
+        again = [offer.key for offer, error in offers if error is not None and not error.of_object]
+        self._engine.manager(cache.id).beyond.put_back(group, again)
+        for tier, keys in _by_tier(written).items():
             self._engine.travelled(cache.id, group, keys, tier, REMOTE, took)
 
     async def _pace(self, nbytes: int) -> None:

@@ -394,7 +394,13 @@ def _remote(tier: RemoteTier) -> admin_pb2.RemoteStats:
         )
         for name, one in tier.operations.items()
     ]
-    return admin_pb2.RemoteStats(url=tier.url, problem=tier.problem or "", operations=operations, blocks=tier.blocks)
+    return admin_pb2.RemoteStats(
+        url=tier.url,
+        problem=tier.problem or "",
+        operations=operations,
+        blocks=tier.blocks,
+        unwritten=tier.unwritten,
+    )
 
 
 def _watcher(session: Session, lag: int) -> admin_pb2.WatcherStats:
