@@ -31,16 +31,16 @@ def results(measurement):
 
 
 def test_client():
-    found = results("host.client((4096, 4 << 20), 1, 128)")
+    found = results("host.client((4096, 256 << 10), 1, 128)")
     one = {f"client.put_one{step}" for step in ("", ".reserve", ".copy", ".commit")}
     assert set(found) == one | {
         f"client.{name}" for name in ("first_fill", "store", "get", "daemon_cpu", "prefix_length")
     }
     assert [result["params"]["as"] for result in found["client.prefix_length"]] == ["bytes", "list"]
-    assert [result["params"]["block_bytes"] for result in found["client.first_fill"]] == [4096, 4 << 20]
+    assert [result["params"]["block_bytes"] for result in found["client.first_fill"]] == [4096, 256 << 10]
     for name in ("client.store", "client.get"):
         rows = [(result["params"]["block_bytes"], result["params"]["checksum"]) for result in found[name]]
-        assert rows == [(4096, "disk"), (4096, "commit"), (4 << 20, "disk"), (4 << 20, "commit")]
+        assert rows == [(4096, "disk"), (4096, "commit"), (256 << 10, "disk"), (256 << 10, "commit")]
         assert all(result["floor"] > 0 for result in found[name])
 
 

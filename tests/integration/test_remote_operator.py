@@ -239,7 +239,7 @@ async def test_the_store_has_a_line_in_status_and_top_and_its_numbers_in_metrics
         await cache.get(keys)
         remote = (await client.stats()).remote
     (get,) = (each for each in remote.operations if each.operation == "get")
-    line = f"remote {store.url}: healthy; written 0, fetched 4, damaged 0; get "
+    line = f"remote {store.url}: healthy; written 0, fetched 4, damaged 0, unwritten 0; get "
     for command in (("status",), ("top", "--once")):
         assert line in kvtier(*command, "--address", daemon.address).stdout.replace("\n", "")
     seen = await scrape(daemon)
