@@ -19,7 +19,7 @@ from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, PageGroup, Pag
 
 TOKENS: Final = 4
 PLAIN: Final = Layout("toy", TOKENS, (PageGroup((Plane("l0.k", 5000), Plane("l0.v", 4096))),))
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 T = TypeVar("T")
 ALL: Final = 1 << 30
 
