@@ -25,9 +25,9 @@ A_COMMIT, A_CALL = 1_024, 16_384
 """The most keys of each."""
 SPARE = 4 * A_COMMIT
 ALONE_S = 2.0
-LONGEST_S = 5 * 0.020
-"""The promise is 20 ms. A callback takes up to twice its CPU where others use the same caches, and some of the longest
-are made longer still by page faults; without slices each of these calls takes a second."""
+LONGEST = 40
+"""A callback takes at most so many times the work of ``slow_callbacks``. Beside others on both cores the longest took
+17 times as long; without slices each of these calls takes some 150."""
 
 SPEC = CacheSpec.single("large", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=256, kv_factor=1)
 SLOT = SPEC.record_bytes(0)
@@ -52,17 +52,19 @@ async def test_what_one_client_does_to_a_large_tree_keeps_nobody_waiting(short_d
             began = time.monotonic_ns()
             async for verb in all_verbs(daemon.address):
                 served[verb] = waited()
-            callbacks = [tuple(map(int, line.split())) for line in slow.read_text().splitlines()]
+            work, *lines = slow.read_text().splitlines()
+            callbacks = [tuple(map(int, line.split())) for line in lines]
     finally:
         daemon.kill()
-    longest_s = max((took for ended, took in callbacks if ended > began), default=0) / 1e9
+    longest = max((took for ended, took in callbacks if ended > began), default=0)
+    times = longest / int(work)
     found(
         f"a chain of {DEPTH:,} and a fan of {WIDTH:,} blocks, all of it stored, used, given priorities, evicted and "
         f"dropped in {(time.monotonic_ns() - began) / 1e9:.0f} s: the daemon's longest callback took "
-        f"{longest_s * 1000:.0f} ms of CPU; another client's slowest match and health: "
+        f"{longest / 1e6:.0f} ms of CPU, {times:.0f} times the work; another client's slowest match and health: "
         + ", ".join(f"{verb} {match * 1000:.0f} and {health * 1000:.0f} ms" for verb, (match, health) in served.items())
     )
-    assert longest_s <= LONGEST_S
+    assert times <= LONGEST
 
 
 @asynccontextmanager
