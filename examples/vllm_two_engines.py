@@ -1,8 +1,8 @@
 """A chat that outlives its engine: the next engine answers from what the first one has computed.
 
-``python examples/vllm_two_engines.py MODEL``, where vLLM and kvtier with its daemon are installed, starts a private
-daemon and three engines, one after another. Each answers the same question about a long text and is killed. The first
-computes the text, the second finds it in memory, the third on disk, since the daemon was restarted.
+``python examples/vllm_two_engines.py MODEL [DTYPE]``, where vLLM and kvtier with its daemon are installed, starts a
+private daemon and three engines, one after another. Each answers the same question about a long text and is killed. The
+first computes the text, the second finds it in memory, the third on disk, since the daemon was restarted.
 
 Exit status 1, saying why, if an answer differs or an engine computed what it could have loaded.
 """
@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -40,7 +40,7 @@ class Answer:
     text: str
 
 
-def serve(model: str, address: str, answers: Connection) -> None:
+def serve(model: Sequence[str], address: str, answers: Connection) -> None:
     """An engine that answers the chat and waits for its end."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -52,7 +52,8 @@ def serve(model: str, address: str, answers: Connection) -> None:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"address": address},
     }
-    llm = LLM(model, block_size=BLOCK, enforce_eager=True, kv_transfer_config=transfer)
+    name, dtype = (*model, "auto")[:2]
+    llm = LLM(name, dtype=dtype, block_size=BLOCK, enforce_eager=True, kv_transfer_config=transfer)
     llm.generate("Good morning.", SamplingParams(max_tokens=1))  # what an engine does once is not the prompt's time
     started = time.perf_counter()
     (first,) = llm.generate(CHAT, SamplingParams(max_tokens=1, temperature=0))
@@ -65,7 +66,7 @@ def serve(model: str, address: str, answers: Connection) -> None:
 
 
 @asynccontextmanager
-async def engine(model: str, address: str) -> AsyncIterator[Answer]:
+async def engine(model: Sequence[str], address: str) -> AsyncIterator[Answer]:
     """What an engine answers, which is killed at the end."""
     ours, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=serve, args=(model, address, theirs))
@@ -87,8 +88,8 @@ async def stored(client: AsyncClient, blocks: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def main(model: str) -> str:
-    """Returns what went wrong, or nothing."""
+async def main(model: Sequence[str]) -> str:
+    """Returns what went wrong, or nothing. ``model``: its name, and the dtype if it is not the model's own."""
     answers: dict[str, Answer] = {}
     async with PrivateDaemon(SIZES) as daemon:
         async with engine(model, daemon.address) as answers["computed"], await connect(daemon.address) as client:
@@ -112,4 +113,4 @@ async def main(model: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1])) or None)
+    sys.exit(asyncio.run(main(sys.argv[1:])) or None)
