@@ -353,7 +353,7 @@ class RemoteOperation:
 @dataclass(slots=True, frozen=True)
 class RemoteStats:
     """The store beyond the host. ``url``: empty where there is none. ``problem``: why it is left alone, if it is.
-    ``blocks``: by what became of them. ``unwritten``: blocks that the store is to have and has not, by reason."""
+    ``blocks``: counts by outcome. ``unwritten``: counts of the blocks that the store lacks, by reason."""
 
     url: str = ""
     problem: str = ""

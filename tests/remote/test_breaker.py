@@ -75,6 +75,19 @@ class Setup:
             with pytest.raises(type(error), match=str(error)):
                 await self.get()
 
+    def fail_but(self, good: str) -> list[str]:
+        """Gets of all objects but one are refused from now on. Returns the names that are asked for."""
+        asked: list[str] = []
+
+        async def get(names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
+            asked.extend(names)
+            if names != [good]:
+                raise RemoteRefused("sick", of_object=True)
+            return [100]
+
+        self.store.get = get  # type: ignore[method-assign]
+        return asked
+
     async def reaches(self) -> bool:
         """Whether a get reaches the store."""
         before = self.store.calls
@@ -207,15 +220,7 @@ async def test_a_probe_asks_for_another_object_each_time() -> None:
         with pytest.raises(RemoteRefused):
             await it.guarded.get([name], [memoryview(bytearray(100))])
     assert it.guarded.problem
-    asked: list[str] = []
-
-    async def get(names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        asked.extend(names)
-        if names == ["a"]:
-            raise RemoteRefused("sick", of_object=True)
-        return [100]
-
-    it.store.get = get  # type: ignore[method-assign]
+    asked = it.fail_but("b")
     for _ in range(2):
         it.now += 2 * LAST_BACKOFF_S
         with suppress(RemoteRefused):
@@ -243,13 +248,7 @@ async def test_a_store_that_was_silent_is_found_to_be_back() -> None:
 async def test_a_probe_asks_for_an_object_that_came_before_too() -> None:
     it = Setup()
     await it.guarded.get(["good"], [memoryview(bytearray(100))])
-
-    async def get(names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        if names != ["good"]:
-            raise RemoteRefused("sick", of_object=True)
-        return [100]
-
-    it.store.get = get  # type: ignore[method-assign]
+    it.fail_but("good")
     for name in ("a", "b"):
         with pytest.raises(RemoteRefused):
             await it.guarded.get([name], [memoryview(bytearray(100))])

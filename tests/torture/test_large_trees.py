@@ -25,7 +25,7 @@ A_COMMIT, A_CALL = 1_024, 16_384
 """The most keys of each."""
 SPARE = 4 * A_COMMIT
 ALONE_S = 2.0
-LONGEST = 40
+LONGEST = 25
 """A callback takes at most so many times the work of ``slow_callbacks``. Beside others on both cores the longest took
 17 times as long; without slices each of these calls takes some 150."""
 

@@ -33,9 +33,9 @@ DEFAULT_BLOCK_BYTES: Final = 1 << 20
 _END: Final = struct.Struct("<Q16s")
 """Behind a piece: length and digest of its object."""
 _MOST_PIECES: Final = 256
-"""A deleted object is expected to have at most so many pieces, or as many as any object so far."""
+"""A delete looks for this number of pieces, or for as many as the longest object had."""
 _MOST_LENGTHS: Final = 1 << 16
-"""So many objects' lengths are remembered."""
+"""Most objects whose length is remembered."""
 _STAGED_BYTES: Final = 32 << 20
 """So many bytes of pieces lie between LMCache's buffers and kvtier at a time."""
 _THREADS: Final = 4
@@ -184,7 +184,7 @@ class KvtierL2:
         return np.zeros((count, self._block_bytes + _END.size), np.uint8)
 
     def _save(self, store: Store, keys: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
-        """One result an object. An object that cannot be stored whole is dropped."""
+        """Stores objects, and drops each that is not stored whole. Returns a result for each object."""
         results = [True] * len(keys)
         ends = [_END.pack(view.nbytes, xxhash.xxh3_128_digest(view)) for view in views]
         for batch in self._batches(keys, views):
@@ -202,7 +202,7 @@ class KvtierL2:
         return results
 
     def _load(self, store: Store, keys: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
-        """One result an object: whether it is there, of this length, and all of it was stored at once."""
+        """Returns whether each object is there, has the view's length, and has the pieces of a single set."""
         results, ends = [True] * len(keys), dict[int, bytes]()
         for batch in self._batches(keys, views):
             rows = self._rows(len(batch))
@@ -216,8 +216,8 @@ class KvtierL2:
         return results
 
     def _drop_others(self, store: Store, batch: Sequence[_Piece], ends: Sequence[bytes]) -> set[int]:
-        """Drops pieces of other objects that were stored under these keys. Returns the numbers of objects whose keys
-        have others after that, which somebody holds."""
+        """Drops stored pieces whose digest differs. Returns the numbers of the objects whose old pieces stay, because a
+        reader holds them."""
         stored = store.probe(0, [piece.key for piece in batch])
         there = [piece for piece, found in zip(batch, stored, strict=True) if found]
         rows = self._rows(len(there))

@@ -265,8 +265,8 @@ class KvtierHiCache(HiCacheStorage):
         return False
 
     def _of(self, name: str) -> _StoredPool | None:
-        """The pages of a pool. None for ever once the weights were updated: the caches are those of other weights, and
-        nobody tells which pages were computed before."""
+        """The pages of a pool; None after an update of the weights. The caches belong to the weights of the start, and
+        SGLang does not say which pages it computed before the update."""
         if not self._updated and _weight_version() != self._version:
             self._updated = True
             _log.warning("SGLang runs without kvtier from now on: its weights have another version")

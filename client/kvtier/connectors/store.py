@@ -154,7 +154,7 @@ class Store:
         return self._tried(group, "blocks were not dropped", forget, 1)[0]
 
     def clear(self) -> None:
-        """Forgets all blocks. Where the daemon does not answer, nothing is found until it has forgotten them."""
+        """Forgets all blocks. If the daemon does not answer, lookups find nothing until it has forgotten them."""
         self._reset.begin()
         self._tried(0, "the cache was not cleared", lambda cache: [True], 1)
 
@@ -221,5 +221,5 @@ class Store:
 
 
 def _chosen(blocks: Any, at: Sequence[int]) -> Any:
-    """Those of the blocks, which are pages, an array of blocks or a sequence."""
+    """Picks blocks out of pages, an array or a sequence."""
     return blocks[np.array(at)] if isinstance(blocks, Pages | np.ndarray) else [blocks[each] for each in at]

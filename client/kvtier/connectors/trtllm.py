@@ -68,8 +68,8 @@ def __getattr__(name: str) -> type:
 
 @dataclass(slots=True, frozen=True)
 class _Step:
-    """What goes to the workers. ``computes``: a forward pass follows. ``leaving``: by group, pages that windows leave
-    behind with it: the engine takes them back without a word. ``fault``: ends the engine, on all ranks at once."""
+    """The leader's message to the workers. ``computes``: a forward pass follows. ``fault``: ends the engine, on all
+    ranks at once. ``leaving``: by group, pages that windows leave with this step. The engine takes them back."""
 
     work: Work
     computes: bool
@@ -79,8 +79,8 @@ class _Step:
 
 @dataclass(slots=True)
 class _Request:
-    """``start``, ``end``: the offered tokens that the engine counts on. ``unseen``: so many of these are not in the
-    position that the engine reports next. ``loaded``: where a load ends whose request has not been scheduled yet.
+    """``start``, ``end``: the offered tokens that the engine counts on. ``unseen``: the number of these tokens that the
+    engine's next position leaves out. ``loaded``: where a load ends whose request has not been scheduled yet.
     ``reached``: the engine's next position while it computes the prompt."""
 
     chain: KeyChain

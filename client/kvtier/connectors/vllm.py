@@ -97,7 +97,7 @@ class _Known:
     """A request as the scheduler's half knows it. ``computed``: blocks that the engine itself had when it last asked.
 
     ``waits``: it was told that its load is asynchronous; ``loading``: that load is under way. ``running``: it has
-    pages. ``stale``: they hold what the engine was told to forget. ``adapter``: the digest of its LoRA adapter when its
+    pages. ``stale``: its pages hold blocks of before a reset. ``adapter``: the digest of its LoRA adapter when its
     first key was made.
     """
 

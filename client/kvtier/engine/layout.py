@@ -53,9 +53,8 @@ class PageGroup:
 class Layout:
     """All that must be the same for two engines to share pages of ``tokens`` tokens.
 
-    The planes of all ranks are one cache, with a pool a rank behind one for what is replicated, so that a commit is of
-    all ranks at once. ``identity``: weights, attention backend, engine: whatever decides what the bytes mean, besides
-    the planes and their order.
+    A cache has the planes of all ranks: one pool for the replicated planes, then one pool a rank. So all ranks commit
+    at once. ``identity``: everything else that decides the meaning of the bytes: weights, attention backend, engine.
     """
 
     model: str

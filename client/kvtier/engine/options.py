@@ -38,13 +38,13 @@ _WORDS: Final[Mapping[str, tuple[object, ...]]] = {
 
 @dataclass(slots=True, frozen=True)
 class EngineOptions:
-    """What a user of an engine can set. ``docs/engines.md`` explains them.
+    """Settings of an engine's connector. ``docs/engines.md`` explains them.
 
     ``address``, ``cache``: the daemon, and the first part of the cache's name; default: its own, the model's.
-    ``min_blocks``: shorter hits are not worth a load. ``async_blocks``: from so many blocks on, a load does not hold up
-    the step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
+    ``min_blocks``: shorter hits are not worth a load. ``async_blocks``: a load of this many blocks does not hold up the
+    step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
     ``remote_wait``: seconds that a request waits for a store beyond the host; 0 = the store is not asked.
-    ``weights_version``: stands for the model's weights in the name of the cache, which are not looked at then.
+    ``weights_version``: names the model's weights in the cache's name, instead of a look at their files.
     """
 
     address: str | None = None

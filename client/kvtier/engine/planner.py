@@ -163,7 +163,7 @@ class Planner:
     # -- what the engine does --------------------------------------------------------------------------------------
 
     def skip(self, req_id: str, tokens: int) -> None:
-        """The engine has so many first tokens of the request by now: of the offer, only the rest is to be loaded."""
+        """The engine has the first ``tokens`` tokens itself by now. The load leaves them out."""
         request = self._requests[req_id]
         request.first = min(max(request.first, tokens // self._tokens), request.found)
 
@@ -382,7 +382,7 @@ class Planner:
         self._seconds_a_block += weight * (seconds_a_block - self._seconds_a_block)
 
     def _needed(self, group: int, first: int, tokens: int) -> list[int]:
-        """The blocks from ``first`` on that a prefix of so many tokens needs in a group."""
+        """Blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""
         needed = self.layout.spec.attention(group).needs(-(-tokens // self._tokens))
         window = self.layout.groups[group].window
         start = max(0, tokens - window) // self._tokens if window else 0

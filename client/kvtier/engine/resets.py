@@ -16,8 +16,7 @@ _log = logging.getLogger("kvtier.engine")
 
 
 class PendingReset:
-    """Of one cache of one daemon. While it is due, no block that the cache had before is believed. Any thread may
-    call."""
+    """The reset of a cache. While it is due, no earlier block of the cache is believed. Any thread may call."""
 
     def __init__(self, cache: str, address: str | None) -> None:
         where = f"{socket.gethostname()} {address or default_address()}"
@@ -51,13 +50,13 @@ class PendingReset:
             _log.warning("kvtier: a reset is forgotten if this engine ends before the daemon hears of it: %s", error)
 
     async def carry_out(self, reset: Callable[[], Awaitable[ResetReport]]) -> bool:
-        """Ends what was begun before the call, unless somebody holds a block. Returns whether it did; raises what
-        ``reset`` raises."""
+        """Calls ``reset``, and ends the resets begun before the call if no block is held. Returns whether they ended;
+        raises the errors of ``reset``."""
         begun = self._begun
         return self._end(begun, await reset())
 
     def carry_out_now(self, reset: Callable[[], ResetReport]) -> bool:
-        """The same, for a call that waits."""
+        """Like :meth:`carry_out`, for a synchronous client."""
         begun = self._begun
         return self._end(begun, reset())
 

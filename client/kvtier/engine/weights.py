@@ -30,8 +30,10 @@ _THREADS: Final = 8
 
 @dataclass(slots=True, frozen=True)
 class Weights:
-    """``name``: the model's, without the directories above it. ``source``: what the digest was made from; None: the
-    weights were not found, and models of the same name and settings have the same digest."""
+    """``name``: the model's, without the directories above it. ``source``: the commit or the files behind the digest.
+
+    Without a source the weights were not found, and models of the same path and settings have the same digest.
+    """
 
     name: str
     digest: str
@@ -55,7 +57,7 @@ def weights_of(
         model: a directory, a file, or a name on the hub.
         revision: of the hub; None = main.
         commit: of the hub, where the engine knows it.
-        version: the user's own name for the weights. It is believed.
+        version: the user's own name for the weights, which replaces the look.
     """
     name, path = model, Path(model)
     try:
@@ -126,7 +128,7 @@ class _Found:
 
     @property
     def digest(self) -> str:
-        """Of names, sizes and samples of the files."""
+        """Covers the names, sizes and samples of the files."""
         if self.commit is not None:
             return _text_digest("commit", self.commit)
         with ThreadPoolExecutor(_THREADS) as threads:

@@ -68,7 +68,7 @@ class Remote:
             self._due[block] = None
 
     def recovered(self, blocks: Iterable[Block]) -> None:
-        """They were there before a restart, parents before children."""
+        """Takes the blocks that a restart found, parents before children."""
         if self._writes.policy is not RemotePolicy.THROUGH:
             return
         for block in filter(self._wanted, blocks):
@@ -202,7 +202,7 @@ class Beyond:
         return sum(state.remote.left for state in self._states.values() if state.remote is not None)
 
     def slot(self, group: GroupId, key: Key) -> tuple[Tier, int] | None:
-        """Where the bytes of an indexed block can be read now."""
+        """Returns the tier and slot to read a block from; None if it has no readable copy."""
         block = self._states[group].index.get(key)
         copies = [] if block is None else [(tier, block.copies[tier]) for tier in (HOST, DISK)]
         ready = [(tier, copy.slot) for tier, copy in copies if copy is not None and copy.phase is READY]

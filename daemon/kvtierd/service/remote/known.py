@@ -15,7 +15,7 @@ ABSENT_S: Final = 5.0
 UNREADABLE_S: Final = 600.0
 """The store has it and does not give it: an operator's work."""
 HOLE_S: Final = 30.0
-"""It was to be fetched, since a block that stands on it is there."""
+"""A fetch missed it, although the store has a child of the block."""
 
 
 class Known:

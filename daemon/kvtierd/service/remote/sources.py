@@ -23,7 +23,7 @@ class Source:
         self.seconds_a_byte = 0.0
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        """As the store's. Where it fails, nothing; where it answers for none of the objects, ``ABSENT`` for each."""
+        """Reads objects. Returns nothing if the store fails, and ``ABSENT`` for each object if it answers for none."""
         started = time.monotonic()
         try:
             sizes = await self.store.get(names, into)

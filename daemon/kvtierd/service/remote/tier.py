@@ -121,7 +121,7 @@ class RemoteTier:
                     await self._store.close()
 
     async def _keep_probing(self, store: Guarded) -> None:
-        """A daemon that nobody asks for anything finds out, too, that its store is back. An outage is two log lines."""
+        """Probes a store that failed, so that an idle daemon notices its return. Logs an outage's start and end."""
         before: str | None = None
         while True:
             await asyncio.sleep(PROBE_S)

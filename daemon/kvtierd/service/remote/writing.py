@@ -1,7 +1,7 @@
 """Carries blocks to a store, in the background. No local tier waits for it.
 
 A block is read where it is, without a hold: if it leaves its slot meanwhile, it is offered again from where it is then.
-So a slow store costs what it does not take in time, and nothing else.
+A slow store delays no local tier.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@
         index/            LMDB
 
 The root's superblock is read, and the lock taken, before anything is written: a refused directory stays as it was.
-A cache is made under a name that starts with a dot and renamed when complete; it is removed the other way round. One
-that is damaged is left as it is, and the others are served. A cache of another version of kvtier is renamed to a name
+A cache is made under a name that starts with a dot and renamed when complete; it is removed the other way round. A
+damaged cache is left as it is, and the others are served. A cache of another version of kvtier is renamed to a name
 that starts with ``.aside-``, and never looked at again.
 """
 

@@ -22,7 +22,7 @@ from kvtierd.tiers.base import DamagedDirectory, LockedDirectory, TierIOError
 
 SUPERBLOCK: Final = "SUPERBLOCK"
 _VERSIONS: Final = {"cache": 2}
-"""By kind, the version of all that its directory holds; 1 for the others. It moves with every change of a layout."""
+"""Format versions of directories, 1 for the other kinds. Every change of a layout needs a new number."""
 MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 SET_ASIDE: Final = f"{SUPERBLOCK}.damaged"

@@ -53,7 +53,7 @@ class RemoteStore(Protocol):
         ...
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
-        """Writes objects side by side, perhaps on after a cancelled call. One that is there already stays or is
+        """Writes objects side by side, perhaps on after a cancelled call. An object that exists stays or is
         replaced. Readers see all of it or nothing. Returns why each was not written; raises if none was, or there is no
         room."""
         ...
@@ -73,7 +73,7 @@ class RemoteStore(Protocol):
 
 
 class RemoteError(Exception):
-    """A store cannot do what was asked. No message has a credential in it. ``of_object``: the store answered, so it may
+    """A call of a store failed. No message has a credential in it. ``of_object``: the store answered, so it may
     be one object's fault."""
 
     def __init__(self, message: str | None, *, of_object: bool = False) -> None:

@@ -20,12 +20,12 @@ from kvtierd.tiers.remote.base import Listed, RemoteError, RemoteFull, RemoteSto
 Operation = Literal["exists", "get", "put", "delete", "list"]
 
 FAILURES: Final = 3
-"""So many in a row open a circuit; one that is silent for a whole deadline, or a refusal, is enough."""
+"""Failures in a row that open a circuit. A silence of a whole deadline, or a refusal, opens it at once."""
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 30.0
 """It doubles with each call let through that fails; a random half of it is left out."""
 _ASKED: Final = 8
-"""So many objects of gets since the last success are remembered: a probe asks for another each time."""
+"""Objects of failed gets to remember: each probe asks for another."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Counts:
 class Guarded:
     """A store behind a circuit for all calls, and one more each for gets, puts and deletes.
 
-    Whatever an open circuit turns away raises :class:`RemoteUnavailable`.
+    A call that an open circuit turns away raises :class:`RemoteUnavailable`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Guarded:
                 circuit.trying = False
 
     def _is_alone(self, operation: Operation, names: Sequence[str]) -> bool:
-        """Whether all that failed since a success is one object. ``names``: those of a call in which all failed."""
+        """Whether a single object has failed since the last success. ``names``: objects of a call that failed whole."""
         failed = self._failed.setdefault(operation, set())
         failed.update(names[:2])
         return len(failed) < 2

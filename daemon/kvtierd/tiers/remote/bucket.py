@@ -48,7 +48,7 @@ _RETRIES: Final[RetryConfig] = {
 
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
 _OF_STORE: Final = ("401", "407", "429", "503")
-"""No object has anything to do with such an answer."""
+"""These answers concern the store, not an object."""
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _ERRNO: Final = re.compile(r"\(os error (\d{1,3})\)")
 _MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[RemoteError]]]] = (

@@ -33,7 +33,7 @@ from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk.records import decode_records, encode_record, parents_of, traits_of
 
 VERSION: Final = 1
-"""Of an object. It moves with every change of the header or of the record in it."""
+"""Format version of objects. Every change of the header, or of the record in it, needs a new number."""
 _MAGIC: Final = b"kvtier\0"
 _NUMBERED: Final = re.compile(r"v[1-9]\d{0,3}")
 CHECKSUM_BYTES: Final = 16
@@ -118,11 +118,11 @@ def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Se
 
 
 def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tuple[Remembered, memoryview]:
-    """What an object says, and its payload inside ``found``.
+    """Reads an object's header. Returns its contents, and the payload inside ``found``.
 
     Raises:
         OtherVersion: nothing else of it means anything.
-        BadObject: it is not this block's, or not what was written.
+        BadObject: the object is another block's, or damaged.
     """
     number_at = CHECKSUM_BYTES + len(_MAGIC)
     if len(found) <= number_at or bytes(found[CHECKSUM_BYTES:number_at]) != _MAGIC:
