@@ -365,7 +365,7 @@ class Holding(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """address; empty = this daemon"""
+    """Address; empty = this daemon. The URL of the store beyond the host: what is known to be there, without asking it."""
     cache: builtins.str
     group: builtins.int
     blocks: builtins.int

@@ -900,9 +900,12 @@ class DropResponse(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     DROPPED_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    KEPT_IN_STORE_FIELD_NUMBER: builtins.int
     results: builtins.bytes
     dropped: builtins.int
     """blocks, subtrees included"""
+    kept_in_store: builtins.bool
+    """as in ResetResponse"""
     @property
     def as_of_event(self) -> global___Cursor: ...
     def __init__(
@@ -911,9 +914,10 @@ class DropResponse(google.protobuf.message.Message):
         results: builtins.bytes = ...,
         dropped: builtins.int = ...,
         as_of_event: global___Cursor | None = ...,
+        kept_in_store: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "dropped", b"dropped", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "dropped", b"dropped", "kept_in_store", b"kept_in_store", "results", b"results"]) -> None: ...
 
 global___DropResponse = DropResponse
 
@@ -1030,11 +1034,14 @@ class ResetRequest(google.protobuf.message.Message):
     FORCE_FIELD_NUMBER: builtins.int
     DRY_RUN_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    REPEATS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     force: builtins.bool
     dry_run: builtins.bool
     """counts, and changes nothing"""
     seq: builtins.int
+    repeats: builtins.int
+    """The generation that an earlier reset answered: only what it kept goes, and what was stored since stays. 0 = a new reset."""
     def __init__(
         self,
         *,
@@ -1042,8 +1049,9 @@ class ResetRequest(google.protobuf.message.Message):
         force: builtins.bool = ...,
         dry_run: builtins.bool = ...,
         seq: builtins.int = ...,
+        repeats: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "dry_run", b"dry_run", "force", b"force", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "dry_run", b"dry_run", "force", b"force", "repeats", b"repeats", "seq", b"seq"]) -> None: ...
 
 global___ResetRequest = ResetRequest
 
@@ -1054,9 +1062,17 @@ class ResetResponse(google.protobuf.message.Message):
     DROPPED_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    KEPT_IN_STORE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     dropped: builtins.int
     kept: builtins.int
     """leased or pinned, or an ancestor of such a block"""
+    kept_in_store: builtins.bool
+    """The store beyond the host could not be told: other daemons that share it may still read the blocks there. This daemon
+    does not, and tells the store as soon as it answers, also after a restart.
+    """
+    generation: builtins.int
+    """see CacheInfo"""
     @property
     def as_of_event(self) -> global___Cursor: ...
     def __init__(
@@ -1065,9 +1081,11 @@ class ResetResponse(google.protobuf.message.Message):
         dropped: builtins.int = ...,
         kept: builtins.int = ...,
         as_of_event: global___Cursor | None = ...,
+        kept_in_store: builtins.bool = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "dropped", b"dropped", "kept", b"kept"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "dropped", b"dropped", "generation", b"generation", "kept", b"kept", "kept_in_store", b"kept_in_store"]) -> None: ...
 
 global___ResetResponse = ResetResponse
 

@@ -441,6 +441,8 @@ class CacheInfo(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     REMOTE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    HAS_OLD_BLOCKS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
@@ -452,6 +454,10 @@ class CacheInfo(google.protobuf.message.Message):
     """that have it open"""
     remote: builtins.bool
     """blocks that no tier here has may be in a store beyond the host: an acquire brings them"""
+    generation: builtins.int
+    """when its blocks were last forgotten as a whole, in ns since 1970; 0 = never"""
+    has_old_blocks: builtins.bool
+    """blocks are here that were to be forgotten with that: they are, or were just now, in use"""
     device: builtins.str
     """where it lives: a GPU's uuid, "stand-in", or "" for one without a device tier"""
     @property
@@ -472,10 +478,12 @@ class CacheInfo(google.protobuf.message.Message):
         sessions: builtins.int = ...,
         options: global___CacheOptions | None = ...,
         remote: builtins.bool = ...,
+        generation: builtins.int = ...,
+        has_old_blocks: builtins.bool = ...,
         device: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "device", b"device", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "has_old_blocks", b"has_old_blocks", "name", b"name", "options", b"options", "remote", b"remote", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
 
@@ -510,7 +518,10 @@ class RemoveCacheResponse(google.protobuf.message.Message):
 
     BLOCKS_FIELD_NUMBER: builtins.int
     FREED_FIELD_NUMBER: builtins.int
+    KEPT_IN_STORE_FIELD_NUMBER: builtins.int
     blocks: builtins.int
+    kept_in_store: builtins.bool
+    """as in ResetResponse"""
     @property
     def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBudget]: ...
     def __init__(
@@ -518,7 +529,8 @@ class RemoveCacheResponse(google.protobuf.message.Message):
         *,
         blocks: builtins.int = ...,
         freed: collections.abc.Iterable[global___TierBudget] | None = ...,
+        kept_in_store: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "freed", b"freed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "freed", b"freed", "kept_in_store", b"kept_in_store"]) -> None: ...
 
 global___RemoveCacheResponse = RemoveCacheResponse
