@@ -2,11 +2,12 @@
 
     python -m benchmarks.replay conversation_trace.jsonl [--peers PYTHON --path FOLDER --path FOLDER] [--rounds 5]
 
-A request looks its prefix up, loads what is there and stores the rest. An engine is new in each round and has a process
-of its own; the order rotates. It first makes its memory ready, unless ``--cold``. Only the three verbs are timed: rows
-are filled from a random pattern before a store, and compared with it after a load, outside of the clock, for all alike.
-Mooncake tells of blocks that it has no room for: their store is repeated for up to 15 s. LMCache drops them silently.
-``raw``: a file on the same disk, written past the page cache just before.
+A request looks its prefix up, loads what is there and stores the rest. An engine is new in each round and has a
+process of its own; the order rotates. Its memory is filled once before, and emptied, unless ``--cold``. Only the three
+verbs are timed: rows are filled from a random pattern before a store, and compared with it after a load, outside of the
+clock, for all alike. Mooncake tells of blocks that it has no room for: ``mooncake-insisting`` repeats their store for
+up to 15 s. ``faults``: page faults that the engine's servers took inside of the clock. ``raw``: a file on the same
+disk, written past the page cache just before.
 
 The peers' interpreter, as ``make test-engines`` makes it, wants torch, numpy and beside them in folders of their own:
 ``pip install --no-deps -t FOLDER mooncake-transfer-engine-non-cuda==0.3.13.post1`` and
@@ -42,22 +43,26 @@ _RAW_CALL: Final = 8 << 20
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """``memory`` and ``disk`` in blocks; ``share``: of the trace's requests."""
+    """``memory`` and ``disk`` in blocks; ``share``: of the trace's requests; ``pace``: see :class:`Job`."""
 
     block_kib: int
     memory: int
     disk: int
     share: float = 1.0
+    pace: float = 0.0
 
     def __str__(self) -> str:
         size = f"{self.block_kib} KiB" if self.block_kib < 1024 else f"{self.block_kib >> 10} MiB"
-        return f"{size}, {self.memory:,} blocks over {self.disk:,}" if self.disk else f"{size}, in memory"
+        place = f"{self.memory:,} blocks over {self.disk:,}" if self.disk else "in memory"
+        return f"{size}, {place}" + (f", {self.pace:g} requests a second" if self.pace else "")
 
 
 ROWS: Final[Mapping[str, Row]] = {
     "64k-disk": Row(64, 2_000, 24_000),
     "256k-disk": Row(256, 2_000, 24_000, 0.5),
     "1m-disk": Row(1024, 800, 9_000, 0.3),
+    "256k-disk-20": Row(256, 2_000, 24_000, 0.5, 20.0),
+    "256k-disk-40": Row(256, 2_000, 24_000, 0.5, 40.0),
     "64k": Row(64, 28_000, 0),
     "256k": Row(256, 15_500, 0, 0.5),
     "1m": Row(1024, 10_000, 0, 0.3),
@@ -123,6 +128,9 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 COLUMNS: Final[Mapping[str, tuple[Callable[[Result], float], str]]] = {
     "requests a second": (lambda result: result.requests / result.record.seconds, ".0f"),
     "hits": (lambda result: result.record.loaded / result.record.asked, ".3f"),
+    "faults": (lambda result: result.record.faults, ",.0f"),
+    "request p50, ms": (lambda result: _percentile([each * 1e3 for each in result.record.requests], 50), ".2f"),
+    "request p99, ms": (lambda result: _percentile([each * 1e3 for each in result.record.requests], 99), ".1f"),
     "put p50, ms": (lambda result: result.put_ms(50), ".2f"),
     "put p99, ms": (lambda result: result.put_ms(99), ".1f"),
     "a block's p99 of p50": (Result.put_ratio, ".1f"),
@@ -160,7 +168,7 @@ def raw_rate(home: Path) -> float:
 
 
 def measure(
-    interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Prompt], home: Path, turn: int, *, cold: bool
+    interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Prompt], home: Path, turn: int, *, warm: bool
 ) -> dict[str, Result]:
     """One round of one row: each engine once, beginning with the one of that number."""
     prompts = prompts[: max(2, int(len(prompts) * row.share))]
@@ -170,7 +178,7 @@ def measure(
     names = list(interpreters)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         with tempfile.TemporaryDirectory(dir=home) as own:
-            job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, cold)
+            job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, warm, row.pace)
             results[name] = Result(len(prompts), interpreters[name].replay(job, prompts), raw)
         print(table({(row, name): [results[name]]}).splitlines()[-1], file=sys.stderr, flush=True)
     return results
@@ -185,7 +193,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--peers", metavar="PYTHON", help="the interpreter of the peers; none: kvtier alone")
     parser.add_argument("--path", action="append", default=[], help="a folder of packages for the peers; repeatable")
-    parser.add_argument("--cold", action="store_true", help="do not wait until an engine has its memory ready")
+    parser.add_argument("--cold", action="store_true", help="do not fill an engine's memory before")
     asked = parser.parse_args()
     numbers: dict[int, int] = {}
     requests = asyncio.run(read(asked.trace, asked.requests))
@@ -196,7 +204,7 @@ def main() -> None:
     results: dict[tuple[Row, str], list[Result]] = {}
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvtier-replay-") as home:
         for turn, row in product(range(asked.rounds), map(ROWS.__getitem__, asked.rows)):
-            for name, result in measure(chosen, row, prompts, Path(home), turn, cold=asked.cold).items():
+            for name, result in measure(chosen, row, prompts, Path(home), turn, warm=not asked.cold).items():
                 results.setdefault((row, name), []).append(result)
     print(table(results))
 

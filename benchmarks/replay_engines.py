@@ -9,15 +9,18 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -36,6 +39,7 @@ LIMIT_S: Final = 900
 _START_S: Final = 60.0
 _INSIST_S: Final = 15.0
 """How long a store is repeated that is refused for want of room."""
+_WARM_SHARE: Final = 0.94
 _TOKENS: Final = 16
 """Of a block, for LMCache."""
 
@@ -43,7 +47,8 @@ _TOKENS: Final = 16
 @dataclass(slots=True, frozen=True)
 class Job:
     """What to replay, with how many blocks of memory and of disk; ``disk`` = 0: without. ``home``: an empty directory
-    on the disk. ``cold``: as soon as the servers answer, else once their memory no longer grows."""
+    on the disk. ``warm``: most of the memory is filled once before, and emptied. ``pace``: requests that begin in a
+    second; 0 = each as soon as the one before has ended."""
 
     engine: str
     block_bytes: int
@@ -52,15 +57,18 @@ class Job:
     longest: int
     distinct: int
     home: str
-    cold: bool
+    warm: bool = True
+    pace: float = 0.0
 
 
 @dataclass(slots=True)
 class Record:
-    """``seconds`` of the three verbs; ``stores``: seconds and blocks of each; ``written``: the clock and the servers'
-    bytes to disk after each request."""
+    """``seconds`` of the three verbs; ``requests``: of each request; ``stores``: seconds and blocks of each;
+    ``written``: the clock and the servers' bytes to disk after each request; ``faults``: the servers' page faults."""
 
     seconds: float = 0.0
+    faults: int = 0
+    requests: list[float] = field(default_factory=list)
     asked: int = 0
     loaded: int = 0
     wrong: int = 0
@@ -74,7 +82,8 @@ class Engine:
 
     ``rows``: where blocks are computed, a row a block of the prompt. ``servers``: ids of the processes that keep them.
     ``lookup``: how many blocks of a prompt, from its first, are there. ``load``: copies so many into the first rows
-    and returns how many came. ``store``: stores the blocks from a place on.
+    and returns how many came. ``store``: stores the blocks from a place on. ``finish``: after each request, outside of
+    the clock. ``empty``: forgets all blocks.
     """
 
     rows: Rows
@@ -82,6 +91,8 @@ class Engine:
     lookup: Callable[[Prompt], int]
     load: Callable[[Prompt, int], int]
     store: Callable[[Prompt, int], object]
+    empty: Callable[[], object]
+    finish: Callable[[], object] = lambda: None
 
 
 # -- the engines -------------------------------------------------------------------------------------------------------
@@ -93,8 +104,9 @@ def kvtier(job: Job) -> Iterator[Engine]:
     from kvtier.replay.private import PrivateDaemon
     from kvtier.replay.trace import replay_spec
 
-    rows = np.zeros((job.longest, job.block_bytes), np.uint8)
-    keys = [hashlib.sha256(str(block).encode()).digest() for block in range(job.distinct)]
+    room = mmap.mmap(-1, job.longest * job.block_bytes)  # page-aligned, as the peers' rows are
+    rows: Rows = np.frombuffer(room, np.uint8).reshape(job.longest, job.block_bytes)
+    keys = [hashlib.sha256(str(block).encode()).digest() for block in range(job.distinct + job.memory)]
 
     def packed(prompt: Prompt) -> bytes:
         return b"".join([keys[block] for block in prompt])
@@ -117,6 +129,7 @@ def kvtier(job: Job) -> Iterator[Engine]:
                     lambda prompt: cache.prefix_length(packed(prompt)),
                     lambda prompt, found: len(cache.get(packed(prompt[:found]), rows[:found])),
                     store,
+                    lambda: cache.reset(force=True),
                 )
         finally:
             with suppress(TimeoutError):  # it is killed then; the system needs long to free much memory
@@ -124,8 +137,9 @@ def kvtier(job: Job) -> Iterator[Engine]:
 
 
 @contextmanager
-def mooncake(job: Job) -> Iterator[Engine]:
-    """A process owns all memory; a client without storage shares the rows with it."""
+def mooncake(job: Job, *, insists: bool = False, embedded: bool = False) -> Iterator[Engine]:
+    """A process owns all memory, and a client without storage shares the rows with it; ``embedded``: the engine's
+    process owns it. ``insists``: a store that is refused for want of room is repeated."""
     import mooncake as package
     from mooncake.store import MooncakeDistributedStore
 
@@ -136,7 +150,7 @@ def mooncake(job: Job) -> Iterator[Engine]:
     master = [programs / "mooncake_master", f"-rpc_port={rpc}", "-rpc_address=127.0.0.1", *offload]
     master += [f"-metrics_port={metrics}", "-metrics_host=127.0.0.1"]
     master.append("-default_kv_lease_ttl=500")  # ms; for its default of 10 s nothing looked up can be evicted
-    owner = [programs / "mooncake_client", f"-port={port}", "-host=127.0.0.1", *offload]
+    owner = [programs / "mooncake_client", f"-port={port}", "-host=127.0.0.1", "-threads=2", *offload]
     owner += [f"-master_server_address=127.0.0.1:{rpc}", "-metadata_server=P2PHANDSHAKE"]
     owner.append(f"-global_segment_size={job.memory * job.block_bytes}")
     variables = {
@@ -147,13 +161,24 @@ def mooncake(job: Job) -> Iterator[Engine]:
         "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": 1 << 30,
         "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": 1,
     }
-    with _server(master, {}, rpc) as first_pid, _server(owner, variables if disk else {}, port) as second_pid:
+    with ExitStack() as servers:
+        pids = [servers.enter_context(_server(master, {}, rpc))]
         nbytes, library = job.longest * job.block_bytes, MooncakeDistributedStore()
-        give_up = time.monotonic() + _INSIST_S  # its port is open before it answers there
-        while library.setup_dummy(nbytes + (64 << 20), 16 << 20, f"127.0.0.1:{port}"):
-            assert time.monotonic() < give_up
-            time.sleep(0.1)
-        start = library.alloc_from_mem_pool(nbytes)
+        if embedded:
+            os.environ.update({name: str(value) for name, value in variables.items()} if disk else {})
+            here, metadata, at = f"127.0.0.1:{port}", "P2PHANDSHAKE", f"127.0.0.1:{rpc}"
+            segment, ssd = job.memory * job.block_bytes, job.home if disk else ""
+            assert library.setup(here, metadata, segment, 16 << 20, "tcp", "", at, None, bool(disk), ssd) == 0
+            room = mmap.mmap(-1, nbytes)
+            start = ctypes.addressof(ctypes.c_uint8.from_buffer(room))
+            pids.append(os.getpid())
+        else:
+            pids.append(servers.enter_context(_server(owner, variables if disk else {}, port)))
+            give_up = time.monotonic() + _INSIST_S  # its port is open before it answers there
+            while library.setup_dummy(nbytes + (64 << 20), 16 << 20, f"127.0.0.1:{port}"):
+                assert time.monotonic() < give_up
+                time.sleep(0.1)
+            start = library.alloc_from_mem_pool(nbytes)
         assert start and library.register_buffer(start, nbytes) == 0
         memory = memoryview((ctypes.c_uint8 * nbytes).from_address(start))
         rows: Rows = np.frombuffer(memory, np.uint8).reshape(job.longest, job.block_bytes)
@@ -174,35 +199,39 @@ def mooncake(job: Job) -> Iterator[Engine]:
                 part = slice(first, len(prompt))
                 codes = library.batch_put_from(names(prompt[part]), places[part], sizes[part])
                 first += _leading(code == 0 for code in codes)
-                if first == len(prompt):
+                if first == len(prompt) or not insists:
                     return
                 time.sleep(0.002)
 
         def lookup(prompt: Prompt) -> int:
             return _leading(code == 1 for code in library.batch_is_exist(names(prompt)))
 
-        yield Engine(rows, (first_pid, second_pid), lookup, load, store)
+        yield Engine(rows, pids, lookup, load, store, lambda: library.remove_all(True))
 
 
 @contextmanager
-def lmcache(job: Job) -> Iterator[Engine]:
-    """A block is a chunk, in one tensor that the server copies out of and into. Block 0 is its null block."""
+def lmcache(job: Job, *, mode: str = "engine_driven") -> Iterator[Engine]:
+    """A block is a chunk, in one tensor that the engine's process or the server, by ``mode``, copies out of and into.
+    Block 0 is its null block."""
     from lmcache.cli.commands.bench.server_bench import client, config, helpers
 
     port, http = _free_port(), _free_port()
     command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", port]
     command += ["--http-host", "127.0.0.1", "--http-port", http, "--chunk-size", _TOKENS, "--disable-observability"]
     command += ["--l1-size-gb", job.memory * job.block_bytes / (1 << 30), "--eviction-policy", "LRU"]
+    shared = ["--shm-name", f"lmcache_{port}"] if mode == "engine_driven" else []
+    command += ["--supported-transfer-mode", mode, *shared]
     if job.disk:
         gigabytes = job.disk * job.block_bytes / (1 << 30)
         disk = {"type": "fs_native", "base_path": job.home, "max_capacity_gb": gigabytes}
         command += ["--l2-adapter", json.dumps(disk | {"eviction": {"eviction_policy": "LRU"}})]
-    with _server(command, {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}, http) as server:
+    variables = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
+    with _no_shared_memory_left("lmcache"), _server(command, variables, http) as server:
         blocks = 1 + job.longest
         shape = f"(1,{blocks},{_TOKENS},1,{job.block_bytes // _TOKENS}):uint8:1"
         url = f"tcp://127.0.0.1:{port}"
         library = client.ServerBenchClient(
-            config.BenchConfig(url, "", "cpu", "lmcache_driven", 1, False, 0, shape, blocks, _TOKENS), lambda line: None
+            config.BenchConfig(url, "", "cpu", mode, 1, False, 0, shape, blocks, _TOKENS), lambda line: None
         )
         library.start()
         calls, (worker,) = library._req_client, library._workers
@@ -210,8 +239,6 @@ def lmcache(job: Job) -> Iterator[Engine]:
         requests: list[Any] = []
 
         def lookup(prompt: Prompt) -> int:
-            if requests:
-                library.end_session(requests.pop())
             name, tokens = f"request-{time.monotonic_ns()}", tuple(block for block in prompt for _ in range(_TOKENS))
             request = client.RequestContext(
                 0, name, "", tokens, len(tokens), len(prompt), _TOKENS, block_offset=1, num_blocks=len(prompt)
@@ -226,13 +253,33 @@ def lmcache(job: Job) -> Iterator[Engine]:
         def store(prompt: Prompt, first: int) -> None:
             library.store(requests[0], first * _TOKENS, (len(prompt) - first) * _TOKENS)
 
-        yield Engine(rows, [server], lookup, load, store)
+        def empty() -> None:
+            order = urllib.request.Request(f"http://127.0.0.1:{http}/cache/clear", b'{"force": true}')
+            order.add_header("Content-Type", "application/json")
+            urllib.request.urlopen(order, timeout=_START_S).close()
+
+        yield Engine(rows, [server], lookup, load, store, empty, lambda: library.end_session(requests.pop()))
+
+
+@contextmanager
+def _no_shared_memory_left(name: str) -> Iterator[None]:
+    """Removes the segments that an engine's processes made and did not remove."""
+    folder = Path("/dev/shm")
+    before = set(folder.glob(f"*{name}*"))
+    try:
+        yield
+    finally:
+        for left in set(folder.glob(f"*{name}*")) - before:
+            left.unlink(missing_ok=True)
 
 
 ENGINES: Final[Mapping[str, Callable[[Job], AbstractContextManager[Engine]]]] = {
     "kvtier": kvtier,
     "mooncake": mooncake,
+    "mooncake-insisting": partial(mooncake, insists=True),
+    "mooncake-embedded": partial(mooncake, embedded=True),
     "lmcache": lmcache,
+    "lmcache-driven": partial(lmcache, mode="lmcache_driven"),
 }
 
 
@@ -256,7 +303,14 @@ def replay(engine: Engine, job: Job, prompts: Sequence[Prompt]) -> Record:
         record.seconds += time.perf_counter() - began
         return answer
 
-    for prompt in prompts:
+    def faults() -> int:
+        return sum(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7]) for pid in engine.servers)
+
+    faults_before, began = faults(), time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        if job.pace:
+            time.sleep(max(0.0, began + number / job.pace - time.perf_counter()))
+        spent = record.seconds
         loaded, found = 0, timed(engine.lookup, prompt)
         if found:
             rows[:found, ::PAGE] ^= 0xFF
@@ -268,20 +322,25 @@ def replay(engine: Engine, job: Job, prompts: Sequence[Prompt]) -> Record:
             before = record.seconds
             timed(engine.store, prompt, loaded)
             record.stores.append((record.seconds - before, len(prompt) - loaded))
+        record.requests.append(record.seconds - spent)
+        engine.finish()
         record.asked += len(prompt)
         record.loaded += loaded
         written = sum(_field(pid, "io", "write_bytes") for pid in engine.servers)
         record.written.append((time.perf_counter(), written))
+    record.faults = faults() - faults_before
     return record
 
 
-def memory_is_ready(servers: Sequence[int]) -> None:
-    """Waits until the memory of the servers has not grown for a second."""
-    same, before = 0, 0
-    while same < 4:
-        time.sleep(0.25)
-        now = sum(_field(pid, "status", "VmRSS") for pid in servers)
-        same, before = (same + 1 if now <= before else 0), max(now, before)
+def warm(engine: Engine, job: Job) -> None:
+    """Stores blocks of other names and forgets them: no page of the pool is touched for the first time in the clock."""
+    numbers = range(job.distinct, job.distinct + int(_WARM_SHARE * job.memory))
+    for start in range(0, len(numbers), job.longest):
+        prompt = numbers[start : start + job.longest]
+        engine.lookup(prompt)
+        engine.store(prompt, 0)
+        engine.finish()
+    engine.empty()
 
 
 def _leading(good: Iterable[bool]) -> int:
@@ -323,8 +382,8 @@ def main() -> None:
     job = Job(**json.loads(sys.stdin.readline()))
     prompts = json.loads(sys.stdin.readline())
     with ENGINES[job.engine](job) as engine:
-        if not job.cold:
-            memory_is_ready(engine.servers)
+        if job.warm:
+            warm(engine, job)
         print(json.dumps(asdict(replay(engine, job, prompts))), file=output, flush=True)
     os._exit(0)  # without the farewells of libraries whose servers are gone
 

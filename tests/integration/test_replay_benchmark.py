@@ -12,13 +12,15 @@ PROMPTS = [[0, 1, 2], [0, 1, 3], [0, 1, 2], [4]]
 
 def test_a_replay_loads_what_requests_before_have_stored(tmp_path):
     row = Row(64, 16, 0)
-    results = measure({"kvtier": OURS}, row, PROMPTS, tmp_path, 0, cold=True)
+    results = measure({"kvtier": OURS}, row, PROMPTS, tmp_path, 0, warm=True)
     record = results["kvtier"].record
     assert (record.asked, record.loaded, record.wrong) == (10, 5, 0)
     assert [blocks for _, blocks in record.stores] == [3, 1, 1]
     shown = table({(row, "kvtier"): list(results.values())}).splitlines()[-1]
     assert shown.startswith("| 64 KiB, in memory, 4 requests | kvtier | 1 | 0 |")
     assert "| 0.500 |" in shown
+    assert len(record.requests) == 4
+    assert 0 <= record.faults < 1_000, "its memory was filled before"
 
 
 def erring(job: Job) -> Engine:
@@ -38,10 +40,10 @@ def erring(job: Job) -> Engine:
     def store(prompt, first):
         kept.update({block: rows[at].copy() for at, block in enumerate(prompt) if at >= first})
 
-    return Engine(rows, (), lookup, load, store)
+    return Engine(rows, (), lookup, load, store, kept.clear)
 
 
 def test_a_wrong_byte_is_counted():
-    job = Job("", 4096, 0, 0, longest=3, distinct=5, home="", cold=True)
+    job = Job("", 4096, 0, 0, longest=3, distinct=5, home="", pace=50.0)
     record = replay(erring(job), job, PROMPTS)
     assert (record.loaded, record.wrong) == (5, 2)

@@ -162,6 +162,9 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
                 yield result
     for block_bytes in sizes:
         async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
+            yield await _full_store(here, rounds)
+    for block_bytes in sizes:
+        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
             for result in await _one_put(here, max(rounds, _FEW)):
                 yield result
     async with place(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
@@ -237,6 +240,24 @@ async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[R
         Result.rate("client.store", params, nbytes, *await interleaved(rounds, store, bare_store)),
         Result.rate("client.get", params, nbytes, *await interleaved(rounds, get, bare_get)),
     ]
+
+
+async def _full_store(here: Place, rounds: int) -> Result:
+    """Into a full tier, where each chain evicts another, beside one thread's copy into as much memory."""
+    rows, fresh = _rows(here.cache.block_bytes), chains()
+    places = cycle(empty((_ROOM, BATCH, here.cache.block_bytes)))
+
+    async def store() -> float:
+        return await timed(here.cache.put(next(fresh), rows, tier=Tier.HOST))
+
+    async def bare() -> float:
+        return _memcpy(rows, next(places))
+
+    for _ in range(_ROOM):
+        await store()
+    params = {"block_bytes": here.cache.block_bytes}
+    nbytes = BATCH * here.cache.block_bytes
+    return Result.rate("client.store_full", params, nbytes, *await interleaved(rounds, store, bare))
 
 
 async def _one_put(here: Place, rounds: int) -> list[Result]:
