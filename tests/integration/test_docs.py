@@ -109,6 +109,33 @@ def test_the_site_has_every_page():
     assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
+def test_each_promise_of_the_readme_names_a_test_that_is_there():
+    promises = re.findall(r"^- \*\*(.+?)\*\*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    table = _section("What would show a promise false")
+    rows = dict(re.findall(r"^\| (.+?) \| (`.+`) \|$", table, re.MULTILINE))
+    assert [promise.rstrip(".") for promise in promises] == list(rows)
+    for named in re.findall(r"`(.+?)`", " ".join(rows.values())):
+        file, _, test = named.partition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    """Each paragraph that links to a section has no number that the section has not."""
+    paragraphs = [part for part in (ROOT / "README.md").read_text().split("\n\n") if "benchmarks.md#" in part]
+    assert paragraphs
+    for paragraph in paragraphs:
+        anchor = re.findall(r"benchmarks\.md#([a-z-]+)", paragraph)
+        sections = " ".join(_section(each.replace("-", " ")) for each in anchor)
+        quoted = re.findall(r"\d[\d,.]*\d|\d", re.sub(r"\(docs.+?\)", "", paragraph))
+        assert quoted and not [figure for figure in quoted if figure not in re.findall(r"\d[\d,.]*\d|\d", sections)]
+
+
+def _section(title):
+    """Of benchmarks.md, whatever the case of its title."""
+    parts = re.split(r"^## (.+)$", (ROOT / "docs/benchmarks.md").read_text(), flags=re.MULTILINE)
+    return {name.lower(): body for name, body in zip(parts[1::2], parts[2::2], strict=True)}[title.lower()]
+
+
 def test_links_to_a_section_find_it():
     """As ``make docs`` checks, which is not run by default."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
