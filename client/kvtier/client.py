@@ -333,7 +333,8 @@ class AsyncClient:
         """
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
         reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
-        return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})
+        freed = {tier_from_wire(each.tier): each.bytes for each in reply.freed}
+        return RemovalReport(reply.blocks, freed, reply.kept_in_store)
 
     async def remote_gc(
         self,

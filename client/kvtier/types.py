@@ -269,10 +269,12 @@ class KickReport:
 
 @dataclass(slots=True, frozen=True)
 class RemovalReport:
-    """What went with a cache, or would go. ``freed``: bytes by tier that its budgets took."""
+    """What went with a cache, or would go. ``freed``: bytes by tier that its budgets took. ``kept_in_store``: as in
+    :class:`kvtier.ResetReport`."""
 
     blocks: int
     freed: Mapping[Tier, int]
+    kept_in_store: bool = False
 
 
 @dataclass(slots=True, frozen=True)

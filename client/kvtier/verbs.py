@@ -200,7 +200,7 @@ class GroupVerbs:
         packed, seq = packed_keys(keys), self._binder.session.next_seq()
         request = blocks_pb2.DropRequest(group=self.group, keys=packed, seq=seq, dry_run=dry_run)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
-        return DropReport([BlockResult(result) for result in reply.results], reply.dropped)
+        return DropReport([BlockResult(result) for result in reply.results], reply.dropped, reply.kept_in_store)
 
     async def set_retention(
         self,
@@ -237,15 +237,19 @@ class GroupVerbs:
         """Undoes one pin of each. Result NOT_PINNED where there is none."""
         return await self._pin(keys, tier, True, timeout)
 
-    async def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
+    async def reset(
+        self, *, force: bool = False, dry_run: bool = False, repeats: int = 0, timeout: float | None = None
+    ) -> ResetReport:
         """Forgets all blocks of the cache, of every window group.
 
         Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
-        ``dry_run``: only counts what a forced one would do.
+        ``dry_run``: only counts what a forced one would do. ``repeats``: the generation of an earlier reset; only the
+        blocks that it kept go.
         """
-        request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=self._binder.session.next_seq())
+        seq = self._binder.session.next_seq()
+        request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=seq, repeats=repeats)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
-        return ResetReport(reply.dropped, reply.kept)
+        return ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
 
     async def _pin(self, keys: Keys, tier: Tier, unpin: bool, timeout: float | None) -> list[BlockResult]:
         packed, seq = packed_keys(keys), self._binder.session.next_seq()

@@ -227,18 +227,25 @@ class Page:
 
 @dataclass(slots=True, frozen=True)
 class DropReport:
-    """One result a key asked for; ``dropped`` counts the subtrees."""
+    """One result a key asked for; ``dropped`` counts the subtrees. ``kept_in_store``: as in :class:`ResetReport`."""
 
     results: list[BlockResult]
     dropped: int
+    kept_in_store: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class ResetReport:
-    """``kept``: blocks that are leased or pinned, and those that these stand on."""
+    """``kept``: blocks that are leased or pinned, and those that these stand on.
+
+    ``kept_in_store``: the store beyond the host did not answer. Other daemons may read the blocks there until the
+    daemon has told the store, which it does by itself. ``generation``: for :meth:`Cache.reset` to repeat this reset.
+    """
 
     dropped: int
     kept: int
+    kept_in_store: bool = False
+    generation: int = 0
 
 
 _KEY: Final = np.dtype(f"V{KEY_BYTES}")

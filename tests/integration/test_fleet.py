@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -125,6 +126,33 @@ async def test_what_a_peer_has_is_fetched_from_there(served):
         assert_bytes(CHAIN, await cache.get(CHAIN))
         assert (await cache.match(CHAIN)).blocks == 4
         assert await cache.get([bytes(32)]) == []
+
+
+async def test_what_is_forgotten_does_not_come_back_from_a_peer(served):
+    ports = free_ports(2)
+    here = served("here", f"127.0.0.1:{ports[1]}", subject="there", port=ports[0])
+    there = served("there", f"127.0.0.1:{ports[0]}", port=ports[1])
+    other = [hashlib.sha256(key).digest() for key in CHAIN]
+    async with await connect(here.address) as first, await connect(there.address) as second:
+        near, far = await first.open_cache("c", SPEC), await second.open_cache("c", SPEC)
+        await near.put(CHAIN, blocks(CHAIN))
+        await eventually(lambda: far.get(CHAIN), lambda found: len(found) == 4)
+        assert not (await near.reset()).kept_in_store
+        assert await near.get(CHAIN) == []
+        # The peer forgets as well, and from then on each gives what it has.
+        await eventually(lambda: far.get(CHAIN), lambda found: not found)
+        await near.put(CHAIN, blocks(CHAIN))
+        await far.put(other, blocks(other))
+        await eventually(lambda: far.get(CHAIN), lambda found: len(found) == 4)
+        assert_bytes(other, await eventually(lambda: near.get(other), lambda found: len(found) == 4))
+        await near.drop(other[1:2])
+        await near.drop(CHAIN[2:])
+        assert (len(await near.get(other)), len(await near.get(CHAIN))) == (1, 2)
+        assert (len(await far.get(other)), len(await far.get(CHAIN))) == (4, 4), "a drop is the daemon's own"
+        await first.remove_cache("c", force=True)
+        near = await first.open_cache("c", SPEC)
+        assert await near.get(CHAIN) == []
+        await eventually(lambda: far.get(CHAIN), lambda found: not found)
 
 
 async def test_a_peer_that_dies_hangs_or_comes_back(served):

@@ -84,7 +84,7 @@ def left(store, keys):
     return [key.hex() in store.objects() for key in keys]
 
 
-async def test_old_blocks_go(daemon, store):
+async def test_old_blocks_go(start, daemon, store):
     old, young = stored("old", "older"), stored("young")
     await fill(daemon, store, [*old, *young])
     for key in old:
@@ -97,8 +97,7 @@ async def test_old_blocks_go(daemon, store):
     said = kvtier("remote", "gc", "--older-than", "7d", "--yes", *at).stdout
     assert "2 blocks (" in said and "gone, 1 blocks (" in said
     assert left(store, [*old, *young]) == [False, False, True]
-    async with opened(daemon) as (client, cache):
-        await cache.reset()
+    async with opened(daemon) as (client, _), opened(start()) as (_, cache):
         assert_bytes(young, await cache.get(young))
         assert await cache.get(old[:1]) == []
         assert (await client.stats()).remote.blocks["deleted"] == 2

@@ -226,6 +226,45 @@ async def test_an_outage_is_made_up_for_after_a_restart(start, store, proxy):
         await eventually(lambda: unwritten(client), lambda blocks: blocks == 0)
 
 
+async def test_blocks_on_their_way_are_not_stored_after_a_reset(start, store, proxy):
+    keys = chain("late", 6)
+    await store_elsewhere(start, store, keys)
+    async with opened(start(proxy, timeout_seconds=30.0)) as (client, cache):
+
+        async def gets():
+            return sum(each.calls for each in (await client.stats()).remote.operations if each.operation == "get")
+
+        proxy.delay_s, before = 0.5, await gets()
+        coming = asyncio.create_task(cache.get(keys))
+        await eventually(gets, lambda calls: calls > before)
+        await cache.reset(force=True)
+        await coming
+        await assert_missed(cache, keys)
+        assert (await client.stats()).remote.blocks["forgotten meanwhile"] == 6
+
+
+@pytest.mark.parametrize("verb", ["reset", "drop", "rm"])
+async def test_a_store_that_is_away_is_told_later(start, store, proxy, verb):
+    """Also after a restart. The daemon itself forgets at once."""
+    keys, budgets = chain("later", 4), sizes(host=32, disk=32)
+    daemon = start(proxy, slots=32, disk=32)
+    async with opened(daemon, budgets) as (_, cache), opened(start()) as (_, other):
+        await put(cache, keys)
+        await store.has(keys)
+        assert_bytes(keys, await other.get(keys))
+        proxy.lies = {b"": FULL}
+        command = {"reset": ["reset", "c"], "drop": ["drop", "c", keys[0].hex()], "rm": ["cache", "rm", "c", "--force"]}
+        said = kvtier(*command[verb], "--yes", "--address", daemon.address).stdout
+        assert "kept in the store, which does not answer" in said
+        daemon.kill()
+        daemon.start()
+        proxy.heal()
+        await eventually(lambda: other.match(keys), lambda found: not found.blocks)
+        await assert_missed(other, keys)
+    async with opened(daemon, budgets) as (_, cache):
+        await assert_missed(cache, keys)
+
+
 REFUSALS = {
     "archived": answer("403 Forbidden", s3_error("InvalidObjectState")),
     "conflict": answer("409 Conflict"),
@@ -341,7 +380,8 @@ async def test_a_cache_goes_while_its_blocks_come_and_go(start, store, proxy):
         with contextlib.suppress(KvtierError):
             await getting
         again = await client.open_cache("c", SPEC, budgets=ROOMY)
-        await healed(again, keys)
+        await assert_serves(again, "again")
+        await assert_missed(again, keys)
     daemon.assert_healthy_log()
 
 

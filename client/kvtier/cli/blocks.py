@@ -14,7 +14,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.cli.common import DaemonAt, address_option, confirmed
 from kvtier.cli.options import Group, command, dry_run_option, output_option, yes_option
-from kvtier.cli.output import show
+from kvtier.cli.output import KEPT, show
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import NotFound
 from kvtier.types import TIERS, BlockResult, Tier, tiers_of
@@ -67,6 +67,7 @@ class Outcome:
     dry_run: bool = False
     results: list[tuple[bytes, BlockResult]] = field(default_factory=list)
     besides: Counter[str] = field(default_factory=Counter)
+    kept_in_store: bool = False
 
     def add(self, keys: Iterable[bytes], results: Iterable[BlockResult]) -> None:
         self.results += zip(keys, results, strict=True)
@@ -83,6 +84,7 @@ class Outcome:
             "blocks": len(self.results),
             "done": len(self.results) - len(self.not_done),
             **self.besides,
+            **({"kept_in_store": True} if self.kept_in_store else {}),
             "not_done": [{"key": key.hex(), "result": str(result)} for key, result in self.not_done],
         }
 
@@ -90,7 +92,7 @@ class Outcome:
         counts = Counter(str(result) for _, result in self.results) + self.besides
         numbers = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing to do"
         would = " would" if self.dry_run else ""
-        lines = [f"{self.cache}:{would} {self.verb} {len(self.results)} blocks: {numbers}"]
+        lines = [f"{self.cache}:{would} {self.verb} {len(self.results)} blocks: {numbers}{KEPT * self.kept_in_store}"]
         return "\n".join([*lines, *(f"  {key.hex()}  {result}" for key, result in self.not_done)])
 
     def tell(self, form: str) -> None:
@@ -157,6 +159,7 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
                 report = await at.drop(piece, dry_run=outcome.dry_run)
                 outcome.add(piece, report.results)
                 outcome.besides["dropped"] += report.dropped
+                outcome.kept_in_store |= report.kept_in_store
 
         daemon.ask(lambda client: _in_group(client, cache, group, verb))
         return outcome

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.cli.common import DaemonAt, address_option, confirmed
 from kvtier.cli.options import Group, SizeType, command, dry_run_option, output_option, yes_option
-from kvtier.cli.output import compact, nonzero, show, table
+from kvtier.cli.output import KEPT, compact, nonzero, show, table
 from kvtier.client import AsyncClient
 from kvtier.types import TIERS, CacheInfo, GroupInfo, RemovalReport, Tier, size
 from kvtier.wire import ResetReport
@@ -78,7 +78,8 @@ def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: b
         report = daemon.ask(lambda client: client.remove_cache(name, force=force))
     freed = {str(tier): nbytes for tier, nbytes in report.freed.items()}
     value = {"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}
-    show(form, value, f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
+    text = f"{_gone(name, report)} {'would be ' if dry_run else ''}gone"
+    show(form, value | {"kept_in_store": report.kept_in_store}, text + KEPT * report.kept_in_store)
 
 
 def _gone(name: str, report: RemovalReport) -> str:
@@ -107,8 +108,8 @@ def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, fo
         confirmed(f"{name}: forget {report.dropped} blocks ({report.kept} are leased or pinned, or stood on)?", yes)
         report = daemon.ask(lambda client: done(client, dry_run=False))
     value = {"cache": name, "dry_run": dry_run, "dropped": report.dropped, "kept": report.kept}
-    would = " would be" if dry_run else ""
-    show(form, value, f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
+    text = f"{name}: {report.dropped} blocks{' would be' if dry_run else ''} forgotten, {report.kept} kept"
+    show(form, value | {"kept_in_store": report.kept_in_store}, text + KEPT * report.kept_in_store)
 
 
 def as_object(info: CacheInfo) -> dict[str, Any]:

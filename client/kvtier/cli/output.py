@@ -16,6 +16,7 @@ from rich.text import Text
 from kvtier.types import Tier, clean, size
 
 UNKNOWN: Final = "–"
+KEPT: Final = "; kept in the store, which does not answer: the daemon tells the store later"
 
 _UNCUT: Final = 1 << 16
 """Columns of an output that is no terminal: no line is longer."""

@@ -10,7 +10,6 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -177,8 +176,9 @@ class Store:
             return [False] * count
         try:
             if self._reset.due:
-                reset = partial(groups[0].reset, force=True)
-                if not self._reachable or not self._reset.carry_out_now(reset):
+                first = groups[0]
+                reset = self._reset.carry_out_now
+                if not self._reachable or not reset(lambda repeats: first.reset(force=True, repeats=repeats)):
                     return [False] * count
             return work(groups[group])
         except Exception as error:  # noqa: BLE001  the engine's thread must not end because of its cache

@@ -34,7 +34,7 @@ from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
-from kvtier.wire import MAX_KEYS, split_keys
+from kvtier.wire import MAX_KEYS, ResetReport, split_keys
 
 START_S: Final = 5.0
 """How long a connector's start waits for the daemon; afterwards the engine runs, and kvtier is tried on."""
@@ -363,7 +363,7 @@ class Leader:
         while self._cache is not None and self._reset.due:
             why: object = "somebody holds or pins blocks"
             try:
-                if await self._reset.carry_out(partial(self._cache.reset, force=True)):
+                if await self._reset.carry_out(partial(_reset, self._cache)):
                     continue  # a later reset may be due
             except KvtierError as error:
                 why = error
@@ -385,7 +385,7 @@ class Leader:
                 cache = await self._client.open_cache(
                     self.name, self.layout.spec, budgets=self.options.budgets, options=options
                 )
-                if self._reset.due and not await self._reset.carry_out(partial(cache.reset, force=True)):
+                if self._reset.due and not await self._reset.carry_out(partial(_reset, cache)):
                     raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
             except TierFull:
                 raise
@@ -462,3 +462,7 @@ class Leader:
             await reserved.lease.cache.release(reserved.lease)
         except KvtierError as error:
             self.complaints.add("slots could not be given back", error)
+
+
+async def _reset(cache: Cache, repeats: int) -> ResetReport:
+    return await cache.reset(force=True, repeats=repeats)

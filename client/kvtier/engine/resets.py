@@ -23,6 +23,8 @@ class PendingReset:
         daemon = sha256(where.encode()).hexdigest()[:16]
         self._file: Path | None = None
         self._begun = self._ended = 0
+        self._answered = 0, 0
+        """The last reset that the daemon has begun, and its generation."""
         try:
             state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
             self._file = Path(state, "kvtier", "resets", daemon, cache)
@@ -49,18 +51,25 @@ class PendingReset:
         except OSError as error:
             _log.warning("kvtier: a reset is forgotten if this engine ends before the daemon hears of it: %s", error)
 
-    async def carry_out(self, reset: Callable[[], Awaitable[ResetReport]]) -> bool:
-        """Calls ``reset``, and ends the resets begun before the call if no block is held. Returns whether they ended;
-        raises the errors of ``reset``."""
+    async def carry_out(self, reset: Callable[[int], Awaitable[ResetReport]]) -> bool:
+        """Calls ``reset`` with the generation that it repeats, and ends the resets begun before the call if no block is
+        held. Returns whether they ended; raises the errors of ``reset``."""
         begun = self._begun
-        return self._end(begun, await reset())
+        return self._end(begun, await reset(self._repeats))
 
-    def carry_out_now(self, reset: Callable[[], ResetReport]) -> bool:
+    def carry_out_now(self, reset: Callable[[int], ResetReport]) -> bool:
         """Like :meth:`carry_out`, for a synchronous client."""
         begun = self._begun
-        return self._end(begun, reset())
+        return self._end(begun, reset(self._repeats))
+
+    @property
+    def _repeats(self) -> int:
+        """0 = a new reset."""
+        begun, generation = self._answered
+        return generation if begun == self._begun else 0
 
     def _end(self, begun: int, report: ResetReport) -> bool:
+        self._answered = begun, report.generation
         if report.kept:
             return False
         self._ended = begun

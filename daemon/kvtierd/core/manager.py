@@ -383,11 +383,11 @@ class BlockManager:
                 self._require_unheld()
             following = (min(self.windows), NEWEST)
         group, before = following
-        dropped, kept, before = removal.reset(self.windows[group].state, before)
+        dropped, kept, before, roots = removal.reset(self.windows[group].state, before)
         later = [other for other in self.windows if other > group]
         going_on = (group, before) if before else (min(later), NEWEST) if later else None
         self._pump_all(now)
-        return ResetReport(dropped, kept, going_on), self._take(now)
+        return ResetReport(dropped, kept, going_on, tuple((group, key) for key in roots)), self._take(now)
 
     def reset_plan(self) -> ResetReport:
         """What a forced reset would do."""

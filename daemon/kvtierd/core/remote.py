@@ -8,7 +8,7 @@ certain, so residency sets do not name it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtierd.core.block import READY, Block
@@ -25,13 +25,15 @@ _READABLE: Final = BITS[HOST] | BITS[DISK]
 
 
 class Offer(NamedTuple):
-    """A block that the store is to have. ``tier`` and ``slot``: where its bytes can be read now."""
+    """A block that the store is to have. ``tier`` and ``slot``: where its bytes can be read now. ``recovered``: it was
+    here before the last restart, or the store had it on an earlier day."""
 
     key: Key
     parent: Key | None
     traits: Traits
     tier: Tier
     slot: int
+    recovered: bool
 
 
 class Remote:
@@ -51,8 +53,12 @@ class Remote:
         self._later: set[Block] = set()
         """Blocks that were due while only a device had them."""
         self._recovered: deque[Block] = deque()
-        """Blocks of before a restart, whether or not the store has them: they come after all others."""
-        self.settled: set[Block] = set()
+        """Blocks that the store may have: of before a restart, or settled long ago. They come after all others."""
+        self._old: set[Block] = set()
+        """All such blocks that are indexed."""
+        self.settled: dict[Block, int] = {}
+        """By block, the day when that became known."""
+        self.day = 0
         self.left = 0
         """Blocks that were due and left this host."""
 
@@ -72,6 +78,7 @@ class Remote:
         if self._writes.policy is not RemotePolicy.THROUGH:
             return
         for block in filter(self._wanted, blocks):
+            self._old.add(block)
             if block.residency & _READABLE:
                 self._recovered.append(block)
             else:
@@ -82,15 +89,22 @@ class Remote:
         return {"waiting": len(self._due), "recovered": len(self._recovered), "on a device alone": len(self._later)}
 
     def used_again(self, blocks: Iterable[Block]) -> None:
+        for block in blocks if self.day else ():
+            if self.settled.get(block, self.day) < self.day - 1:  # a store may delete by rules of its own
+                del self.settled[block]
+                self._state.reconsider(block)
+                self._old.add(block)
+                self._recovered.append(block)
         if self._writes.policy is RemotePolicy.SECOND_USE:
-            self._due.update((block, None) for block in blocks if block not in self.settled)
+            self._due.update((block, None) for block in blocks if block not in self.settled and block not in self._old)
 
     def forget(self, block: Block) -> None:
         """It is indexed no more."""
         self.left += block in self._due or block in self._later
         self._due.pop(block, None)
         self._later.discard(block)
-        self.settled.discard(block)
+        self._old.discard(block)
+        self.settled.pop(block, None)
 
     def take(self, count: int) -> list[Offer]:
         """The next blocks to copy, ``count`` or a few more: each comes after all that it stands on."""
@@ -106,12 +120,6 @@ class Remote:
         return offers
 
     def _next(self) -> Block | None:
-        if self._by_rank:
-            free = self._state.slots[self._lowest].free
-            if free >= self._ahead or self._offered >= self._state.removed + self._ahead:
-                return None
-            candidates: Candidates = self._state.candidates(self._lowest)
-            return candidates.unsettled.victim()
         while self._due:
             block = next(iter(self._due))
             del self._due[block]
@@ -123,7 +131,11 @@ class Remote:
                 if block.indexed:
                     return block
                 self.left += 1
-        return None
+        free = self._state.slots[self._lowest].free
+        if not self._by_rank or free >= self._ahead or self._offered >= self._state.removed + self._ahead:
+            return None
+        candidates: Candidates = self._state.candidates(self._lowest)
+        return candidates.unsettled.victim()
 
     def _offer(self, block: Block) -> Iterable[Offer]:
         if not block.residency & _READABLE:
@@ -133,14 +145,14 @@ class Remote:
         self._settle(block)
         if not self._wanted(block):
             return
-        self._offered += 1
+        self._offered += block not in self._old
         tier = HOST if block.residency & BITS[HOST] else DISK
         copy = block.copies[tier]
         if copy is not None:
-            yield Offer(block.key, block.parent_key, block.traits, tier, copy.slot)
+            yield Offer(block.key, block.parent_key, block.traits, tier, copy.slot, block in self._old)
 
     def _settle(self, block: Block) -> None:
-        self.settled.add(block)
+        self.settled[block] = self.day
         self._state.reconsider(block)
 
     def _wanted(self, block: Block) -> bool:
@@ -159,8 +171,8 @@ class Remote:
         for key in keys:
             block = self._state.index.get(key)
             if block is not None and block in self.settled:
-                self.settled.discard(block)
-                self._offered -= 1
+                del self.settled[block]
+                self._offered -= block not in self._old
                 self._state.reconsider(block)
                 if not self._by_rank:
                     self._due[block] = None
@@ -188,6 +200,12 @@ class Beyond:
         if remote is not None:
             remote.put_back(keys)
 
+    def begin_day(self, number: int) -> None:
+        """A block that is used on this day is offered again if the store had it on the day before the last."""
+        for state in self._states.values():
+            if state.remote is not None:
+                state.remote.day = number
+
     def unwritten(self) -> Counter[str]:
         """How many blocks wait for the store, by reason."""
         counts = Counter[str]()
@@ -208,6 +226,11 @@ class Beyond:
         ready = [(tier, copy.slot) for tier, copy in copies if copy is not None and copy.phase is READY]
         return ready[0] if ready else None
 
+    def ancestors(self, group: GroupId, key: Key) -> Iterator[Key]:
+        """The keys of the blocks that a block stands on, from its parent up; none if it is not indexed."""
+        block = self._states[group].index.get(key)
+        return iter(()) if block is None else (above.key for above in block.ancestors())
+
     def absent(self, group: GroupId, keys: Sequence[Key]) -> list[Key]:
         """Those that are not indexed, in their order."""
         index = self._states[group].index
@@ -222,7 +245,7 @@ class Beyond:
         transfer = Transfer(src, dst, state.shape.slot_bytes[local], 0, copy_ns)
         for block in known:
             self._recorder.change(UPDATED, Cause.REMOTE, group, block, transfer)
-        if state.remote is not None:
+        if state.remote is not None and src is REMOTE:
             state.remote.keep(block.key for block in known)
         return self._take(now)
 

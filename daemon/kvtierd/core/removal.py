@@ -147,19 +147,22 @@ class Drop:
         return count
 
 
-def reset(state: GroupState, before: int) -> tuple[int, int, int]:
+def reset(state: GroupState, before: int) -> tuple[int, int, int, list[Key]]:
     """Removes a slice of the blocks with numbers under ``before``, the newest first, so children before their parents.
     What is needed stays, and so does what has children left.
 
-    Returns how many went, how many stayed, and the number to go on from (0: there are no more).
+    Returns how many went, how many stayed, the number to go on from (0: there are no more), and the keys of those that
+    stayed and stand on nothing.
     """
     members, following = state.index.before(before, state.policy.blocks_a_call)
-    dropped = 0
+    stayed = []
     for block in members:
         if block.first_child is None and not needed(block):
             state.remove(block, Cause.RESET)
-            dropped += 1
-    return dropped, len(members) - dropped, following
+        else:
+            stayed.append(block)
+    roots = [block.key for block in stayed if block.parent is None]
+    return len(members) - len(stayed), len(stayed), following, roots
 
 
 def kept(roots: Iterable[Block]) -> int:

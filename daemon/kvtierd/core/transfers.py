@@ -332,11 +332,13 @@ class ChainRequest:
 
 @dataclass(slots=True, frozen=True)
 class ResetReport:
-    """``kept``: needed by somebody, or what such blocks stand on. ``following``: where to go on, None = nowhere."""
+    """``kept``: needed by somebody, or what such blocks stand on; ``roots``: those that stand on nothing.
+    ``following``: where to go on, None = nowhere."""
 
     dropped: int
     kept: int
     following: tuple[GroupId, int] | None = None
+    roots: tuple[tuple[GroupId, Key], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

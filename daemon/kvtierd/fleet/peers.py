@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import PermissionDenied
+from kvtier.deadline import Deadline
+from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.mirror.daemons import Followed
 from kvtier.mirror.follower import MirrorState, MirrorView
 from kvtier.transport import TlsFiles
+from kvtier.transport.link import Link
+from kvtier.v1 import caches_pb2
 from kvtierd.core.ids import GroupId, Key
 from kvtierd.tiers.remote.base import RemoteRefused, RemoteUnavailable
 
 LOOK_S: Final = 0.5
 """How often caches that came or went here are noticed, and changes of a peer's state are told."""
 
+LIST_S: Final = 1.0
+"""How long a peer may take to list its caches."""
 STOP_S: Final = 1.0
 """How long a stop waits for peers to hear a goodbye."""
 
@@ -36,6 +42,7 @@ class Peer(Followed):
         self._history: Final = history
         self._names: tuple[str, ...] = ()
         self._told = ""
+        self._told_caches: dict[str, caches_pb2.CacheInfo] = {}
 
     @property
     def status(self) -> str:
@@ -80,8 +87,22 @@ class Peer(Followed):
         spans = () if view is None else view.match(keys, group=group).groups
         return (spans[0].blocks, spans[0].residency) if spans else (0, b"")
 
+    def generation(self, cache: str, fingerprint: bytes) -> int | None:
+        """The generation that the peer last told of a cache; None = no such cache, or another specification."""
+        told = self._told_caches.get(cache)
+        return told.generation if told is not None and told.fingerprint == fingerprint else None
+
+    def gives(self, cache: str, fingerprint: bytes, revision: int) -> bool:
+        """Whether all its blocks of the cache are of this revision."""
+        told = self._told_caches.get(cache)
+        return told is not None and self.generation(cache, fingerprint) == revision and not told.has_old_blocks
+
     async def look(self) -> None:
-        """Follows the caches that are here now, and logs a change of its state."""
+        """Asks for the generations of its caches, follows the caches that are here now, and logs a change of state."""
+        if self.session is not None and not self._is_itself:
+            with suppress(KvtierError):
+                listed = await self.session.call(_list, Deadline(LIST_S), wait=0.0)
+                self._told_caches = {each.name: each for each in listed.caches}
         names = () if self._is_itself else tuple(self._caches())
         if names != self._names:
             self._names = names
@@ -97,6 +118,10 @@ class Peer(Followed):
         return self.session is not None and self.session.welcome.history == self._history
 
 
+async def _list(link: Link) -> caches_pb2.ListCachesResponse:
+    return await link.stubs.caches.List(caches_pb2.ListCachesRequest(), metadata=link.metadata)
+
+
 class Fleet:
     """All peers, by the order of their addresses."""
 
@@ -105,6 +130,7 @@ class Fleet:
     ) -> None:
         """``tls``: certificate, key and authorities; None = none. ``history``: see :class:`Peer`."""
         files = None if tls is None else TlsFiles(*tls)
+        self._caches: Final = caches
         self.peers: Final = [Peer(address, files, caches, history) for address in sorted(addresses)]
         self._looking: asyncio.Task[None] | None = None
 
@@ -130,6 +156,11 @@ class Fleet:
         found = {peer.address: peer.holding(cache, fingerprint, group, keys)[0] for peer in exact}
         return {address: blocks for address, blocks in found.items() if blocks}
 
+    def generations(self, cache: str) -> Iterator[int]:
+        """The generations that peers tell of a cache with the specification that it has here."""
+        fingerprint = self._caches().get(cache, b"")
+        return (told for peer in self.peers if (told := peer.generation(cache, fingerprint)) is not None)
+
     async def keys_with(self, cache: str, fingerprint: bytes, groups: int, prefix: bytes) -> set[Key]:
         """Of the blocks of a cache on any peer, the keys that begin so."""
         views = [view for peer in self.peers if (view := peer.known(cache, fingerprint)) is not None]
@@ -142,9 +173,12 @@ class Fleet:
 
     async def _look(self) -> None:
         while True:
-            for peer in self.peers:
-                try:
-                    await peer.look()
-                except Exception:  # noqa: BLE001  our bug; the others are looked at
-                    _log.exception("peer not looked at address=%s", peer.address)
+            await asyncio.gather(*map(_look_at, self.peers))
             await asyncio.sleep(LOOK_S)
+
+
+async def _look_at(peer: Peer) -> None:
+    try:
+        await peer.look()
+    except Exception:  # noqa: BLE001  our bug; the others are looked at
+        _log.exception("peer not looked at address=%s", peer.address)

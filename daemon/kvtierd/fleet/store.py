@@ -63,6 +63,8 @@ _Call = grpc.aio.UnaryStreamCall[transfer_pb2.GetRequest, transfer_pb2.GetChunk]
 class PeerStore:
     """Implements :class:`kvtierd.tiers.remote.base.RemoteStore`, for reads. Loop thread only."""
 
+    replaces: Final = False
+
     def __init__(self, peer: Peer) -> None:
         self._peer: Final = peer
 
@@ -82,6 +84,9 @@ class PeerStore:
             await self._fetch(place, [one for _, one in run])
         found = {one.number: one.nbytes for _, one in asked}
         return [found.get(number, ABSENT) for number in range(len(names))]
+
+    async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
+        self._refuse("read in parts")
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         self._refuse("written to")
@@ -104,6 +109,8 @@ class PeerStore:
         if parsed is None:
             return []
         place, key = parsed
+        if not self._peer.gives(place.cache, place.fingerprint, place.revision):
+            return []  # of what was forgotten there or here
         view = self._peer.exact(place.cache, place.fingerprint)
         return [] if view is None or view.block(key, group=place.group) is None else [parsed]
 

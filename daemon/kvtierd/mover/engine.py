@@ -343,14 +343,16 @@ class Engine:
         """Forgets all blocks that are not in use, in slices: other calls have their turn in between."""
         cache = self._find(cache_id)
         dropped = kept = 0
+        roots: list[tuple[GroupId, Key]] = []
         following = None
         while True:
             step, outcome = cache.manager.reset(session, self._clock(), force=force, following=following)
             self._executor.apply(cache, outcome)
             dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
+            roots += step.roots
             if following is None:
                 await self.forgotten(cache_id)
-                return ResetReport(dropped, kept)
+                return ResetReport(dropped, kept, roots=tuple(roots))
             await self._others(cache)
 
     async def _others(self, cache: OpenCache) -> None:

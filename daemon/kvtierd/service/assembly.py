@@ -37,6 +37,7 @@ from kvtierd.notify import Notifier
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
 from kvtierd.service.cache import CacheOptions
 from kvtierd.service.devices import Device, Devices
+from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
@@ -68,6 +69,7 @@ class Stores:
     chaos: Chaos | None
     policy: Policy
     options: CacheOptions
+    forgotten: Forgotten
     keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
 
 

@@ -177,8 +177,17 @@ class Cache:
     device: Device
 
     @property
+    def prefix(self) -> str:
+        """What the names of its objects in a store begin with. A cache of another specification has another."""
+        return prefix_of(self.name, self.fingerprint)
+
+    @property
     def header(self) -> CacheHeader:
         return CacheHeader.of(self.name, self.spec, self.options.event_hash)
+
+
+def prefix_of(name: str, fingerprint: bytes) -> str:
+    return f"{name}/{fingerprint.hex()}"
 
 
 @dataclass(slots=True, frozen=True)

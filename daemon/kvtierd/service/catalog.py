@@ -25,7 +25,7 @@ from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Account, TierBudget, tier_bytes
-from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache
+from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, prefix_of, require_same, require_same_cache
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
@@ -219,11 +219,21 @@ class Catalog:
                 await self._dismantle(cache)
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
+            await self._forget(name, removal.spec)
             del self._left_out[name], self._unfinished[name]
             if removal.spec is not None and removal.device is not None:
                 removal.device.budgets.give_back(name, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
         return removal
+
+    async def _forget(self, name: str, spec: CacheSpec | None) -> None:
+        """A cache of the name that is made again gets no block of before; ``spec`` None: whatever its specification."""
+        forgotten = self._stores.forgotten
+        known = [prefix for prefix in forgotten.prefixes if prefix.startswith(f"{name}/")]
+        for prefix in known if spec is None else [prefix_of(name, spec.fingerprint())]:
+            async with forgotten.change(prefix) as before:
+                forgotten.set(prefix, before.after_reset())
+                forgotten.keep(prefix, ())
 
     async def _dismantle(self, cache: Cache) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""

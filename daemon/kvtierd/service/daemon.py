@@ -30,8 +30,10 @@ from kvtierd.service.connections import Connections
 from kvtierd.service.devices import Devices
 from kvtierd.service.errors import Translator
 from kvtierd.service.failing import FailingDisks, LostGpus
+from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
+from kvtierd.service.remote.telling import Generations
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health, RpcServer, RuntimeDir
 from kvtierd.service.servicers.admin import AdminService
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 
 CACHES: Final = "caches"
 """The directory below the state directory that has the budgets of caches."""
+FORGOTTEN: Final = "forgotten"
+"""The directory below the state directory that tells when caches forgot their blocks."""
 
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
@@ -83,6 +87,7 @@ class _Directories:
     run: RuntimeDir
     disk: DiskRoot | None
     remembered: RememberedSlots
+    forgotten: Forgotten
     log: EventLog | None
 
     @classmethod
@@ -98,6 +103,7 @@ class _Directories:
                 disk = DiskRoot.open(config.disk_path, durable=config.sync == "commit")
                 opened.callback(disk.close)
             remembered = RememberedSlots(config.state_dir / CACHES)
+            forgotten = Forgotten(config.state_dir / FORGOTTEN)
             log = None
             if config.event_log_bytes:
                 waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
@@ -109,7 +115,7 @@ class _Directories:
             else:
                 state.begin()
             opened.pop_all()
-        return cls(state, run, disk, remembered, log)
+        return cls(state, run, disk, remembered, forgotten, log)
 
 
 class Daemon:
@@ -153,6 +159,7 @@ class Daemon:
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             config.policy,
             CacheOptions(config.write_policy, config.eviction, config.event_hash, config.keep_tokens),
+            directories.forgotten,
             keeper,
         )
         self._keeper: Final = keeper
@@ -334,11 +341,12 @@ class Daemon:
             wait_s,
             self._translator.detail,
             caps,
+            self._directories.forgotten,
             self._beyond,
         )
         servicers = {
             "kvtier.v1.Caches": CachesService(
-                self._catalog, self._sessions, self._access, config.tiers, remote=self._beyond is not None
+                self._catalog, self._sessions, self._access, config.tiers, self._directories.forgotten, self._beyond
             ),
             "kvtier.v1.Blocks": blocks,
             "kvtier.v1.Events": self._events,
@@ -402,7 +410,11 @@ class Daemon:
             peers = {peer.address: PeerStore(peer) for peer in self.fleet.peers}
         if store is None and not peers:
             return None
-        return RemoteTier(self._engine, self._hub, self._catalog, self._config.remote, store, peers)
+        generations: Generations = (lambda name: ()) if self.fleet is None else self.fleet.generations
+        return RemoteTier(
+            *(self._engine, self._hub, self._catalog, self._config.remote, store, peers, generations),
+            self._directories.forgotten,
+        )
 
     def _fingerprints(self) -> dict[str, bytes]:
         """Of every cache, by name."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvtierd.core.ids import REMOTE
 from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
-from tests.unit.core.bench import GROUP, HOST, Bench, key, keys
+from tests.unit.core.bench import ALICE, GROUP, HOST, Bench, key, keys
 
 
 def test_what_is_not_worth_it_is_not_looked_at_and_offered_once_it_is() -> None:
@@ -60,3 +61,37 @@ def test_blocks_that_leave_before_they_were_offered_are_counted() -> None:
     bench.drop("a")
     bench.drop("b")
     assert (bench.core.beyond.left, bench.core.beyond.unwritten().total()) == (1, 0)
+
+
+@pytest.mark.parametrize("policy", [RemotePolicy.THROUGH, RemotePolicy.EVICT])
+def test_a_block_in_use_is_offered_again_once_a_store_may_have_lost_it(policy: RemotePolicy) -> None:
+    bench = Bench(host=4, disk=4, policy=Policy(remote=RemoteWrites(policy, ahead=0.1)))
+    bench.core.beyond.begin_day(100)
+    for each in "ab":
+        bench.put(each, HOST)
+        bench.core.beyond.travelled(GROUP, [key(each)], REMOTE, HOST, 0, 0)
+    for day, told in ((100, []), (101, []), (102, [key("a")]), (103, [])):
+        bench.core.beyond.begin_day(day)
+        bench.touch("a", HOST)
+        offers = bench.core.beyond.offers(GROUP, 4)
+        assert [offer.key for offer in offers] == told
+        assert all(offer.recovered for offer in offers)
+
+
+def test_a_block_that_was_put_back_may_still_be_in_the_store() -> None:
+    bench = Bench(host=4, disk=4, policy=Policy(remote=RemoteWrites(RemotePolicy.THROUGH)), recovered=[("a", None, 35)])
+    bench.put("b", HOST)
+    for _ in range(2):
+        offers = bench.core.beyond.offers(GROUP, 4)
+        assert {offer.key: offer.recovered for offer in offers} == {key("a"): True, key("b"): False}
+        bench.core.beyond.put_back(GROUP, [offer.key for offer in offers])
+
+
+def test_a_reset_names_the_roots_that_it_leaves() -> None:
+    bench = Bench(host=8)
+    for chain in ("abc", "de"):
+        bench.put(chain, HOST)
+    bench.pin("b", HOST)
+    report, outcome = bench.core.reset(ALICE, 0, force=True)
+    bench.apply(outcome)
+    assert (report.dropped, report.kept, report.roots) == (3, 2, ((GROUP, key("a")),))

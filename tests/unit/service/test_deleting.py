@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtierd.core.ids import GroupId, Key
+from kvtierd.core.ids import GroupId, Key, Traits
 from kvtierd.mover.executor import ShuttingDown
+from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.deleting import BATCH, Deleter
 from kvtierd.service.remote.known import Known
 from kvtierd.tiers.remote.base import Listed, RemoteStore
-from kvtierd.tiers.remote.objects import Place
+from kvtierd.tiers.remote.objects import Place, encode, parse
 
 PLACE = Place("c", bytes(32), GroupId(0))
 
 
+def key(number):
+    return Key(number.to_bytes(32, "big"))
+
+
 def name(number):
-    return PLACE.name(Key(number.to_bytes(32, "big")))
+    return PLACE.name(key(number))
 
 
 class Store:
-    """As far as deleting needs one: it answers at once. ``ages``: seconds, of objects of ten bytes."""
+    """As far as deleting needs one: it answers at once. ``ages``: seconds, of objects of ten bytes. ``parents``: by
+    number; none = no object has one."""
 
-    def __init__(self, ages):
+    def __init__(self, ages, parents=None):
         now = time.time()
+        self.parents = parents or {}
         self.objects = {name(number): Listed(name(number), 10, now - age) for number, age in enumerate(ages)}
 
     async def listing(self, prefix):
         for listed in list(self.objects.values()):
             yield listed
+
+    async def begins(self, names, nbytes):
+        return [self.begin(int(parse(each)[1].hex(), 16))[:nbytes] for each in names]
+
+    def begin(self, number):
+        parent = self.parents.get(number)
+        return encode(PLACE, key(number), None if parent is None else key(parent), Traits(35), [])
 
     async def delete(self, names):
         assert len(names) <= BATCH
@@ -42,7 +58,7 @@ class Store:
 
 
 def deleter_of(store, known):
-    return Deleter(cast("RemoteStore", store), known)
+    return Deleter(cast("RemoteStore", store), known, Forgotten(Path("nothing is forgotten")))
 
 
 @example([500, 100], None, 10, 1)
@@ -74,6 +90,50 @@ def test_the_oldest_go_and_no_more_than_must(ages, older_than, keep, used):
     last_use = [0 if number < used else age for number, age in enumerate(ages)]
     for gone in young - kept:
         assert all(last_use[gone] > last_use[other] - 60 for other in kept), "by the minute"
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 900)), max_size=13), st.integers(0, 13))
+def test_chains_go_from_their_ends(blocks, keep):
+    """Each block has its parent among those before it, or is a root, and any age."""
+    parents = {number: parent for number, (parent, _) in enumerate(blocks) if parent < number}
+    store = Store([age for _, age in blocks], parents)
+    deleter = deleter_of(store, Known(time.monotonic))
+    said = asyncio.run(deleter.run([], None, 10 * keep, dry_run=False))
+    kept = {number for number in range(len(blocks)) if name(number) in store.objects}
+    assert (len(kept), said.gone) == (min(keep, len(blocks)), len(blocks) - len(kept))
+    assert all(parents[number] in kept for number in kept if number in parents)
+
+    def used(number):
+        below = [child for child, parent in parents.items() if parent == number]
+        return min([blocks[number][1], *map(used, below)])
+
+    gone = set(range(len(blocks))) - kept
+    assert all(used(one) > used(other) - 60 for one in gone for other in kept), "by the minute"
+
+
+async def test_of_a_block_that_was_stored_anew_the_old_object_goes():
+    """And of a listing that takes long, what was written or fetched meanwhile stays."""
+    store, known = Store([100, 500, 300]), Known(time.monotonic)
+    new = replace(PLACE, revision=7).name(key(1))
+    store.objects[new] = Listed(new, 10, time.time())
+    assert (await deleter_of(store, known).run([], None, 30, dry_run=False)).gone == 1
+    assert set(store.objects) == {name(0), name(2), new}
+    listing = store.listing
+
+    async def slow(prefix):
+        async for listed in listing(prefix):
+            yield listed
+        known.use([name(2)])
+
+    store.listing = slow
+    assert (await deleter_of(store, known).run([], None, 10, dry_run=False)).gone == 1
+    assert set(store.objects) == {name(2), new}
+
+
+async def test_hostile_objects_end_no_loop():
+    store = Store([100] * 4, {0: 1, 1: 2, 2: 0, 3: 3})
+    said = await deleter_of(store, Known(time.monotonic)).run([], None, 10, dry_run=False)
+    assert (said.gone, said.kept) == (3, 1)
 
 
 async def test_a_large_store_leaves_the_loop_to_others():

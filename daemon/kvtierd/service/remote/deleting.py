@@ -1,22 +1,30 @@
 """Deletes objects of a store by age and by use, where the store's own rules do not.
 
-A store may have more objects than fit in memory. It is listed once, or twice where use counts, and of a listing only
-sums of bytes are kept, one a minute of last use.
+A store may have more objects than fit in memory. For their age it is listed once. For their use it is listed twice, and
+the begin of each object is read, which names its parent: 44 bytes an object are kept. A use of a block is one of all
+blocks that it stands on, so chains go from their ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import numpy as np
+import xxhash
+
+from kvtierd.core.ids import Key
 from kvtierd.mover.executor import ShuttingDown
+from kvtierd.service.cache import prefix_of
+from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.known import Known
 from kvtierd.tiers.remote.base import Listed, RemoteStore
-from kvtierd.tiers.remote.objects import parse
+from kvtierd.tiers.remote.objects import LINK_BYTES, Place, parent_in, parse
 
 BATCH: Final = 128
 """So many objects are deleted in a call, or looked at in a turn of the loop."""
@@ -33,38 +41,90 @@ class Tally:
 
 
 class _Object(NamedTuple):
-    """``minute``: of its last use, since 1970."""
+    """``used_s``: its last use, or write, since 1970. ``forgotten``: its block is."""
 
     name: str
+    place: Place
+    key: Key
     nbytes: int
     written_s: float
-    minute: int
+    used_s: float
+    forgotten: bool
+
+    @property
+    def id(self) -> int:
+        return xxhash.xxh3_64_intdigest(self.name.encode())
 
 
 @dataclass(slots=True)
-class _Cut:
-    """What was written before ``written_s`` goes; of the rest what was last used before ``minute``, and ``left`` bytes
-    or a few more of what was used then."""
+class _Links:
+    """Objects by number, and what each stands on. ``blocks``, ``parents``: of the objects, whatever their revisions."""
 
-    written_s: float
-    minute: int = 0
-    left: int = 0
+    ids: array[int] = field(default_factory=lambda: array("Q"))
+    blocks: array[int] = field(default_factory=lambda: array("Q"))
+    revisions: array[int] = field(default_factory=lambda: array("Q"))
+    parents: array[int] = field(default_factory=lambda: array("Q"))
+    sizes: array[int] = field(default_factory=lambda: array("Q"))
+    minutes: array[int] = field(default_factory=lambda: array("I"))
 
-    def takes(self, one: _Object) -> bool:
-        if one.written_s < self.written_s or one.minute < self.minute:
-            return True
-        if one.minute > self.minute or self.left <= 0:
-            return False
-        self.left -= one.nbytes
-        return True
+    def add(self, one: _Object, parent: Key | None) -> None:
+        self.ids.append(one.id)
+        self.blocks.append(_block_id(one.place, one.key))
+        self.revisions.append(one.place.revision)
+        self.parents.append(0 if parent is None else _block_id(one.place, parent))
+        self.sizes.append(one.nbytes)
+        self.minutes.append(int(one.used_s // 60))
+
+    def doomed(self, keep_bytes: int) -> Collection[int]:
+        """The ids of those that go until ``keep_bytes`` are left: the least recently used, children before parents. For
+        a thread."""
+        ids, blocks, revisions, parents, sizes = (
+            np.array(each, np.uint64) for each in (self.ids, self.blocks, self.revisions, self.parents, self.sizes)
+        )
+        by_block = np.lexsort((revisions, blocks))
+        last = np.searchsorted(blocks, parents, side="right", sorter=by_block) - 1  # the latest revision of the parent
+        found = blocks[by_block][last] == parents
+        above: list[int] = np.where(found, by_block[last], -1).tolist()
+        order = np.lexsort((_depths(above), _uses(self.minutes, above)))
+        excess = int(sizes.sum()) - keep_bytes
+        count = int(np.searchsorted(np.cumsum(sizes[order]), excess)) + 1 if excess > 0 else 0
+        return set(ids[order[:count]].tolist())
+
+
+def _uses(minutes: Sequence[int], above: Sequence[int]) -> Sequence[int]:
+    """The last use of each, or of what stands on it. ``above``: the number of its parent; -1 = none."""
+    latest = list(minutes)
+    for number in np.argsort(minutes)[::-1].tolist():
+        minute, parent = latest[number], above[number]
+        while parent >= 0 and latest[parent] < minute:
+            latest[parent] = minute
+            parent = above[parent]
+    return latest
+
+
+def _depths(above: Sequence[int]) -> Sequence[int]:
+    """How deep each stands in its chain, from 0 down."""
+    depths = [1] * len(above)
+    for number in range(len(above)):
+        path, at = list[int](), number
+        while at >= 0 and depths[at] > 0:
+            depths[at] = 0  # a circle of hostile objects ends here
+            path.append(at)
+            at = above[at]
+        depth = depths[at] if at >= 0 else 1
+        for each in reversed(path):
+            depth -= 1
+            depths[each] = depth
+    return depths
 
 
 class Deleter:
     """Of one store. Loop thread only. ``counts``: blocks by what became of them."""
 
-    def __init__(self, store: RemoteStore, known: Known) -> None:
+    def __init__(self, store: RemoteStore, known: Known, forgotten: Forgotten) -> None:
         self._store: Final = store
         self._known: Final = known
+        self._forgotten: Final = forgotten
         self._stopping = False
         self.counts: Final[Counter[str]] = Counter()
 
@@ -75,18 +135,24 @@ class Deleter:
     async def run(
         self, caches: Sequence[str], older_than_s: float | None, keep_bytes: int | None, *, dry_run: bool
     ) -> Tally:
-        """Deletes blocks, whoever wrote them. What has another name than a block's stays.
+        """Deletes blocks, whoever wrote them, and all that a reset has forgotten. What has another name than a block's
+        stays.
 
         Args:
             caches: of these alone; none = all.
             older_than_s: blocks written longer ago go; None = none for their age.
-            keep_bytes: of the rest, the least recently used go beyond so many; None = none for their use.
+            keep_bytes: of the rest, the least recently used go beyond so many, from the ends of their chains; None =
+                none for their use.
 
         Raises: RemoteError: the store failed, or cannot list; ShuttingDown. What was deleted before is gone.
         """
-        cut, tally, doomed = await self._cut(caches, older_than_s, keep_bytes), Tally(), list[str]()
+        began_s = time.time()
+        written_s = 0.0 if older_than_s is None else began_s - older_than_s
+        unused = () if keep_bytes is None else await self._unused(caches, written_s, keep_bytes)
+        tally, doomed = Tally(), list[str]()
         async for one in self._objects(caches):
-            if not cut.takes(one):
+            keeps = one.used_s >= began_s or one.id not in unused
+            if keeps and one.written_s >= written_s and not one.forgotten:
                 tally.kept += 1
                 tally.kept_bytes += one.nbytes
                 continue
@@ -100,20 +166,22 @@ class Deleter:
         await self._delete(doomed)
         return tally
 
-    async def _cut(self, caches: Sequence[str], older_than_s: float | None, keep_bytes: int | None) -> _Cut:
-        written_s = 0.0 if older_than_s is None else time.time() - older_than_s
-        if keep_bytes is None:
-            return _Cut(written_s)
-        by_minute: Counter[int] = Counter()
+    async def _unused(self, caches: Sequence[str], written_s: float, keep_bytes: int) -> Collection[int]:
+        links, batch = _Links(), list[_Object]()
         async for one in self._objects(caches):
-            if one.written_s >= written_s:
-                by_minute[one.minute] += one.nbytes
-        left = by_minute.total() - keep_bytes
-        for minute, nbytes in sorted(by_minute.items()):
-            if left <= nbytes:
-                return _Cut(written_s, minute, left)
-            left -= nbytes
-        return _Cut(written_s)
+            if not one.forgotten and one.written_s >= written_s:
+                batch.append(one)
+            if len(batch) == BATCH:
+                await self._link(links, batch)
+                batch.clear()
+        await self._link(links, batch)
+        return await asyncio.to_thread(links.doomed, keep_bytes)
+
+    async def _link(self, links: _Links, batch: Sequence[_Object]) -> None:
+        """Looks up what objects stand on. An object that the store does not give stands on nothing."""
+        begins = await self._store.begins([one.name for one in batch], LINK_BYTES) if batch else ()
+        for one, begin in zip(batch, begins, strict=True):
+            links.add(one, parent_in(begin))
 
     async def _objects(self, caches: Sequence[str]) -> AsyncIterator[_Object]:
         looked_at = 0
@@ -129,10 +197,13 @@ class Deleter:
 
     def _block(self, listed: Listed) -> _Object | None:
         """None where the name is not a block's."""
-        if parse(listed.name) is None:
+        parsed = parse(listed.name)
+        if parsed is None:
             return None
+        place, key = parsed
         used_s = max(listed.modified_s, self._known.used_s(listed.name))
-        return _Object(listed.name, listed.nbytes, listed.modified_s, int(used_s // 60))
+        forgotten = place.revision < self._forgotten.of(prefix_of(place.cache, place.fingerprint)).generation
+        return _Object(listed.name, place, key, listed.nbytes, listed.modified_s, used_s, forgotten)
 
     async def _delete(self, names: Sequence[str]) -> None:
         if names:
@@ -144,3 +215,7 @@ class Deleter:
     def _go_on(self) -> None:
         if self._stopping:
             raise ShuttingDown
+
+
+def _block_id(place: Place, key: Key) -> int:
+    return xxhash.xxh3_64_intdigest(place.prefix.encode() + key)

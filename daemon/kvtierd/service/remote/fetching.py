@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import xxhash
@@ -25,7 +25,9 @@ from kvtierd.core.transfers import CommitItem
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError, Refused, UnknownCache
 from kvtierd.service.cache import Cache
+from kvtierd.service.forgotten import Forgotten, Past
 from kvtierd.service.remote.sources import Source, Sources
+from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.remote.base import RemoteError
 from kvtierd.tiers.remote.objects import BadObject, OtherVersion, Place, Remembered, decode, object_bytes
 
@@ -66,16 +68,42 @@ class _Buffers:
                 self._spare.append(buffer)
 
 
-def place_of(cache: Cache, group: GroupId) -> Place:
-    return Place(cache.name, cache.fingerprint, group)
+@dataclass(slots=True, frozen=True)
+class Chain:
+    """Where the objects of a chain's blocks stand in one window group.
+
+    ``place``: of blocks whose revision is not in ``revisions``. ``in_store``: the store may be asked for them.
+    """
+
+    place: Place
+    past: Past
+    revisions: Mapping[Key, int]
+    in_store: bool = True
+
+    @classmethod
+    def of(cls, cache: Cache, group: GroupId, keys: Sequence[Key], past: Past, *, in_store: bool = True) -> Self:
+        place, revisions = Place(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
+        if past.dropped:
+            latest = past.generation
+            for key in keys:
+                own = past.revision(group, [key])
+                latest = max(own, latest) if cache.spec.attention(group).chained else own
+                revisions[key] = latest
+        return cls(place, past, revisions, in_store)
+
+    def name(self, key: Key) -> str:
+        revision = self.revisions.get(key, self.place.revision)
+        return (self.place if revision == self.place.revision else replace(self.place, revision=revision)).name(key)
 
 
 class Fetcher:
     """Of one daemon. Loop thread only. ``counts``: blocks by what became of them."""
 
-    def __init__(self, engine: Engine, sources: Sources) -> None:
+    def __init__(self, engine: Engine, sources: Sources, forgotten: Forgotten, teller: Teller) -> None:
         self._engine: Final = engine
         self._sources: Final = sources
+        self._forgotten: Final = forgotten
+        self._teller: Final = teller
         self._coming: dict[tuple[CacheId, GroupId, Key], asyncio.Future[None]] = {}
         self._buffers: Final = _Buffers()
         self._told: Final[set[str]] = set()
@@ -83,19 +111,23 @@ class Fetcher:
 
     async def reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
         """How long a prefix is with what the store has; ``group`` None: over all groups. It may turn out shorter."""
+        return await self._reach(cache, await self._chains(cache, group, keys), group, keys)
+
+    async def _reach(
+        self, cache: Cache, chains: Mapping[GroupId, Chain], group: GroupId | None, keys: Sequence[Key]
+    ) -> int:
         low, high = self._local(cache, group, keys), len(keys)
-        groups = self._groups(cache, group)
         length = high  # mostly all of it is there, or nothing
         try:
             while low < high:
-                if await self._reaches(cache, groups, keys, length):
+                if await self._reaches(cache, chains, keys, length):
                     low = length
                 else:
                     high = length - 1
                 length = (low + high + 1) // 2
         except RemoteError as error:
             _log.debug("the store was not asked name=%s why=%r", cache.name, str(error))
-        return self._before_holes(cache, groups, keys, low)
+        return self._before_holes(cache, chains, keys, low)
 
     async def bring(
         self, cache: Cache, group: GroupId | None, keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
@@ -113,28 +145,33 @@ class Fetcher:
                 local = self._local(cache, group, keys)
                 if local == len(keys):
                     return
-                length = await self.reach(cache, group, keys)
+                chains = await self._chains(cache, group, keys)
+                length = await self._reach(cache, chains, group, keys)
                 self.counts["absent"] += len(keys) - length
-                missing = {each: self._missing(cache, each, keys, length) for each in self._groups(cache, group)}
+                missing = {each: self._missing(cache, each, keys, length) for each in chains}
                 if length > local and self._is_worth_it(cache, missing, recompute_s):
                     for each, wanted in missing.items():
-                        await self._fetch(cache, each, wanted)
+                        await self._fetch(cache, chains[each], wanted)
 
     # -- what is missing ---------------------------------------------------------------------------------------------
 
-    def _before_holes(self, cache: Cache, groups: Collection[GroupId], keys: Sequence[Key], length: int) -> int:
+    def _before_holes(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int) -> int:
         """A shorter length where a fetch has found out that a chain has a hole."""
-        for group in groups if self._sources.knows_holes() else ():
+        for group, chain in chains.items() if self._sources.knows_holes() else ():
             if cache.spec.attention(group).chained:
-                place, missing = place_of(cache, group), set(self._missing(cache, group, keys, length))
+                missing = set(self._missing(cache, group, keys, length))
                 lacks = (
-                    at for at in range(length) if keys[at] in missing and self._sources.lacks(place.name(keys[at]))
+                    at for at in range(length) if keys[at] in missing and self._sources.lacks(chain.name(keys[at]))
                 )
                 length = min(length, next(lacks, length))
         return length
 
-    def _groups(self, cache: Cache, group: GroupId | None) -> list[GroupId]:
-        return [GroupId(number) for number in range(len(cache.spec.groups))] if group is None else [group]
+    async def _chains(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> dict[GroupId, Chain]:
+        """The chain in the group; ``group`` None: in all groups."""
+        in_store = await self._teller.hear(cache.prefix)
+        groups = [GroupId(number) for number in range(len(cache.spec.groups))] if group is None else [group]
+        past = self._forgotten.of(cache.prefix)
+        return {each: Chain.of(cache, each, keys, past, in_store=in_store) for each in groups}
 
     def _local(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
         manager = self._engine.manager(cache.id)
@@ -145,15 +182,15 @@ class Fetcher:
         needed = cache.spec.attention(group).needs(length).pick(keys)
         return self._engine.manager(cache.id).beyond.absent(group, needed)
 
-    async def _reaches(self, cache: Cache, groups: Collection[GroupId], keys: Sequence[Key], length: int) -> bool:
+    async def _reaches(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int) -> bool:
         """Whether every group has, or the store has for it, what a prefix of so many blocks needs; of a chain the last
         block stands for all."""
-        for group in groups:
+        for group, chain in chains.items():
             wanted = self._missing(cache, group, keys, length)
             if not cache.spec.attention(group).span:
                 wanted = wanted[-1:]
-            place = place_of(cache, group)
-            if not all(await self._sources.exists([place.name(key) for key in wanted])):
+            names = [chain.name(key) for key in wanted]
+            if not all(await self._sources.exists(names, in_store=chain.in_store)):
                 return False
         return True
 
@@ -167,8 +204,9 @@ class Fetcher:
 
     # -- the way here ------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, cache: Cache, group: GroupId, wanted: Sequence[Key]) -> None:
+    async def _fetch(self, cache: Cache, chain: Chain, wanted: Sequence[Key]) -> None:
         """Blocks that another call is fetching are waited for."""
+        group = chain.place.group
         while coming := {self._coming[one] for key in wanted if (one := (cache.id, group, key)) in self._coming}:
             await asyncio.wait(coming)
             wanted = self._engine.manager(cache.id).beyond.absent(group, wanted)
@@ -176,43 +214,65 @@ class Fetcher:
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._coming |= dict.fromkeys(places, arrival)
         try:
-            await self._in_batches(cache, group, wanted)
+            await self._in_batches(cache, chain, wanted)
         finally:
             for place in places:
                 del self._coming[place]
             arrival.set_result(None)
 
-    async def _in_batches(self, cache: Cache, group: GroupId, wanted: Sequence[Key]) -> None:
-        step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
+    async def _in_batches(self, cache: Cache, chain: Chain, wanted: Sequence[Key]) -> None:
+        step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(chain.place.group)))
         batches = deque(wanted[start : start + step] for start in range(0, len(wanted), step))
         under_way: deque[asyncio.Task[list[_Got]]] = deque()
         try:
             while batches or under_way:
                 while batches and len(under_way) < DEPTH:
-                    under_way.append(asyncio.create_task(self._get(cache, group, batches.popleft())))
+                    under_way.append(asyncio.create_task(self._get(cache, chain, batches.popleft())))
                 asked, started = under_way[0], time.monotonic()
-                got = await asked
+                got = self._standing(cache, chain, await asked)
                 under_way.popleft()
-                if not got:
+                if not got or not self._is_current(cache, chain, got):
                     return
-                await self._store_blocks(cache, group, got, time.monotonic() - started)
+                await self._store_blocks(cache, chain, got, time.monotonic() - started)
         finally:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def _get(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> list[_Got]:
+    def _is_current(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> bool:
+        """Whether the cache has forgotten nothing since the blocks were asked for."""
+        current = self._forgotten.of(cache.prefix) is chain.past
+        if not current:
+            self.counts["forgotten meanwhile"] += len(got)
+        return current
+
+    def _standing(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> Sequence[_Got]:
+        """Those before the first that stands on a forgotten block, which a part of a chain does not tell."""
+        group, revisions = chain.place.group, dict[Key | None, int]({None: chain.past.generation})
+        if not chain.past.dropped or not cache.spec.attention(group).chained:
+            return got
+        for number, one in enumerate(got):
+            parent, path = one.remembered.parent, [one.key]
+            if parent is not None and parent not in revisions:
+                path += [parent, *self._engine.manager(cache.id).beyond.ancestors(group, parent)]
+            revisions[one.key] = max(chain.past.revision(group, path), revisions.get(parent, 0))
+            if revisions[one.key] != chain.revisions[one.key]:
+                return got[:number]
+        return got
+
+    async def _get(self, cache: Cache, chain: Chain, keys: Sequence[Key]) -> list[_Got]:
         """The blocks from the first on that are there and sound; of a group without chains, all such."""
-        place, payload_bytes = place_of(cache, group), cache.spec.block_bytes(group)
+        place, group = chain.place, chain.place.group
+        payload_bytes = cache.spec.block_bytes(group)
         buffers = self._buffers.take(len(keys), object_bytes(payload_bytes))
-        fetched = await self._sources.get([place.name(key) for key in keys], buffers)
+        fetched = await self._sources.get([chain.name(key) for key in keys], buffers, in_store=chain.in_store)
         verify = partial(_verified, place, payload_bytes, keys, buffers, [one.nbytes for one in fetched])
         found, damaged, others = await self._engine.beside(verify)
         sources = dict(zip(keys, (one.source for one in fetched), strict=True))
         for key, why in others.items():
-            self._leave(place.name(key), sources[key], why)
+            self._leave(chain.name(key), sources[key], why)
         for key, why in damaged.items():
-            await self._report_damage(cache, group, key, sources[key], why)
+            await self._report_damage(cache, chain, key, sources[key], why)
         there = {one.key: one for one in found}
         if not cache.spec.attention(group).chained:
             return found
@@ -223,14 +283,15 @@ class Fetcher:
             run.append(there[key])
         return run
 
-    async def _report_damage(self, cache: Cache, group: GroupId, key: Key, source: Source | None, why: str) -> None:
+    async def _report_damage(self, cache: Cache, chain: Chain, key: Key, source: Source | None, why: str) -> None:
         self.counts["damaged"] += 1
+        group = chain.place.group
         says = "an object is damaged at=%s name=%s group=%d key=%s why=%r"
         _log.warning(says, source and source.name, cache.name, group, key.hex(), why)
         self._engine.tell_damaged(cache.id, group, key)
         if source is not None and source is self._sources.store:
             with suppress(RemoteError):
-                await source.store.delete([place_of(cache, group).name(key)])
+                await source.store.delete([chain.name(key)])
 
     def _leave(self, name: str, source: Source | None, why: str) -> None:
         """Another version's object is a miss, and stays where it is."""
@@ -242,8 +303,9 @@ class Fetcher:
             says = "an object is left alone at=%s object=%s why=%r, and others like it"
             _log.warning(says, source and source.name, name, why)
 
-    async def _store_blocks(self, cache: Cache, group: GroupId, got: Sequence[_Got], seconds: float) -> None:
-        """Makes them blocks of the host tier."""
+    async def _store_blocks(self, cache: Cache, chain: Chain, got: Sequence[_Got], seconds: float) -> None:
+        """Makes them blocks of the host tier, unless the cache has forgotten anything since they were asked for."""
+        group = chain.place.group
         grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None)
         lease = LeaseId(grant.lease or 0)
         try:
@@ -263,10 +325,11 @@ class Fetcher:
                 CommitItem(slot, one.key, one.remembered.parent, *_retention(cache, one.remembered, checksum))
                 for slot, one, checksum in zip(grant.slots, got, checksums, strict=True)
             ]
-            results = self._engine.take_in(cache.id, DAEMON, group, lease, items, int(seconds * 1e9))
+            if self._is_current(cache, chain, got):
+                self._engine.take_in(cache.id, DAEMON, group, lease, items, int(seconds * 1e9))
+                self.counts["fetched"] += len(got)
         finally:
             self._engine.afterwards(cache.id, lease, partial(self._release, cache.id, lease))
-        self.counts["fetched"] += len(results)
         self._buffers.give_back(one.buffer for one in got)  # nobody reads them any more
 
     def _release(self, cache: CacheId, lease: LeaseId) -> None:

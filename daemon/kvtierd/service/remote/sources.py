@@ -64,19 +64,22 @@ class Sources:
         measured = [each.seconds_a_byte for each in (*self.peers, self.store) if each is not None]
         return nbytes * min((one for one in measured if one), default=0.0)
 
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether any has the object. Raises RemoteError where the store would have to tell and does not."""
+    async def exists(self, names: Sequence[str], *, in_store: bool = True) -> list[bool]:
+        """Whether any has the object; ``in_store``: the store counts. Raises RemoteError where the store would have to
+        tell and does not."""
         held = await self._held(names)
         unknown = [name for name in names if name not in held and self._known.of(name) is None]
-        if self.store is not None and unknown:
+        if self.store is not None and in_store and unknown:
             for name, there in zip(unknown, await self.store.store.exists(unknown), strict=True):
                 self._known.note([name], there=there)
-        return [name in held or self._known.of(name) is True for name in names]
+        return [name in held or (in_store and self._known.of(name) is True) for name in names]
 
-    async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[Fetched]:
-        """Reads objects, as a store does; nothing is there where all that have it fail."""
+    async def get(self, names: Sequence[str], into: Sequence[memoryview], *, in_store: bool = True) -> list[Fetched]:
+        """Reads objects, as a store does; nothing is there where all that have it fail. ``in_store``: the store is
+        asked, too."""
         held, found = await self._held(names), [_NOWHERE] * len(names)
-        for source in sorted(filter(None, (*self.peers, self.store)), key=lambda each: each.seconds_a_byte):
+        asked = (*self.peers, self.store if in_store else None)
+        for source in sorted(filter(None, asked), key=lambda each: each.seconds_a_byte):
             wanted = [
                 number
                 for number, name in enumerate(names)

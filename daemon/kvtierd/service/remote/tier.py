@@ -15,11 +15,13 @@ from kvtierd.core.ids import GroupId, Key
 from kvtierd.mover.engine import Engine
 from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.hub import EventHub
-from kvtierd.service.remote.deleting import Deleter
+from kvtierd.service.remote.deleting import BATCH, Deleter
 from kvtierd.service.remote.fetching import Fetcher
 from kvtierd.service.remote.known import Known
 from kvtierd.service.remote.sources import Source, Sources
+from kvtierd.service.remote.telling import Generations, Teller
 from kvtierd.service.remote.writing import Writer
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.breaker import Counts, Guarded, Operation
@@ -40,6 +42,7 @@ class RemoteTier:
     Args:
         store: opened, the tier's from now on, as ``config`` says; None = there is none.
         peers: by their address.
+        generations: what peers tell.
     """
 
     def __init__(
@@ -50,20 +53,25 @@ class RemoteTier:
         config: Remote | None,
         store: RemoteStore | None,
         peers: Mapping[str, RemoteStore],
+        generations: Generations,
+        forgotten: Forgotten,
     ) -> None:
         self.url: Final = "" if config is None else config.url
         self.known: Final = Known(time.monotonic)
         self._store: Final = None if store is None or config is None else Guarded(store, config.timeout_seconds)
         source = None if self._store is None else Source(self.url, self._store)
         others = [Source(address, Guarded(peer, PEER_S)) for address, peer in peers.items()]
-        self.fetcher: Final = Fetcher(engine, Sources(source, self.known, others))
+        self.teller: Final = Teller(engine, catalog, forgotten, self._store, generations)
+        self.fetcher: Final = Fetcher(engine, Sources(source, self.known, others), forgotten, self.teller)
+        pace = 0 if config is None else config.bytes_per_second
         self._writer: Final = (
             None
-            if self._store is None or config is None
-            else Writer(engine, hub, catalog, self._store, self.known, config.bytes_per_second)
+            if self._store is None
+            else Writer(engine, hub, catalog, self._store, self.known, pace, forgotten, self.teller)
         )
-        self.deleter: Final = None if self._store is None else Deleter(self._store, self.known)
+        self.deleter: Final = None if self._store is None else Deleter(self._store, self.known, forgotten)
         self._tasks: list[asyncio.Task[None]] = []
+        self._deleting: Final[set[asyncio.Task[None]]] = set()
 
     @property
     def problem(self) -> str | None:
@@ -93,7 +101,31 @@ class RemoteTier:
         """How many blocks wait for the store, by reason."""
         return {} if self._writer is None else self._writer.unwritten
 
+    def reach(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> int:
+        """How long a prefix the store has, as far as is known without asking."""
+        names = self.names(cache, group, keys)
+        lacking = (number for number, name in enumerate(names.values()) if not self.known.of(name))
+        return next(lacking, len(names))
+
+    def names(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> Mapping[Key, str]:
+        """The object that each block has, or would have; none where there is no store."""
+        return {} if self._writer is None else self._writer.names(cache, group, keys)
+
+    def delete(self, objects: Sequence[str]) -> None:
+        """Deletes the objects of dropped blocks, which nobody reads any more, in the background."""
+        if self._store is not None and objects:
+            deleting = asyncio.create_task(self._delete(self._store, objects), name="remote-delete")
+            self._deleting.add(deleting)
+            deleting.add_done_callback(self._deleting.discard)
+
+    async def _delete(self, store: Guarded, objects: Sequence[str]) -> None:
+        with suppress(RemoteError):
+            for start in range(0, len(objects), BATCH):
+                await store.delete(objects[start : start + BATCH])
+        self.known.note(objects, there=False)
+
     def start(self) -> None:
+        self._tasks.append(asyncio.create_task(self.teller.run(), name="remote-teller"))
         if self._writer is not None and self._store is not None:
             self._tasks.append(asyncio.create_task(self._writer.run(), name="remote-writer"))
             self._tasks.append(asyncio.create_task(self._keep_probing(self._store), name="remote-probe"))
@@ -108,10 +140,11 @@ class RemoteTier:
         """Writes and deletes no more: blocks that have not reached the store have not."""
         if self.deleter is not None:
             self.deleter.stop()
-        for task in self._tasks:
+        for task in (*self._tasks, *self._deleting):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+        await self.teller.stop()
 
     async def close(self) -> None:
         """Ends the store's connections. Nobody fetches any more."""

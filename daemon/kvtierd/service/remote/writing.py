@@ -11,9 +11,9 @@ import logging
 import mmap
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -25,13 +25,14 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
 from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
+from kvtierd.service.forgotten import Forgotten, Past
 from kvtierd.service.hub import EventHub
-from kvtierd.service.remote.fetching import place_of
 from kvtierd.service.remote.known import Known
+from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.base import Bytes, TierError
 from kvtierd.tiers.disk.store import DiskRead
-from kvtierd.tiers.remote.base import RemoteError, RemoteStore
-from kvtierd.tiers.remote.objects import encode
+from kvtierd.tiers.remote.base import CHECKSUM_BYTES, RemoteError, RemoteStore
+from kvtierd.tiers.remote.objects import Place, encode
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 16
@@ -40,16 +41,19 @@ BATCHES: Final = 8
 LOOK_S: Final = 0.5
 """How often blocks are looked for that no event told of: those used again."""
 RETRY_S: Final = 1.0
+DAY_S: Final = 86_400
+"""For one to two days a store is believed to keep a block of which it was known to have it."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
 class _Source:
-    """Where a block's bytes are. ``generation``: of its slot in the host tier then."""
+    """Where a block's bytes are. ``generation``: of its slot in the host tier then. ``name``: of its object."""
 
     offer: Offer
     generation: int
+    name: str
 
 
 class Writer:
@@ -60,7 +64,15 @@ class Writer:
     """
 
     def __init__(
-        self, engine: Engine, hub: EventHub, catalog: Catalog, store: RemoteStore, known: Known, bytes_a_second: int
+        self,
+        engine: Engine,
+        hub: EventHub,
+        catalog: Catalog,
+        store: RemoteStore,
+        known: Known,
+        bytes_a_second: int,
+        forgotten: Forgotten,
+        teller: Teller,
     ) -> None:
         self._engine: Final = engine
         self._hub: Final = hub
@@ -68,6 +80,8 @@ class Writer:
         self._store: Final = store
         self._known: Final = known
         self._bytes_a_second: Final = bytes_a_second
+        self._forgotten: Final = forgotten
+        self._teller: Final = teller
         self._turn_at = 0.0
         self._retry_at = 0.0
         self._under_way: set[asyncio.Task[None]] = set()
@@ -79,7 +93,7 @@ class Writer:
         try:
             while not self._hub.closed:
                 seen = self._hub.last
-                found = self._begin()
+                found = self._begun()
                 if len(self._under_way) >= BATCHES:
                     await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
                 elif not found:
@@ -107,12 +121,21 @@ class Writer:
             return sum(beyond.left for beyond in beyonds)
         return 0
 
+    def _begun(self) -> bool:
+        try:
+            return self._begin()
+        except Exception:  # noqa: BLE001  our bug; other blocks are written
+            _log.exception("blocks are not offered to the store")
+            self._retry_at = time.monotonic() + RETRY_S
+            return False
+
     def _begin(self) -> bool:
         """Takes what is offered, as far as there is room. Whether there was anything."""
         found = False
         if time.monotonic() < self._retry_at:
             return found
         for cache in self._catalog:
+            self._engine.manager(cache.id).beyond.begin_day(int(time.time() // DAY_S))
             for number in range(len(cache.spec.groups)):
                 if len(self._under_way) >= BATCHES:
                     return True
@@ -121,36 +144,80 @@ class Writer:
 
     def _take(self, cache: Cache, group: GroupId) -> bool:
         step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
+        if self._forgotten.is_changing(cache.prefix):
+            return False  # a block that is about to be forgotten would get the name of a fresh one
+        if not self._teller.has_heard(cache.prefix):
+            self._teller.wake()
+            return False
         with suppress(MoverError):
             offers = self._engine.manager(cache.id).beyond.offers(group, step)
-            arena = cache.runtime.arena
+            arena, past = cache.runtime.arena, self._forgotten.of(cache.prefix)
+            names, old = self.names(cache, group, [each.key for each in offers]), self._of_before(cache, group, offers)
             sources = [
-                _Source(each, arena.generation(HOST, group, SlotId(each.slot)) if each.tier is HOST else 0)
+                _Source(
+                    each,
+                    arena.generation(HOST, group, SlotId(each.slot)) if each.tier is HOST else 0,
+                    names[each.key],
+                )
                 for each in offers
+                if each.key not in old
             ]
+            self._carried += len(sources)
             for start in range(0, len(sources), step):
-                task = asyncio.create_task(self._carry(cache, group, sources[start : start + step]))
+                task = asyncio.create_task(self._carry(cache, group, past, sources[start : start + step]))
                 self._under_way.add(task)
                 task.add_done_callback(self._under_way.discard)
             return bool(offers)
         return False
 
-    async def _carry(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> None:
+    def names(self, cache: Cache, group: GroupId, keys: Iterable[Key]) -> dict[Key, str]:
+        """The name of the object that each block has, or would have."""
+        past, beyond = self._forgotten.of(cache.prefix), self._engine.manager(cache.id).beyond
+        place, revisions = Place(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
+        names: dict[Key, str] = {}
+        for key in keys:
+            path, above = [key], None
+            for above in beyond.ancestors(group, key) if past.dropped else ():
+                if above in revisions:
+                    break
+                path.append(above)
+            latest = past.generation if above is None else revisions.get(above, past.generation)
+            for each in reversed(path):
+                latest = revisions[each] = max(latest, past.revision(group, [each]))
+            names[key] = (place if latest == place.revision else replace(place, revision=latest)).name(key)
+        return names
+
+    def _of_before(self, cache: Cache, group: GroupId, offers: Sequence[Offer]) -> set[Key]:
+        """Those that a reset was to forget: the store is not to have them."""
+        kept = self._forgotten.kept(cache.prefix)
+        beyond = self._engine.manager(cache.id).beyond
+        return {
+            offer.key
+            for offer in (offers if kept else ())
+            if any((group, key) in kept for key in (offer.key, *beyond.ancestors(group, offer.key)))
+        }
+
+    async def _carry(self, cache: Cache, group: GroupId, past: Past, sources: Sequence[_Source]) -> None:
         left = [source.offer.key for source in sources]
-        self._carried += len(sources)
         try:
-            absent = await self._absent(cache, group, sources)
-            async with self._catalog.holding(cache) as there:
-                objects = await self._engine.beside(partial(_objects, cache, group, absent)) if there else []
+            there = await self._there(sources)
+            wanted = [source for source in sources if source.name not in there or not source.offer.recovered]
+            async with self._catalog.holding(cache) as is_open:
+                objects = await self._engine.beside(partial(_objects, cache, group, wanted)) if is_open else []
             ready = [
                 (source, data)
-                for source, data in zip(absent, objects, strict=False)  # there are none of a removed cache
+                for source, data in zip(wanted, objects, strict=False)  # there are none of a removed cache
                 if data is not None and self._stood(cache, group, source)
             ]
+            if self._forgotten.of(cache.prefix) is not past:
+                return  # offered again, under another name
             carried = {source.offer.key for source, _ in ready}
-            self._again(cache, group, [source.offer for source in absent if source.offer.key not in carried])
+            self._again(cache, group, [source.offer for source in wanted if source.offer.key not in carried])
+            same = await self._same([(source, data) for source, data in ready if source.name in there])
+            self.counts["there already"] += len(sources) - len(wanted) + len(same)
+            ready = [(source, data) for source, data in ready if source.name not in same]
             await self._pace(sum(len(data) for _, data in ready))
-            await self._put(cache, group, ready)
+            await self._put(cache, group, past, ready, there)
             left = []
         except RemoteError as error:
             self._retry_at = time.monotonic() + RETRY_S
@@ -177,29 +244,35 @@ class Writer:
                 moved.append(offer.key)
         beyond.put_back(group, moved)
 
-    async def _absent(self, cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[_Source]:
-        """Those that the store does not have yet: another host may have written them. What stands on an absent block
+    async def _there(self, sources: Sequence[_Source]) -> set[str]:
+        """The names of objects that the store has: another host may have written them. What stands on an absent block
         counts as absent, unasked: to write it again does no harm."""
-        place = place_of(cache, group)
-        unknown = [source.offer for source in sources if not self._known.of(place.name(source.offer.key))]
-        keys, absent = {offer.key for offer in unknown}, set[Key]()
+        unknown = [source for source in sources if not self._known.of(source.name)]
+        keys, absent = {source.offer.key for source in unknown}, set[Key]()
 
-        async def ask(offers: Sequence[Offer]) -> None:
-            names = [place.name(offer.key) for offer in offers]
+        async def ask(asked: Sequence[_Source]) -> None:
+            names = [source.name for source in asked]
             found = await self._store.exists(names) if names else ()
             there = [name for name, has in zip(names, found, strict=True) if has]
             self.counts["there and not given"] += sum(self._known.of(name) is False for name in there)
             self._known.note([name for name in there if self._known.of(name) is None], there=True)
-            absent.update(offer.key for offer, has in zip(offers, found, strict=True) if not has)
+            absent.update(source.offer.key for source, has in zip(asked, found, strict=True) if not has)
 
-        await ask([offer for offer in unknown if offer.parent not in keys])
-        below = [offer for offer in unknown if offer.parent in keys]  # parents first
-        for offer in below:
-            if offer.parent in absent:
-                absent.add(offer.key)
-        await ask([offer for offer in below if offer.key not in absent])
-        self.counts["there already"] += len(sources) - len(absent)
-        return [source for source in sources if source.offer.key in absent]
+        await ask([source for source in unknown if source.offer.parent not in keys])
+        below = [source for source in unknown if source.offer.parent in keys]  # parents first
+        for source in below:
+            if source.offer.parent in absent:
+                absent.add(source.offer.key)
+        await ask([source for source in below if source.offer.key not in absent])
+        return {source.name for source in sources if source.offer.key not in absent}
+
+    async def _same(self, ready: Sequence[tuple[_Source, bytes]]) -> set[str]:
+        """The names of objects that the store has with these bytes."""
+        names, begins = [source.name for source, _ in ready], [b""] * len(ready)
+        with suppress(RemoteError):  # then they are written again, which does no harm
+            begins = [*await self._store.begins(names, CHECKSUM_BYTES)] if names else begins
+        pairs = zip(ready, begins, strict=True)
+        return {source.name for (source, data), begin in pairs if begin == data[:CHECKSUM_BYTES]}
 
     def _stood(self, cache: Cache, group: GroupId, source: _Source) -> bool:
         """What was read of memory was the block's: its slot has not changed since."""
@@ -207,17 +280,30 @@ class Writer:
             return True
         return cache.runtime.arena.generation(HOST, group, SlotId(source.offer.slot)) == source.generation
 
-    async def _put(self, cache: Cache, group: GroupId, ready: Sequence[tuple[_Source, bytes]]) -> None:
+    async def _put(
+        self,
+        cache: Cache,
+        group: GroupId,
+        past: Past,
+        ready: Sequence[tuple[_Source, bytes]],
+        there: Collection[str],
+    ) -> None:
+        """``past``: that names are of. ``there``: objects to replace."""
         if not ready:
             return
-        place, started = place_of(cache, group), time.monotonic_ns()
-        names = [place.name(source.offer.key) for source, _ in ready]
+        started, names = time.monotonic_ns(), [source.name for source, _ in ready]
+        replaced = [name for name in names if name in there]
+        if replaced and not self._store.replaces:
+            await self._store.delete(replaced)
         errors = await self._store.put(names, [data for _, data in ready])
         took = time.monotonic_ns() - started
+        self._known.note([name for name, error in zip(names, errors, strict=True) if error is None], there=True)
         offers = [(source.offer, error) for (source, _), error in zip(ready, errors, strict=True)]
-        written = [offer for offer, error in offers if error is None]
-        self._known.note([place.name(offer.key) for offer in written], there=True)
+        # A block of the same key that is here since a drop has another name, under which the store lacks it.
+        current = self._forgotten.of(cache.prefix) is past
+        written = [offer for offer, error in offers if error is None and current]
         self.counts["written"] += len(written)
+        self.counts["replaced"] += len(replaced)
         self.counts["refused"] += sum(error is not None and error.of_object for _, error in offers)
         again = [offer.key for offer, error in offers if error is not None and not error.of_object]
         self._engine.manager(cache.id).beyond.put_back(group, again)
@@ -241,7 +327,7 @@ def _by_tier(offers: Iterable[Offer]) -> dict[Tier, list[Key]]:
 
 def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[bytes | None]:
     """The object of each block; None where the disk does not give the bytes. In a thread."""
-    place = place_of(cache, group)
+    place = Place(cache.name, cache.fingerprint, group)
     return [
         None if parts is None else encode(place, source.offer.key, source.offer.parent, source.offer.traits, parts)
         for source in sources

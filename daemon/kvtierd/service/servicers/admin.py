@@ -31,7 +31,6 @@ from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import bad_argument, refused, unknown
 from kvtierd.service.hub import EventHub
-from kvtierd.service.remote.fetching import place_of
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
@@ -181,6 +180,8 @@ class AdminService:
                 with suppress(UnknownCache):  # removed meanwhile
                     here = self._engine.manager(cache.id).match(group, keys)
                     found.append(_holding("", cache, group, here.blocks, here.residency))
+                if self._remote is not None and (known := self._remote.reach(cache, group, keys)):
+                    found.append(_holding(self._remote.url, cache, group, known, ()))
                 for peer in () if self._fleet is None else self._fleet.peers:
                     await asyncio.sleep(0)
                     blocks, residency = peer.holding(cache.name, cache.fingerprint, group, keys)
@@ -311,8 +312,8 @@ class AdminService:
             return
         for cache in caches:
             for group in map(GroupId, range(len(cache.spec.groups))):
-                there = self._remote.known.of(place_of(cache, group).name(key))
-                yield admin_pb2.ExplainedRemote(cache=cache.name, group=group, there=there)
+                name = self._remote.names(cache, group, [key])[key]
+                yield admin_pb2.ExplainedRemote(cache=cache.name, group=group, there=self._remote.known.of(name))
 
     def _explained(self, session: Session, cache: Cache, key: Key) -> list[admin_pb2.ExplainedBlock]:
         """One for each window group that has it. Raises :class:`UnknownCache`."""

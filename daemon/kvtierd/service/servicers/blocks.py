@@ -20,7 +20,8 @@ from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import ForeignLease, UnknownLease
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
-from kvtierd.core.transfers import BlockResult, ChainRequest, Location
+from kvtierd.core.removal import DropReport
+from kvtierd.core.transfers import BlockResult, ChainRequest, Location, ResetReport
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import Refused, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
@@ -31,6 +32,7 @@ from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, shown
+from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import Session, SessionRegistry
 from kvtierd.tiers.base import Bytes, TierError
@@ -142,9 +144,11 @@ class BlocksService:
         wait_s: float,
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
         caps: Caps,
+        forgotten: Forgotten,
         remote: RemoteTier | None = None,
     ) -> None:
         self._engine: Final = engine
+        self._forgotten: Final = forgotten
         self._remote: Final = remote
         self._caps: Final = caps
         self._catalog: Final = catalog
@@ -299,13 +303,33 @@ class BlocksService:
     async def drop(self, session: Session, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        report = await self._engine.drop(cache.id, session.id, group, keys, dry_run=request.dry_run)
-        response = blocks_pb2.DropResponse(
-            results=bytes(report.results), dropped=report.dropped, as_of_event=self._now_cursor()
+        drop = partial(self._engine.drop, cache.id, session.id, group, keys)
+        kept_in_store = False
+        if request.dry_run:
+            report = await drop(dry_run=True)
+        elif self._remote is None:
+            report = await drop()
+            await self._forgotten_on_disk(cache, report)
+        else:
+            async with self._forgotten.change(cache.prefix) as before:
+                objects = self._remote.names(cache, group, keys)
+                self._forgotten.set(cache.prefix, before.after_drop(group, keys))
+                report = await drop()
+                gone = [key for key, result in zip(keys, report.results, strict=True) if result is not BlockResult.HELD]
+                self._forgotten.set(cache.prefix, before.after_drop(group, gone))
+                await self._forgotten_on_disk(cache, report)
+            kept_in_store = not await self._remote.teller.tell(cache.prefix)
+            self._remote.delete([objects[key] for key in gone if key in objects])
+        return blocks_pb2.DropResponse(
+            results=bytes(report.results),
+            dropped=report.dropped,
+            as_of_event=self._now_cursor(),
+            kept_in_store=kept_in_store,
         )
-        if report.dropped and not request.dry_run:
+
+    async def _forgotten_on_disk(self, cache: Cache, report: DropReport) -> None:
+        if report.dropped:
             await self._engine.forgotten(cache.id)
-        return response
 
     async def set_retention(
         self, session: Session, request: blocks_pb2.SetRetentionRequest
@@ -328,11 +352,24 @@ class BlocksService:
 
     async def reset(self, session: Session, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
         cache = self._catalog.opened(session, request.cache_id)
+        prefix, remote = cache.prefix, self._remote
         if request.dry_run:
             report = self._engine.manager(cache.id).reset_plan()
+        elif request.repeats and request.repeats == self._forgotten.of(prefix).generation and remote is not None:
+            report = ResetReport(0, await remote.teller.let_go(cache))
         else:
-            report = await self._engine.reset(cache.id, session.id, force=request.force)
-        return blocks_pb2.ResetResponse(dropped=report.dropped, kept=report.kept, as_of_event=self._now_cursor())
+            async with self._forgotten.change(prefix) as before:
+                self._forgotten.set(prefix, before.after_reset())
+                report = await self._engine.reset(cache.id, session.id, force=request.force)
+                self._forgotten.keep(prefix, () if remote is None else report.roots)
+        told = request.dry_run or remote is None or await remote.teller.tell(prefix)
+        return blocks_pb2.ResetResponse(
+            dropped=report.dropped,
+            kept=report.kept,
+            as_of_event=self._now_cursor(),
+            kept_in_store=not told,
+            generation=self._forgotten.of(prefix).generation,
+        )
 
     async def list(self, session: Session, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
         cache, group = self._place(session, request.cache_id, request.group)

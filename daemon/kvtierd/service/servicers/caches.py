@@ -17,6 +17,8 @@ from kvtierd.service.cache import Cache, wanted
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, unknown
+from kvtierd.service.forgotten import Forgotten
+from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 
@@ -29,13 +31,14 @@ class CachesService:
         sessions: SessionRegistry,
         access: Access,
         tiers: tuple[Tier, ...],
-        *,
-        remote: bool,
+        forgotten: Forgotten,
+        remote: RemoteTier | None,
     ) -> None:
         self._catalog: Final = catalog
         self._access: Final = access
         self._sessions: Final = sessions
         self._tiers: Final = tiers
+        self._forgotten: Final = forgotten
         self._remote: Final = remote
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
@@ -85,7 +88,12 @@ class CachesService:
             caches_pb2.TierBudget(tier=wire.TIER_TO_WIRE[tier], bytes=nbytes)
             for tier, nbytes in sorted(removal.freed.items())
         ]
-        return caches_pb2.RemoveCacheResponse(blocks=removal.blocks, freed=freed)
+        told = request.dry_run or self._remote is None or await self._tell(self._remote, name)
+        return caches_pb2.RemoveCacheResponse(blocks=removal.blocks, freed=freed, kept_in_store=not told)
+
+    async def _tell(self, remote: RemoteTier, name: str) -> bool:
+        prefixes = [prefix for prefix in self._forgotten.prefixes if prefix.startswith(f"{name}/")]
+        return all([await remote.teller.tell(prefix) for prefix in prefixes])
 
     def _require_unused(self, cache: Cache, request: caches_pb2.RemoveCacheRequest) -> None:
         """Raises FAILED_PRECONDITION where the cache must not go; of one that goes, no session has any part left."""
@@ -124,7 +132,9 @@ class CachesService:
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
             device=cache.device.id,
-            remote=self._remote,
+            remote=self._remote is not None,
+            generation=self._forgotten.generation(cache.prefix),
+            has_old_blocks=self._forgotten.has_old(cache.prefix),
         )
 
 

@@ -15,6 +15,8 @@ FAILED: Final = -2
 """The store has the object, maybe, and does not give it: archived, another account's, its key gone."""
 UNANSWERED: Final = -3
 """The store did not answer for this object."""
+CHECKSUM_BYTES: Final = 16
+"""Bytes at the beginning of an object that tell it from others of its name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,8 +34,11 @@ class RemoteStore(Protocol):
 
     Loop thread only. Every call may be cancelled, and its caller bounds its time; buffers to read into are not touched
     once it has ended. Each raises :class:`RemoteUnavailable`, :class:`RemoteRefused` or :class:`RemoteFull`, and no
-    other error.
+    other error. ``replaces``: a put replaces an object that exists, otherwise that object stays.
     """
+
+    @property
+    def replaces(self) -> bool: ...
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
         """Whether each object is there. False for an object that the store does not answer for; raises if there is no
@@ -52,10 +57,14 @@ class RemoteStore(Protocol):
         """
         ...
 
+    async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
+        """The first ``nbytes`` of each object. Nothing of an object that the store does not have or give; raises if it
+        does not answer for any."""
+        ...
+
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
-        """Writes objects side by side, perhaps on after a cancelled call. An object that exists stays or is
-        replaced. Readers see all of it or nothing. Returns why each was not written; raises if none was, or there is no
-        room."""
+        """Writes objects side by side, perhaps on after a cancelled call. Readers see all of an object or
+        nothing. Returns why each was not written; raises if none was, or there is no room."""
         ...
 
     async def delete(self, names: Sequence[str]) -> None:

@@ -86,9 +86,17 @@ class Guarded:
     def counts(self) -> Mapping[Operation, Counts]:
         return self._counts
 
+    @property
+    def replaces(self) -> bool:
+        return self._store.replaces
+
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
         async with self._call("exists", names):
             return await self._store.exists(names)
+
+    async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
+        async with self._call("get", names):
+            return await self._store.begins(names, nbytes)
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         for name, view in zip(names[:2], into, strict=False):

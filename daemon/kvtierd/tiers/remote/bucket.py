@@ -68,6 +68,8 @@ _REASONS: Final = (
 class Bucket:
     """A store that obstore can reach."""
 
+    replaces: Final = True
+
     def __init__(self, store: ObjectStore, shown: str) -> None:
         self._store = store
         self._shown = shown
@@ -80,6 +82,11 @@ class Bucket:
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         found = await self._each([_settled(self._get(*pair)) for pair in zip(names, into, strict=True)])
         return [_size(size) for size in _some(found)]
+
+    async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
+        found = await self._each([_settled(self._begin(name, nbytes)) for name in names])
+        refused = [b"" if isinstance(begin, RemoteError) and begin.of_object else begin for begin in found]
+        return [begin if isinstance(begin, bytes) else b"" for begin in _some(refused)]
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         ends = await self._each([_settled(self._put(*pair)) for pair in zip(names, objects, strict=True)])
@@ -123,6 +130,13 @@ class Bucket:
                 return ABSENT
         into[: len(body)] = body
         return len(body)
+
+    async def _begin(self, name: str, nbytes: int) -> bytes:
+        async with self._request("get"):
+            try:
+                return bytes(await obstore.get_range_async(self._store, name, start=0, length=nbytes))
+            except FileNotFoundError:
+                return b""
 
     async def _put(self, name: str, data: bytes) -> None:
         async with self._request("put"):

@@ -54,6 +54,8 @@ _ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
 class Mooncake:
     """A store that Mooncake's master knows. ``arguments``: of its processes, without the memory they share."""
 
+    replaces: Final = False
+
     def __init__(self, shown: str, prefix: str, arguments: Sequence[str]) -> None:
         self._shown = shown
         self._prefix = prefix
@@ -79,6 +81,13 @@ class Mooncake:
                     start += len(view)
             found += self._some(codes, "get")
         return found
+
+    async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
+        """Reads whole objects: Mooncake gives no part of an object."""
+        sizes = await self.get(names, [memoryview(bytearray(nbytes)) for _ in names])
+        buffers = [memoryview(bytearray(max(size, 1))) for size in sizes]
+        lengths = await self.get(names, buffers)
+        return [bytes(view[: min(nbytes, max(n, 0))]) for view, n in zip(buffers, lengths, strict=True)]
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         refused: list[RemoteError | None] = []

@@ -14,7 +14,8 @@ n         the record, as the disk's index has it (``tiers/disk/records.py``), wi
 n         the payload: the block's bytes in each pool, in their order, without padding
 ========  =========================================================================================================
 
-The name has the cache's name, fingerprint, group and key, so a namespace is a prefix: ``cache/print/group/ab/key``.
+The name has the cache's name, fingerprint, group and key, so a namespace is a prefix: ``cache/print/v1/group/ab/key``.
+After a reset or a drop the name ends in the block's revision: ``.../key.revision``.
 """
 
 from __future__ import annotations
@@ -30,27 +31,37 @@ import xxhash
 
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, GroupId, Key, SlotId, Traits
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk.records import decode_records, encode_record, parents_of, traits_of
+from kvtierd.tiers.disk.records import (
+    HEAD_BYTES,
+    RECORD_DTYPE,
+    decode_records,
+    encode_record,
+    parents_of,
+    traits_of,
+)
+from kvtierd.tiers.remote.base import CHECKSUM_BYTES
 
 VERSION: Final = 1
 """Format version of objects. Every change of the header, or of the record in it, needs a new number."""
 _MAGIC: Final = b"kvtier\0"
 _NUMBERED: Final = re.compile(r"v[1-9]\d{0,3}")
-CHECKSUM_BYTES: Final = 16
-"""An object begins with so many."""
 FINGERPRINT_BYTES: Final = 32
 _HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s7sBIIQ{FINGERPRINT_BYTES}sI{KEY_BYTES}s")
+LINK_BYTES: Final = _HEAD.size + HEAD_BYTES
+"""So many bytes of an object tell what its block stands on."""
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 """A header has no more."""
 
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where the blocks of one window group of a cache stand. ``cache``: its name, which has no ``/``."""
+    """Where the blocks of one window group of a cache stand. ``cache``: its name, which has no ``/``. ``revision``: the
+    time when they were last forgotten, see ``service/forgotten.py``; 0 = never."""
 
     cache: str
     fingerprint: bytes
     group: GroupId
+    revision: int = 0
 
     @property
     def prefix(self) -> str:
@@ -59,15 +70,18 @@ class Place:
     def name(self, key: Key) -> str:
         """Of a block's object: its first byte spreads them over directories."""
         digits = key.hex()
-        return f"{self.prefix}{digits[:2]}/{digits}"
+        end = f".{self.revision}" if self.revision else ""
+        return f"{self.prefix}{digits[:2]}/{digits}{end}"
 
 
 def parse(name: str) -> tuple[Place, Key] | None:
     """Whose object has this name, of whichever version; None = it is no block's."""
     parts = name.split("/")
     try:
-        cache, fingerprint, version, group, _, key = parts
-        place, found = Place(cache, bytes.fromhex(fingerprint), GroupId(int(group))), Key(bytes.fromhex(key))
+        cache, fingerprint, version, group, _, last = parts
+        key, _, revision = last.partition(".")
+        place = Place(cache, bytes.fromhex(fingerprint), GroupId(int(group)), int(revision or 0))
+        found = Key(bytes.fromhex(key))
     except ValueError:
         return None
     parts[2] = f"v{VERSION}" if _NUMBERED.fullmatch(version) else ""
@@ -145,3 +159,12 @@ def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tup
     (traits,) = traits_of(rows, values, np.zeros(1, np.intp))
     (parent,) = parents_of(rows)
     return Remembered(None if parent is None else Key(parent), traits), found[start:]
+
+
+def parent_in(begin: bytes) -> Key | None:
+    """The parent of a block, from the first ``LINK_BYTES`` of its object, unverified; None = none, or unknown."""
+    number_at = CHECKSUM_BYTES + len(_MAGIC)
+    if len(begin) < LINK_BYTES or begin[CHECKSUM_BYTES : number_at + 1] != _MAGIC + bytes([VERSION]):
+        return None
+    (parent,) = parents_of(np.frombuffer(begin, RECORD_DTYPE, 1, _HEAD.size))
+    return None if parent is None else Key(parent)

@@ -1,0 +1,226 @@
+"""Remembers when each cache forgot its blocks, so that no store and no other daemon brings them back.
+
+A block that was stored under an older revision has another object name. A revision is the time of the last reset of the
+cache, or of the last drop of the block or of a block that its chain leads through, whichever is later.
+
+A cache of another specification is another cache: all of this is by :attr:`Cache.prefix`, ``NAME/FINGERPRINT``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key
+from kvtierd.tiers.base import DamagedDirectory
+from kvtierd.tiers.disk.superblock import (
+    SET_ASIDE,
+    SUPERBLOCK,
+    io_errors,
+    make_private_directory,
+    read_superblock,
+    write_superblock,
+)
+
+MOST_DROPPED: Final = 8_192
+"""Drops that a cache remembers one by one. With more, all its blocks count as dropped."""
+_MOST_KEPT: Final = 2_048
+"""Kept blocks that outlive the daemon, which lets go of all blocks when it ends."""
+_KIND: Final = "forgotten"
+_TIME_BYTES: Final = 8
+_LATEST: Final = 1 << 63
+
+_log = logging.getLogger(__name__)
+
+Place = tuple[GroupId, Key]
+Dropped = Mapping[Place, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Past:
+    """What a cache has forgotten. Times are in nanoseconds since 1970, and only rise.
+
+    ``generation``: the last reset; 0 = none. ``dropped``: single blocks after that.
+    """
+
+    generation: int = 0
+    dropped: Dropped = field(default_factory=dict)
+
+    def after_reset(self) -> Past:
+        return Past(self._now())
+
+    def after_drop(self, group: GroupId, keys: Collection[Key]) -> Past:
+        return self.joined(Past(0, dict.fromkeys(((group, key) for key in keys), self._now()))) if keys else self
+
+    def joined(self, other: Past) -> Past:
+        """Returns what either has forgotten: the same, whichever is joined to which."""
+        generation = max(self.generation, other.generation)
+        latest = dict(self.dropped)
+        for place, at in other.dropped.items():
+            latest[place] = max(at, latest.get(place, 0))
+        dropped = {place: at for place, at in latest.items() if at > generation}
+        return Past(generation, dropped) if len(dropped) <= MOST_DROPPED else Past(max(dropped.values()))
+
+    def revision(self, group: GroupId, path: Iterable[Key]) -> int:
+        """Returns the revision of a block. ``path``: its key, and those of the blocks that it stands on."""
+        if not self.dropped:
+            return self.generation
+        return max(self.generation, *(self.dropped.get((group, key), 0) for key in path))
+
+    def encoded(self) -> dict[str, Any]:
+        """Returns plain JSON values."""
+        dropped = ((group, key + at.to_bytes(_TIME_BYTES)) for (group, key), at in sorted(self.dropped.items()))
+        return {"generation": self.generation, "dropped": _by_group(dropped)}
+
+    @classmethod
+    def decoded(cls, content: Mapping[str, Any]) -> Self:
+        """Reads the values of :meth:`encoded`. Raises ValueError."""
+        try:
+            entries = _entries(content["dropped"], KEY_BYTES + _TIME_BYTES)
+            dropped = {(group, Key(entry[:KEY_BYTES])): int.from_bytes(entry[KEY_BYTES:]) for group, entry in entries}
+            past = cls(int(content["generation"]), dropped)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(repr(error)) from error
+        if not all(0 <= at < _LATEST for at in (past.generation, *past.dropped.values())):
+            raise ValueError("a time is out of range")
+        return past
+
+    def _now(self) -> int:
+        return max(time.time_ns(), self.generation + 1, *(at + 1 for at in self.dropped.values()))
+
+
+def _by_group(entries: Iterable[tuple[GroupId, bytes]]) -> dict[str, str]:
+    parts: dict[str, list[str]] = {}
+    for group, entry in entries:
+        parts.setdefault(str(group), []).append(entry.hex())
+    return {group: "".join(texts) for group, texts in parts.items()}
+
+
+def _entries(by_group: Mapping[str, str], nbytes: int) -> list[tuple[GroupId, bytes]]:
+    wholes = [(GroupId(int(group)), bytes.fromhex(text)) for group, text in by_group.items()]
+    if any(len(whole) % nbytes for _, whole in wholes):
+        raise ValueError(f"entries are not of {nbytes} bytes")
+    return [(group, whole[at : at + nbytes]) for group, whole in wholes for at in range(0, len(whole), nbytes)]
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """A cache's past, and the blocks that a reset could not forget yet, as they were in use: they, and all that stands
+    on them, are of before."""
+
+    past: Past = field(default_factory=Past)
+    kept: frozenset[Place] = frozenset()
+
+
+class Forgotten:
+    """The record of every cache, each in a file of its own. It outlives its cache. Loop thread only.
+
+    Args:
+        directory: of the files. They are read here, which blocks.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory: Final = directory
+        self._records: Final = {f"{path.parent.name}/{path.name}": _read(path) for path in directory.glob("*/*")}
+        self._unwritten: Final[set[str]] = set()
+        self._changing: Final[set[str]] = set()
+        self._locks: Final[dict[str, asyncio.Lock]] = {}
+
+    @property
+    def prefixes(self) -> Collection[str]:
+        """The caches that have forgotten anything."""
+        return self._records.keys()
+
+    def of(self, prefix: str) -> Past:
+        """Returns the cache's past: the same object until it changes."""
+        return self._records.get(prefix, _NOTHING).past
+
+    def kept(self, prefix: str) -> frozenset[Place]:
+        """Returns the blocks of before that are still here."""
+        return self._records.get(prefix, _NOTHING).kept
+
+    def generation(self, prefix: str) -> int:
+        """Returns the last reset that has ended; 0 = none."""
+        return 0 if prefix in self._changing else self.of(prefix).generation
+
+    def has_old(self, prefix: str) -> bool:
+        """Returns whether blocks are here that were to be forgotten."""
+        return prefix in self._changing or bool(self.kept(prefix))
+
+    def is_changing(self, prefix: str) -> bool:
+        """Returns whether blocks are here that are about to be forgotten."""
+        return prefix in self._changing
+
+    @asynccontextmanager
+    async def change(self, prefix: str) -> AsyncIterator[Past]:
+        """Holds the record of a cache while blocks are forgotten, then makes it durable. Yields the former past.
+
+        The body calls :meth:`set` before the first block goes, so that no fetch under way brings it back. If the body
+        fails, the former record counts again: nothing was answered. If the write fails, the new record counts, and is
+        written with the next change. Raises TierIOError.
+        """
+        async with self._locks.setdefault(prefix, asyncio.Lock()):
+            before = self._records.get(prefix, _NOTHING)
+            self._changing.add(prefix)
+            try:
+                yield before.past
+            except BaseException:
+                self._records[prefix] = before
+                raise
+            finally:
+                self._changing.discard(prefix)
+            if self._records.get(prefix, _NOTHING) != before:
+                self._unwritten.add(prefix)
+            if prefix in self._unwritten:
+                await self._write(prefix)
+
+    def set(self, prefix: str, past: Past) -> None:
+        """Inside of :meth:`change`."""
+        self._records[prefix] = replace(self._records.get(prefix, _NOTHING), past=past)
+
+    def keep(self, prefix: str, places: Iterable[Place]) -> None:
+        """Inside of :meth:`change`."""
+        self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places))
+
+    async def _write(self, prefix: str) -> None:
+        """A caller who is cancelled waits for the thread: two writes of a file would meet."""
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, self._directory / prefix, self._records[prefix]))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])
+            raise
+        self._unwritten.discard(prefix)
+
+
+_NOTHING: Final = Record()
+
+
+def _read(path: Path) -> Record:
+    """Reads a file. Of one that cannot be read, all blocks of the cache count as forgotten."""
+    try:
+        content = read_superblock(path, _KIND) or {}
+        kept = _entries(content.get("kept", {}), KEY_BYTES)
+        return Record(Past.decoded(content), frozenset((group, Key(key)) for group, key in kept))
+    except (DamagedDirectory, ValueError, TypeError, AttributeError) as error:
+        with io_errors(f"cannot rename {path / SUPERBLOCK}"):
+            if (path / SUPERBLOCK).exists():
+                (path / SUPERBLOCK).replace(path / SET_ASIDE)
+        record = Record(Past().after_reset())
+        _write(path, record)
+        says = "a cache's past is set aside, so its blocks in a store count as forgotten cache=%s why=%r"
+        _log.warning(says, path, str(error))
+        return record
+
+
+def _write(path: Path, record: Record) -> None:
+    kept = sorted(record.kept)[:_MOST_KEPT]
+    with io_errors(f"cannot write {path}"):
+        make_private_directory(path)
+        write_superblock(path, _KIND, record.past.encoded() | {"kept": _by_group(kept)})

@@ -1,0 +1,235 @@
+"""Tells other daemons what caches have forgotten here, and forgets here what others have forgotten.
+
+Daemons that share a store write to one object for each cache, ``CACHE/FINGERPRINT/forgotten``. Each daemon joins the
+content of the object with its own record, so the order does not matter; a daemon whose record was overwritten writes it
+again at its next look. Peers tell the generation of their caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import Final
+
+from kvtier.abi.words import BlockResult
+from kvtierd.core.ids import DAEMON, GroupId
+from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import MoverError
+from kvtierd.service.cache import Cache
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.forgotten import Forgotten, Past, Place
+from kvtierd.tiers.base import TierIOError
+from kvtierd.tiers.remote.base import RemoteError, RemoteRefused, RemoteUnavailable
+from kvtierd.tiers.remote.breaker import Guarded
+
+LOOK_S: Final = 2.0
+"""How often a daemon looks for what others have forgotten."""
+WATCH_S: Final = 60.0
+"""For so long a daemon looks whether an object that it wrote stays as it is."""
+VERSION: Final = 1
+"""Format version of the object. Every change of its content needs a new number."""
+TELL_S: Final = 2.0
+"""How long a call that forgets blocks waits for the store."""
+_LONGEST_LOOK_S: Final = 30.0
+"""After that the looks at other caches go on beside it."""
+_BYTES: Final = 1 << 14
+_MOST_BYTES: Final = 2 << 20
+
+_log = logging.getLogger(__name__)
+
+Generations = Callable[[str], Iterable[int]]
+"""Gives the generations that peers tell of an open cache, by its name."""
+
+
+class Teller:
+    """Loop thread only. ``store``: None = there are only peers."""
+
+    def __init__(
+        self, engine: Engine, catalog: Catalog, forgotten: Forgotten, store: Guarded | None, peers: Generations
+    ) -> None:
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._forgotten: Final = forgotten
+        self._store: Final = store
+        self._peers: Final = peers
+        self._heard: Final[dict[str, Past]] = {}
+        """By cache, the past that the store has, too."""
+        self._written_at: Final[dict[str, float]] = {}
+        self._looks: Final[dict[str, asyncio.Task[None]]] = {}
+        """One at a time for each cache. A caller who gives up does not stop it: half of a reset would be done."""
+        self._woken: Final = asyncio.Event()
+        self._read_last: Final[dict[str, tuple[bytes, Past]]] = {}
+        self._logged: Final[set[str]] = set()
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        await self._catalog.loaded()
+        while True:
+            recent = asyncio.get_running_loop().time() - WATCH_S
+            due = {cache.prefix for cache in self._catalog}
+            if self._store is not None:
+                due |= {prefix for prefix in self._forgotten.prefixes if not self.has_heard(prefix)}
+                due |= {prefix for prefix, at in self._written_at.items() if at > recent}
+            for prefix in sorted(due):
+                await asyncio.wait([self._start(prefix)], timeout=_LONGEST_LOOK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
+            self._woken.clear()
+
+    async def stop(self) -> None:
+        """Ends all looks."""
+        looks = list(self._looks.values())
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
+
+    def has_heard(self, prefix: str) -> bool:
+        """Returns whether the store's objects of a cache can be told from forgotten ones."""
+        return self._store is None or self._heard.get(prefix) is self._forgotten.of(prefix)
+
+    def wake(self) -> None:
+        """Looks soon: a cache waits to be heard of."""
+        self._woken.set()
+
+    async def hear(self, prefix: str) -> bool:
+        """Looks if it has to. Returns :meth:`has_heard`."""
+        if not self.has_heard(prefix):
+            await asyncio.wait([self._start(prefix)])
+        return self.has_heard(prefix)
+
+    async def tell(self, prefix: str) -> bool:
+        """Tells the store what the cache has just forgotten. Returns False where that has to be done later."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TELL_S):
+                if prefix in self._looks:  # it may have begun before
+                    await asyncio.wait([self._looks[prefix]])
+                await self.hear(prefix)
+        return self.has_heard(prefix)
+
+    async def let_go(self, cache: Cache) -> int:
+        """Forgets what a reset had to keep, as far as nobody uses it any more. Returns how many such blocks stay."""
+        if kept := self._forgotten.kept(cache.prefix):
+            async with self._forgotten.change(cache.prefix):
+                kept = await self._drop(cache, kept)
+                self._forgotten.keep(cache.prefix, kept)
+        return len(kept)
+
+    def _start(self, prefix: str) -> asyncio.Task[None]:
+        look = self._looks.get(prefix)
+        if look is None:
+            look = self._looks[prefix] = asyncio.create_task(self._look_at(prefix), name=f"look-{prefix}")
+            look.add_done_callback(lambda _: self._looks.pop(prefix))
+        return look
+
+    async def _look_at(self, prefix: str) -> None:
+        try:
+            with suppress(RemoteError, MoverError, TierIOError):
+                await self._look(prefix)
+        except Exception:  # noqa: BLE001  our bug; the other caches are looked at
+            _log.exception("a cache is not looked at cache=%s", prefix)
+
+    async def _look(self, prefix: str) -> None:
+        """Joins what is known here and elsewhere. Raises RemoteError, MoverError, TierIOError."""
+        cache = self._catalog.named(prefix.partition("/")[0])
+        if cache is not None and cache.prefix == prefix:
+            for generation in self._peers(cache.name):
+                await self._adopt(prefix, cache, Past(generation))
+            await self.let_go(cache)
+        else:
+            cache = None
+        if self._store is None:
+            return
+        theirs = await self._read(self._store, prefix)
+        await self._adopt(prefix, cache, theirs)
+        async with self._forgotten.change(prefix) as ours:
+            pass
+        if (joined := ours.joined(theirs)) != theirs:
+            await self._write(self._store, prefix, joined)
+            self._written_at[prefix] = asyncio.get_running_loop().time()
+        self._heard[prefix] = ours
+
+    async def _adopt(self, prefix: str, cache: Cache | None, theirs: Past) -> None:
+        """Forgets here what was forgotten elsewhere. A dropped block that is in use goes at a later look."""
+        if self._forgotten.of(prefix).joined(theirs) == self._forgotten.of(prefix):
+            return
+        async with self._forgotten.change(prefix) as ours:
+            joined = ours.joined(theirs)
+            self._forgotten.set(prefix, joined)
+            if cache is None:
+                return
+            if joined.generation > ours.generation:
+                report = await self._engine.reset(cache.id, DAEMON, force=True)
+                self._forgotten.keep(prefix, report.roots)
+                says = "blocks are forgotten, as another daemon has reset the cache name=%s dropped=%d kept=%d"
+                _log.info(says, cache.name, report.dropped, report.kept)
+                return
+            fresh = {place: at for place, at in joined.dropped.items() if at > ours.dropped.get(place, 0)}
+            held = await self._drop(cache, fresh)
+            self._forgotten.set(prefix, ours.joined(Past(0, {place: fresh[place] for place in fresh.keys() - held})))
+
+    async def _drop(self, cache: Cache, places: Collection[Place]) -> frozenset[Place]:
+        """Returns the blocks that are in use and stay."""
+        held = set[Place]()
+        for group in map(GroupId, range(len(cache.spec.groups))):
+            keys = [key for of, key in places if of == group]
+            report = await self._engine.drop(cache.id, DAEMON, group, keys)
+            results = zip(keys, report.results, strict=True)
+            held |= {(group, key) for key, result in results if result is BlockResult.HELD}
+        if len(held) < len(places):
+            await self._engine.forgotten(cache.id)
+        return frozenset(held)
+
+    async def _read(self, store: Guarded, prefix: str) -> Past:
+        """Reads the object of a cache. Raises RemoteError, also for an object that it cannot read."""
+        at, buffer = object_name(prefix), memoryview(bytearray(_BYTES))
+        try:
+            there = all(await store.exists([at]))  # not by a get: a store may know objects and give none
+        except RemoteError as failed:
+            if failed.of_object:
+                await store.exists([f"{at}.other"])  # if it fails as well, the store fails
+            raise
+        if not there:
+            return Past()
+        (length,) = await store.get([at], [buffer])
+        if length > len(buffer):
+            buffer = memoryview(bytearray(min(length, _MOST_BYTES)))
+            (length,) = await store.get([at], [buffer])
+        if length < 0:
+            raise RemoteUnavailable(f"{at} is not given")
+        whole = bytes(buffer[:length])
+        before, past = self._read_last.get(prefix, (b"", Past()))
+        if whole == before:
+            return past
+        past = self._decoded(at, whole)
+        self._read_last[prefix] = whole, past
+        return past
+
+    def _decoded(self, at: str, whole: bytes) -> Past:
+        try:
+            content = json.loads(whole)
+            if content["version"] == VERSION:
+                return Past.decoded(content)
+            why = f"it is of version {content['version']}; this daemon reads version {VERSION}"
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            why = repr(error)
+        if at not in self._logged:
+            self._logged.add(at)
+            says = "the store is not used for a cache: its record of the past cannot be read object=%s why=%r"
+            _log.warning(says, at, why)
+        raise RemoteRefused(f"{at}: {why}")
+
+    async def _write(self, store: Guarded, prefix: str, past: Past) -> None:
+        if not store.replaces:
+            await store.delete([object_name(prefix)])
+        data = json.dumps({"version": VERSION} | past.encoded()).encode()
+        (failed,) = await store.put([object_name(prefix)], [data])
+        if failed is not None:
+            raise failed
+
+
+def object_name(prefix: str) -> str:
+    return f"{prefix}/forgotten"
