@@ -21,6 +21,7 @@ from kvtierd.core.ids import GroupId, Key, Label, SlotId, Traits
 from kvtierd.tiers.disk.records import encode_record
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, format_version
 from kvtierd.tiers.remote import objects
+from kvtierd.tiers.remote.base import CHECKSUM_BYTES
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import eventually
@@ -92,8 +93,8 @@ async def test_objects_of_a_later_version_are_left_alone(start_fresh, tmp_path):
         await eventually(lambda: [path for path in store.rglob("*") if path.is_file()], lambda found: len(found) == 4)
     found = {path: bytearray(path.read_bytes()) for path in store.rglob("*") if path.is_file()}
     for path, data in found.items():
-        data[objects.CHECKSUM_BYTES + 7] += 1
-        data[: objects.CHECKSUM_BYTES] = xxhash.xxh3_128_digest(bytes(data[objects.CHECKSUM_BYTES :]))
+        data[CHECKSUM_BYTES + 7] += 1
+        data[:CHECKSUM_BYTES] = xxhash.xxh3_128_digest(bytes(data[CHECKSUM_BYTES:]))
         path.write_bytes(data)
     with Client(hosts[1].address) as client:
         cache = client.open_cache("c", SPEC)

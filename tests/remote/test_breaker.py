@@ -37,6 +37,14 @@ class Moody:
         await self._do()
         return [100 for _ in names]
 
+    @property
+    def replaces(self) -> bool:
+        return True
+
+    async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
+        await self._do()
+        return [bytes(nbytes) for _ in names]
+
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         await self._do()
         if self.put_mood:

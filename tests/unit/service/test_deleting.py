@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -38,14 +39,18 @@ class Store:
     def __init__(self, ages, parents=None):
         now = time.time()
         self.parents = parents or {}
+        self.listed: Callable[[], None] = lambda: None
+        """Called at the end of each listing."""
         self.objects = {name(number): Listed(name(number), 10, now - age) for number, age in enumerate(ages)}
 
     async def listing(self, prefix):
         for listed in list(self.objects.values()):
             yield listed
+        self.listed()
 
     async def begins(self, names, nbytes):
-        return [self.begin(int(parse(each)[1].hex(), 16))[:nbytes] for each in names]
+        parsed = filter(None, map(parse, names))
+        return [self.begin(int(found.hex(), 16))[:nbytes] for _, found in parsed]
 
     def begin(self, number):
         parent = self.parents.get(number)
@@ -118,14 +123,7 @@ async def test_of_a_block_that_was_stored_anew_the_old_object_goes():
     store.objects[new] = Listed(new, 10, time.time())
     assert (await deleter_of(store, known).run([], None, 30, dry_run=False)).gone == 1
     assert set(store.objects) == {name(0), name(2), new}
-    listing = store.listing
-
-    async def slow(prefix):
-        async for listed in listing(prefix):
-            yield listed
-        known.use([name(2)])
-
-    store.listing = slow
+    store.listed = lambda: known.use([name(2)])
     assert (await deleter_of(store, known).run([], None, 10, dry_run=False)).gone == 1
     assert set(store.objects) == {name(2), new}
 
