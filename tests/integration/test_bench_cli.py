@@ -34,7 +34,7 @@ def test_client():
     found = results("host.client((4096, 256 << 10), 1, 128)")
     one = {f"client.put_one{step}" for step in ("", ".reserve", ".copy", ".commit")}
     assert set(found) == one | {
-        f"client.{name}" for name in ("first_fill", "store", "get", "daemon_cpu", "prefix_length")
+        f"client.{name}" for name in ("first_fill", "store", "store_full", "get", "daemon_cpu", "prefix_length")
     }
     assert [result["params"]["as"] for result in found["client.prefix_length"]] == ["bytes", "list"]
     assert [result["params"]["block_bytes"] for result in found["client.first_fill"]] == [4096, 256 << 10]

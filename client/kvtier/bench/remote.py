@@ -125,6 +125,7 @@ async def remote(url: str | None, sizes: Sequence[int], rounds: int) -> AsyncIte
                 ]
                 for result in await _both_ways(writer, reader, bare, urlsplit(url).scheme, rounds):
                     yield result
+            await bare.remove(["forgotten"])  # the daemons' record of what was dropped
 
 
 async def _both_ways(writer: Place, reader: Place, bare: Bucket | _Mooncake, scheme: str, rounds: int) -> list[Result]:

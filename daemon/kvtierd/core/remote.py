@@ -53,11 +53,11 @@ class Remote:
         self._later: set[Block] = set()
         """Blocks that were due while only a device had them."""
         self._recovered: deque[Block] = deque()
-        """Blocks that the store may have: of before a restart, or settled long ago. They come after all others."""
+        """Blocks that the store may have: older than a restart, or settled long ago. They are offered last."""
         self._old: set[Block] = set()
-        """All such blocks that are indexed."""
+        """The indexed blocks that were ever in ``_recovered``."""
         self.settled: dict[Block, int] = {}
-        """By block, the day when that became known."""
+        """The day when each block was settled."""
         self.day = 0
         self.left = 0
         """Blocks that were due and left this host."""

@@ -332,8 +332,8 @@ class ChainRequest:
 
 @dataclass(slots=True, frozen=True)
 class ResetReport:
-    """``kept``: needed by somebody, or what such blocks stand on; ``roots``: those that stand on nothing.
-    ``following``: where to go on, None = nowhere."""
+    """``kept``: blocks in use, and their ancestors; ``roots``: the kept blocks without a parent. ``following``: where
+    to go on, None = nowhere."""
 
     dropped: int
     kept: int

@@ -178,7 +178,7 @@ class Cache:
 
     @property
     def prefix(self) -> str:
-        """What the names of its objects in a store begin with. A cache of another specification has another."""
+        """The begin of its objects' names in a store. A cache of another specification has another prefix."""
         return prefix_of(self.name, self.fingerprint)
 
     @property

@@ -44,7 +44,7 @@ Dropped = Mapping[Place, int]
 
 @dataclass(slots=True, frozen=True)
 class Past:
-    """What a cache has forgotten. Times are in nanoseconds since 1970, and only rise.
+    """Tells when a cache forgot blocks. Times are in nanoseconds since 1970, and only rise.
 
     ``generation``: the last reset; 0 = none. ``dropped``: single blocks after that.
     """
@@ -59,7 +59,7 @@ class Past:
         return self.joined(Past(0, dict.fromkeys(((group, key) for key in keys), self._now()))) if keys else self
 
     def joined(self, other: Past) -> Past:
-        """Returns what either has forgotten: the same, whichever is joined to which."""
+        """Returns the union of both pasts, which does not depend on their order."""
         generation = max(self.generation, other.generation)
         latest = dict(self.dropped)
         for place, at in other.dropped.items():
@@ -68,7 +68,7 @@ class Past:
         return Past(generation, dropped) if len(dropped) <= MOST_DROPPED else Past(max(dropped.values()))
 
     def revision(self, group: GroupId, path: Iterable[Key]) -> int:
-        """Returns the revision of a block. ``path``: its key, and those of the blocks that it stands on."""
+        """Returns the revision of a block. ``path``: its key, and the keys of its ancestors."""
         if not self.dropped:
             return self.generation
         return max(self.generation, *(self.dropped.get((group, key), 0) for key in path))
@@ -119,10 +119,10 @@ class Record:
 
 
 class Forgotten:
-    """The record of every cache, each in a file of its own. It outlives its cache. Loop thread only.
+    """The record of every cache, each in a file of its own. A record outlives its cache. Loop thread only.
 
     Args:
-        directory: of the files. They are read here, which blocks.
+        directory: of the files. The constructor reads all files, which blocks.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -203,7 +203,7 @@ _NOTHING: Final = Record()
 
 
 def _read(path: Path) -> Record:
-    """Reads a file. Of one that cannot be read, all blocks of the cache count as forgotten."""
+    """Reads a file. If the file cannot be read, all blocks of the cache count as forgotten."""
     try:
         content = read_superblock(path, _KIND) or {}
         kept = _entries(content.get("kept", {}), KEY_BYTES)

@@ -58,7 +58,7 @@ class _Object(NamedTuple):
 
 @dataclass(slots=True)
 class _Links:
-    """Objects by number, and what each stands on. ``blocks``, ``parents``: of the objects, whatever their revisions."""
+    """Objects by number, with their parents. ``blocks``, ``parents``: ids of blocks, the same for all revisions."""
 
     ids: array[int] = field(default_factory=lambda: array("Q"))
     blocks: array[int] = field(default_factory=lambda: array("Q"))
@@ -76,8 +76,8 @@ class _Links:
         self.minutes.append(int(one.used_s // 60))
 
     def doomed(self, keep_bytes: int) -> Collection[int]:
-        """The ids of those that go until ``keep_bytes`` are left: the least recently used, children before parents. For
-        a thread."""
+        """Returns the ids of the objects to delete until ``keep_bytes`` are left: the least recently used, children
+        before parents. For a thread."""
         ids, blocks, revisions, parents, sizes = (
             np.array(each, np.uint64) for each in (self.ids, self.blocks, self.revisions, self.parents, self.sizes)
         )
@@ -92,7 +92,7 @@ class _Links:
 
 
 def _uses(minutes: Sequence[int], above: Sequence[int]) -> Sequence[int]:
-    """The last use of each, or of what stands on it. ``above``: the number of its parent; -1 = none."""
+    """Returns the last use of each object and its descendants. ``above``: the number of its parent; -1 = none."""
     latest = list(minutes)
     for number in np.argsort(minutes)[::-1].tolist():
         minute, parent = latest[number], above[number]
@@ -178,7 +178,7 @@ class Deleter:
         return await asyncio.to_thread(links.doomed, keep_bytes)
 
     async def _link(self, links: _Links, batch: Sequence[_Object]) -> None:
-        """Looks up what objects stand on. An object that the store does not give stands on nothing."""
+        """Looks up the parents of objects. An object that the store does not give counts as a root."""
         begins = await self._store.begins([one.name for one in batch], LINK_BYTES) if batch else ()
         for one, begin in zip(batch, begins, strict=True):
             links.add(one, parent_in(begin))

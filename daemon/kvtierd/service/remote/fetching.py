@@ -70,7 +70,7 @@ class _Buffers:
 
 @dataclass(slots=True, frozen=True)
 class Chain:
-    """Where the objects of a chain's blocks stand in one window group.
+    """Names the objects of a chain's blocks in one window group.
 
     ``place``: of blocks whose revision is not in ``revisions``. ``in_store``: the store may be asked for them.
     """
@@ -247,7 +247,7 @@ class Fetcher:
         return current
 
     def _standing(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> Sequence[_Got]:
-        """Those before the first that stands on a forgotten block, which a part of a chain does not tell."""
+        """Cuts off blocks from the first whose ancestor was forgotten: a part of a chain does not name all ancestors."""
         group, revisions = chain.place.group, dict[Key | None, int]({None: chain.past.generation})
         if not chain.past.dropped or not cache.spec.attention(group).chained:
             return got

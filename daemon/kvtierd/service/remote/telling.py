@@ -1,4 +1,4 @@
-"""Tells other daemons what caches have forgotten here, and forgets here what others have forgotten.
+"""Keeps daemons agreed on the blocks that their caches have forgotten.
 
 Daemons that share a store write to one object for each cache, ``CACHE/FINGERPRINT/forgotten``. Each daemon joins the
 content of the object with its own record, so the order does not matter; a daemon whose record was overwritten writes it
@@ -26,7 +26,7 @@ from kvtierd.tiers.remote.base import RemoteError, RemoteRefused, RemoteUnavaila
 from kvtierd.tiers.remote.breaker import Guarded
 
 LOOK_S: Final = 2.0
-"""How often a daemon looks for what others have forgotten."""
+"""Seconds between two looks at the record of a cache."""
 WATCH_S: Final = 60.0
 """For so long a daemon looks whether an object that it wrote stays as it is."""
 VERSION: Final = 1
@@ -56,10 +56,10 @@ class Teller:
         self._store: Final = store
         self._peers: Final = peers
         self._heard: Final[dict[str, Past]] = {}
-        """By cache, the past that the store has, too."""
+        """The past of each cache as this daemon and the store both have it."""
         self._written_at: Final[dict[str, float]] = {}
         self._looks: Final[dict[str, asyncio.Task[None]]] = {}
-        """One at a time for each cache. A caller who gives up does not stop it: half of a reset would be done."""
+        """The running look of each cache. A caller that gives up does not stop a look, which may be amid a reset."""
         self._woken: Final = asyncio.Event()
         self._read_last: Final[dict[str, tuple[bytes, Past]]] = {}
         self._logged: Final[set[str]] = set()
@@ -102,7 +102,7 @@ class Teller:
         return self.has_heard(prefix)
 
     async def tell(self, prefix: str) -> bool:
-        """Tells the store what the cache has just forgotten. Returns False where that has to be done later."""
+        """Tells the store of a reset or a drop. Returns False if the store has to be told later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
                 if prefix in self._looks:  # it may have begun before
@@ -111,7 +111,7 @@ class Teller:
         return self.has_heard(prefix)
 
     async def let_go(self, cache: Cache) -> int:
-        """Forgets what a reset had to keep, as far as nobody uses it any more. Returns how many such blocks stay."""
+        """Drops the blocks that a reset kept, except those in use. Returns the number of blocks in use."""
         if kept := self._forgotten.kept(cache.prefix):
             async with self._forgotten.change(cache.prefix):
                 kept = await self._drop(cache, kept)
@@ -133,7 +133,7 @@ class Teller:
             _log.exception("a cache is not looked at cache=%s", prefix)
 
     async def _look(self, prefix: str) -> None:
-        """Joins what is known here and elsewhere. Raises RemoteError, MoverError, TierIOError."""
+        """Joins the record of this daemon with those of others. Raises RemoteError, MoverError, TierIOError."""
         cache = self._catalog.named(prefix.partition("/")[0])
         if cache is not None and cache.prefix == prefix:
             for generation in self._peers(cache.name):
@@ -153,7 +153,7 @@ class Teller:
         self._heard[prefix] = ours
 
     async def _adopt(self, prefix: str, cache: Cache | None, theirs: Past) -> None:
-        """Forgets here what was forgotten elsewhere. A dropped block that is in use goes at a later look."""
+        """Forgets the blocks that other daemons forgot. A dropped block that is in use goes at a later look."""
         if self._forgotten.of(prefix).joined(theirs) == self._forgotten.of(prefix):
             return
         async with self._forgotten.change(prefix) as ours:

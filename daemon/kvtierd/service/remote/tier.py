@@ -42,7 +42,7 @@ class RemoteTier:
     Args:
         store: opened, the tier's from now on, as ``config`` says; None = there is none.
         peers: by their address.
-        generations: what peers tell.
+        generations: peers tell them.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RemoteTier:
         return {} if self._writer is None else self._writer.names(cache, group, keys)
 
     def delete(self, objects: Sequence[str]) -> None:
-        """Deletes the objects of dropped blocks, which nobody reads any more, in the background."""
+        """Deletes the objects of dropped blocks in the background. No daemon reads them any more."""
         if self._store is not None and objects:
             deleting = asyncio.create_task(self._delete(self._store, objects), name="remote-delete")
             self._deleting.add(deleting)

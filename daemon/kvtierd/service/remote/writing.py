@@ -188,7 +188,7 @@ class Writer:
         return names
 
     def _of_before(self, cache: Cache, group: GroupId, offers: Sequence[Offer]) -> set[Key]:
-        """Those that a reset was to forget: the store is not to have them."""
+        """Returns the keys of offers that a reset kept, or whose ancestors it kept: the store must not get them."""
         kept = self._forgotten.kept(cache.prefix)
         beyond = self._engine.manager(cache.id).beyond
         return {

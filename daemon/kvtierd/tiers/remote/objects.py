@@ -48,7 +48,7 @@ _NUMBERED: Final = re.compile(r"v[1-9]\d{0,3}")
 FINGERPRINT_BYTES: Final = 32
 _HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s7sBIIQ{FINGERPRINT_BYTES}sI{KEY_BYTES}s")
 LINK_BYTES: Final = _HEAD.size + HEAD_BYTES
-"""So many bytes of an object tell what its block stands on."""
+"""The first bytes of an object, which name the parent of its block."""
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 """A header has no more."""
 
