@@ -125,7 +125,6 @@ async def remote(url: str | None, sizes: Sequence[int], rounds: int) -> AsyncIte
                 ]
                 for result in await _both_ways(writer, reader, bare, urlsplit(url).scheme, rounds):
                     yield result
-            await bare.remove(["forgotten"])  # the daemons' record of what was dropped
 
 
 async def _both_ways(writer: Place, reader: Place, bare: Bucket | _Mooncake, scheme: str, rounds: int) -> list[Result]:
@@ -137,7 +136,7 @@ async def _both_ways(writer: Place, reader: Place, bare: Bucket | _Mooncake, sch
 
     async def put() -> float:
         chain, seconds = await _written(writer, rows)
-        await _forget(writer, bare, chain)
+        await bare.remove([key.hex() for key in chain])
         return seconds
 
     async def bare_put() -> float:
@@ -150,8 +149,7 @@ async def _both_ways(writer: Place, reader: Place, bare: Bucket | _Mooncake, sch
         chain, _ = await _written(writer, rows)
         seconds = await timed(work(chain))
         await reader.cache.release_all()
-        await reader.cache.drop(chain[:1])
-        await _forget(writer, bare, chain)
+        await bare.remove([key.hex() for key in chain])
         return seconds
 
     def get(chain: list[bytes]) -> Awaitable[object]:
@@ -197,8 +195,3 @@ async def _written(writer: Place, rows: Sequence[Bytes]) -> tuple[list[bytes], f
         except TimeoutError:
             problem = (await writer.client.stats()).remote
             raise DaemonError(f"the store does not take blocks: {problem}", reason="BENCH") from None
-
-
-async def _forget(writer: Place, bare: Bucket | _Mooncake, chain: Sequence[bytes]) -> None:
-    await writer.cache.drop(chain[:1])
-    await bare.remove([key.hex() for key in chain])

@@ -247,7 +247,7 @@ class Fetcher:
         return current
 
     def _standing(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> Sequence[_Got]:
-        """Cuts off blocks from the first whose ancestor was forgotten: a part of a chain does not name all ancestors."""
+        """Cuts off blocks from the first whose ancestor was forgotten: part of a chain does not name all ancestors."""
         group, revisions = chain.place.group, dict[Key | None, int]({None: chain.past.generation})
         if not chain.past.dropped or not cache.spec.attention(group).chained:
             return got
