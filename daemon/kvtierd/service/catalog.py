@@ -342,6 +342,7 @@ class Catalog:
             if not plan.stored:
                 raise
             self._left_out[plan.name] = str(error)
+            self._unfinished[plan.name] = Removal(0, plan.spec, {}, None)
             self._announce_gone({plan.name: len(plan.spec.groups)})
 
     async def loaded(self) -> None:
@@ -398,6 +399,8 @@ class Catalog:
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores, cuda=parts.cuda)
         slots, fingerprint = dict(plan.slots), plan.spec.fingerprint()
         cache = Cache(cache_id, plan.name, plan.spec, runtime, fingerprint, slots, plan.options, plan.device)
+        if not plan.stored and not plan.restarted:
+            self._stores.forgotten.begin(cache.prefix)
         self._headers[cache_id] = cache.header
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)

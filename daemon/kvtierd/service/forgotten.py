@@ -29,9 +29,9 @@ from kvtierd.tiers.disk.superblock import (
 )
 
 MOST_DROPPED: Final = 8_192
-"""Drops that a cache remembers one by one. With more, all its blocks count as dropped."""
+"""Drops that a cache remembers one by one. With more, the cache is reset."""
 _MOST_KEPT: Final = 2_048
-"""Kept blocks that outlive the daemon, which lets go of all blocks when it ends."""
+"""Kept blocks in a file. With more, the cache is reset after a restart, when none of them is in use."""
 _KIND: Final = "forgotten"
 _TIME_BYTES: Final = 8
 _LATEST: Final = 1 << 63
@@ -111,11 +111,12 @@ def _entries(by_group: Mapping[str, str], nbytes: int) -> list[tuple[GroupId, by
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """A cache's past, and the blocks that a reset could not forget yet, as they were in use: they, and all that stands
-    on them, are of before."""
+    """A cache's past, and the blocks of before that are still here: ``kept`` were in use during a reset, and count with
+    their descendants. ``due``: any block may be of before, so the cache is to be reset."""
 
     past: Past = field(default_factory=Past)
     kept: frozenset[Place] = frozenset()
+    due: bool = False
 
 
 class Forgotten:
@@ -142,8 +143,12 @@ class Forgotten:
         return self._records.get(prefix, _NOTHING).past
 
     def kept(self, prefix: str) -> frozenset[Place]:
-        """Returns the blocks of before that are still here."""
+        """Returns the blocks of before that were in use during a reset."""
         return self._records.get(prefix, _NOTHING).kept
+
+    def is_due(self, prefix: str) -> bool:
+        """Returns whether the cache is to be reset."""
+        return self._records.get(prefix, _NOTHING).due
 
     def generation(self, prefix: str) -> int:
         """Returns the last reset that has ended; 0 = none."""
@@ -151,7 +156,7 @@ class Forgotten:
 
     def has_old(self, prefix: str) -> bool:
         """Returns whether blocks are here that were to be forgotten."""
-        return prefix in self._changing or bool(self.kept(prefix))
+        return prefix in self._changing or bool(self.kept(prefix)) or self.is_due(prefix)
 
     def is_changing(self, prefix: str) -> bool:
         """Returns whether blocks are here that are about to be forgotten."""
@@ -184,9 +189,15 @@ class Forgotten:
         """Inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), past=past)
 
-    def keep(self, prefix: str, places: Iterable[Place]) -> None:
-        """Inside of :meth:`change`."""
-        self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places))
+    def keep(self, prefix: str, places: Iterable[Place], *, due: bool = False) -> None:
+        """Inside of :meth:`change`. Sets the blocks of before: see :class:`Record`."""
+        self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places), due=due)
+
+    def begin(self, prefix: str) -> None:
+        """A new cache has no block of before."""
+        if self.has_old(prefix):
+            self.keep(prefix, ())
+            self._unwritten.add(prefix)
 
     async def _write(self, prefix: str) -> None:
         """A caller who is cancelled waits for the thread: two writes of a file would meet."""
@@ -207,20 +218,22 @@ def _read(path: Path) -> Record:
     try:
         content = read_superblock(path, _KIND) or {}
         kept = _entries(content.get("kept", {}), KEY_BYTES)
-        return Record(Past.decoded(content), frozenset((group, Key(key)) for group, key in kept))
+        places = frozenset((group, Key(key)) for group, key in kept)
+        return Record(Past.decoded(content), places, bool(content.get("due")))
     except (DamagedDirectory, ValueError, TypeError, AttributeError) as error:
         with io_errors(f"cannot rename {path / SUPERBLOCK}"):
             if (path / SUPERBLOCK).exists():
                 (path / SUPERBLOCK).replace(path / SET_ASIDE)
-        record = Record(Past().after_reset())
+        record = Record(Past().after_reset(), due=True)
         _write(path, record)
-        says = "a cache's past is set aside, so its blocks in a store count as forgotten cache=%s why=%r"
+        says = "a cache's past is set aside, so all its blocks count as forgotten cache=%s why=%r"
         _log.warning(says, path, str(error))
         return record
 
 
 def _write(path: Path, record: Record) -> None:
-    kept = sorted(record.kept)[:_MOST_KEPT]
+    few = len(record.kept) <= _MOST_KEPT
+    rest = {"kept": _by_group(sorted(record.kept) if few else ()), "due": record.due or not few}
     with io_errors(f"cannot write {path}"):
         make_private_directory(path)
-        write_superblock(path, _KIND, record.past.encoded() | {"kept": _by_group(kept)})
+        write_superblock(path, _KIND, record.past.encoded() | rest)

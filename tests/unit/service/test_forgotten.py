@@ -98,6 +98,20 @@ async def test_it_outlives_the_daemon(tmp_path: Path) -> None:
     assert not Forgotten(tmp_path).has_old(CACHE)
 
 
+async def test_of_more_kept_blocks_than_a_file_has_the_cache_is_reset_after_a_restart(tmp_path: Path) -> None:
+    forgotten, kept = Forgotten(tmp_path), [(GroupId(0), Key(number.to_bytes(32))) for number in range(3_000)]
+    async with forgotten.change(CACHE):
+        forgotten.keep(CACHE, kept)
+    assert (len(forgotten.kept(CACHE)), forgotten.is_due(CACHE)) == (3_000, False)
+    again = Forgotten(tmp_path)
+    assert again.is_due(CACHE) and again.has_old(CACHE)
+    again.begin(CACHE)  # a new cache of the name has nothing to reset
+    assert not again.has_old(CACHE)
+    async with again.change(CACHE):
+        pass
+    assert not Forgotten(tmp_path).is_due(CACHE)
+
+
 async def test_a_change_whose_body_fails_is_none(tmp_path: Path) -> None:
     forgotten = Forgotten(tmp_path)
     with pytest.raises(asyncio.CancelledError):
@@ -147,5 +161,6 @@ async def test_of_a_file_that_cannot_be_read_all_is_forgotten(tmp_path: Path, co
     (tmp_path / CACHE / SUPERBLOCK).write_text(content)
     again = Forgotten(tmp_path)
     assert again.of(CACHE).generation > max(forgotten.of(CACHE).dropped.values())
+    assert again.is_due(CACHE), "blocks on disk may be of before"
     assert (tmp_path / CACHE / SET_ASIDE).exists()
     assert Forgotten(tmp_path).of(CACHE) == again.of(CACHE)

@@ -202,7 +202,7 @@ class Deleter:
             return None
         place, key = parsed
         used_s = max(listed.modified_s, self._known.used_s(listed.name))
-        forgotten = place.revision < self._forgotten.of(prefix_of(place.cache, place.fingerprint)).generation
+        forgotten = place.revision < self._forgotten.generation(prefix_of(place.cache, place.fingerprint))
         return _Object(listed.name, place, key, listed.nbytes, listed.modified_s, used_s, forgotten)
 
     async def _delete(self, names: Sequence[str]) -> None:

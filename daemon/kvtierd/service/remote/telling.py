@@ -33,6 +33,8 @@ VERSION: Final = 1
 """Format version of the object. Every change of its content needs a new number."""
 TELL_S: Final = 2.0
 """How long a call that forgets blocks waits for the store."""
+RETRY_S: Final = 1.0
+"""After a look that failed, callers do without for so long."""
 _LONGEST_LOOK_S: Final = 30.0
 """After that the looks at other caches go on beside it."""
 _BYTES: Final = 1 << 14
@@ -60,7 +62,9 @@ class Teller:
         self._written_at: Final[dict[str, float]] = {}
         self._looks: Final[dict[str, asyncio.Task[None]]] = {}
         """The running look of each cache. A caller that gives up does not stop a look, which may be amid a reset."""
+        self._failed_at: Final[dict[str, float]] = {}
         self._woken: Final = asyncio.Event()
+        self._stopping = False
         self._read_last: Final[dict[str, tuple[bytes, Past]]] = {}
         self._logged: Final[set[str]] = set()
 
@@ -81,7 +85,8 @@ class Teller:
             self._woken.clear()
 
     async def stop(self) -> None:
-        """Ends all looks."""
+        """Ends all looks. No look begins afterwards."""
+        self._stopping = True
         looks = list(self._looks.values())
         for look in looks:
             look.cancel()
@@ -91,14 +96,15 @@ class Teller:
         """Returns whether the store's objects of a cache can be told from forgotten ones."""
         return self._store is None or self._heard.get(prefix) is self._forgotten.of(prefix)
 
-    def wake(self) -> None:
+    def wake(self, prefix: str) -> None:
         """Looks soon: a cache waits to be heard of."""
-        self._woken.set()
+        if not self._has_failed(prefix):
+            self._woken.set()
 
     async def hear(self, prefix: str) -> bool:
-        """Looks if it has to. Returns :meth:`has_heard`."""
-        if not self.has_heard(prefix):
-            await asyncio.wait([self._start(prefix)])
+        """Looks if it has to, and waits a little for that. Returns :meth:`has_heard`."""
+        if not self.has_heard(prefix) and not self._has_failed(prefix) and not self._stopping:
+            await asyncio.wait([self._start(prefix)], timeout=TELL_S)
         return self.has_heard(prefix)
 
     async def tell(self, prefix: str) -> bool:
@@ -107,16 +113,30 @@ class Teller:
             async with asyncio.timeout(TELL_S):
                 if prefix in self._looks:  # it may have begun before
                     await asyncio.wait([self._looks[prefix]])
-                await self.hear(prefix)
+                if not self.has_heard(prefix) and not self._stopping:
+                    await asyncio.wait([self._start(prefix)])
         return self.has_heard(prefix)
 
     async def let_go(self, cache: Cache) -> int:
-        """Drops the blocks that a reset kept, except those in use. Returns the number of blocks in use."""
-        if kept := self._forgotten.kept(cache.prefix):
-            async with self._forgotten.change(cache.prefix):
-                kept = await self._drop(cache, kept)
-                self._forgotten.keep(cache.prefix, kept)
-        return len(kept)
+        """Drops the blocks of before, except those in use. Returns the number of blocks in use."""
+        prefix = cache.prefix
+        if self._forgotten.kept(prefix) or self._forgotten.is_due(prefix):
+            async with self._forgotten.change(prefix):
+                if self._forgotten.is_due(prefix):
+                    await self._reset(cache)
+                else:
+                    self._forgotten.keep(prefix, await self._drop(cache, self._forgotten.kept(prefix)))
+        return len(self._forgotten.kept(prefix))
+
+    async def _reset(self, cache: Cache) -> None:
+        report = await self._engine.reset(cache.id, DAEMON, force=True)
+        self._forgotten.keep(cache.prefix, report.roots)
+        says = "a cache is reset, as its past says name=%s dropped=%d kept=%d"
+        _log.info(says, cache.name, report.dropped, report.kept)
+
+    def _has_failed(self, prefix: str) -> bool:
+        """Returns whether a look has failed just now."""
+        return asyncio.get_running_loop().time() < self._failed_at.get(prefix, 0.0) + RETRY_S
 
     def _start(self, prefix: str) -> asyncio.Task[None]:
         look = self._looks.get(prefix)
@@ -127,24 +147,25 @@ class Teller:
 
     async def _look_at(self, prefix: str) -> None:
         try:
-            with suppress(RemoteError, MoverError, TierIOError):
-                await self._look(prefix)
+            await self._look(prefix)
+        except (RemoteError, MoverError, TierIOError) as error:
+            self._failed_at[prefix] = asyncio.get_running_loop().time()
+            if isinstance(error, TierIOError) and prefix not in self._logged:
+                self._logged.add(prefix)
+                _log.warning("a cache's past cannot be kept cache=%s why=%r", prefix, str(error))
         except Exception:  # noqa: BLE001  our bug; the other caches are looked at
             _log.exception("a cache is not looked at cache=%s", prefix)
 
     async def _look(self, prefix: str) -> None:
         """Joins the record of this daemon with those of others. Raises RemoteError, MoverError, TierIOError."""
-        cache = self._catalog.named(prefix.partition("/")[0])
-        if cache is not None and cache.prefix == prefix:
+        if (cache := self._cache(prefix)) is not None:
             for generation in self._peers(cache.name):
-                await self._adopt(prefix, cache, Past(generation))
+                await self._adopt(prefix, Past(generation))
             await self.let_go(cache)
-        else:
-            cache = None
         if self._store is None:
             return
         theirs = await self._read(self._store, prefix)
-        await self._adopt(prefix, cache, theirs)
+        await self._adopt(prefix, theirs)
         async with self._forgotten.change(prefix) as ours:
             pass
         if (joined := ours.joined(theirs)) != theirs:
@@ -152,24 +173,28 @@ class Teller:
             self._written_at[prefix] = asyncio.get_running_loop().time()
         self._heard[prefix] = ours
 
-    async def _adopt(self, prefix: str, cache: Cache | None, theirs: Past) -> None:
+    def _cache(self, prefix: str) -> Cache | None:
+        """The open cache."""
+        cache = self._catalog.named(prefix.partition("/")[0])
+        return cache if cache is not None and cache.prefix == prefix else None
+
+    async def _adopt(self, prefix: str, theirs: Past) -> None:
         """Forgets the blocks that other daemons forgot. A dropped block that is in use goes at a later look."""
         if self._forgotten.of(prefix).joined(theirs) == self._forgotten.of(prefix):
             return
         async with self._forgotten.change(prefix) as ours:
-            joined = ours.joined(theirs)
+            if (joined := ours.joined(theirs)) == ours:
+                return
             self._forgotten.set(prefix, joined)
-            if cache is None:
-                return
-            if joined.generation > ours.generation:
-                report = await self._engine.reset(cache.id, DAEMON, force=True)
-                self._forgotten.keep(prefix, report.roots)
-                says = "blocks are forgotten, as another daemon has reset the cache name=%s dropped=%d kept=%d"
-                _log.info(says, cache.name, report.dropped, report.kept)
-                return
-            fresh = {place: at for place, at in joined.dropped.items() if at > ours.dropped.get(place, 0)}
-            held = await self._drop(cache, fresh)
-            self._forgotten.set(prefix, ours.joined(Past(0, {place: fresh[place] for place in fresh.keys() - held})))
+            if (cache := self._cache(prefix)) is None:
+                self._forgotten.keep(prefix, (), due=True)  # it may be on a disk that cannot be read now
+            elif joined.generation > ours.generation:
+                await self._reset(cache)
+            else:
+                fresh = {place: at for place, at in joined.dropped.items() if at > ours.dropped.get(place, 0)}
+                held = await self._drop(cache, fresh)
+                gone = {place: fresh[place] for place in fresh.keys() - held}
+                self._forgotten.set(prefix, ours.joined(Past(0, gone)) if gone else ours)
 
     async def _drop(self, cache: Cache, places: Collection[Place]) -> frozenset[Place]:
         """Returns the blocks that are in use and stay."""

@@ -144,10 +144,10 @@ class Writer:
 
     def _take(self, cache: Cache, group: GroupId) -> bool:
         step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
-        if self._forgotten.is_changing(cache.prefix):
+        if self._forgotten.is_changing(cache.prefix) or self._forgotten.is_due(cache.prefix):
             return False  # a block that is about to be forgotten would get the name of a fresh one
         if not self._teller.has_heard(cache.prefix):
-            self._teller.wake()
+            self._teller.wake(cache.prefix)
             return False
         with suppress(MoverError):
             offers = self._engine.manager(cache.id).beyond.offers(group, step)

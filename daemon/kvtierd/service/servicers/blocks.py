@@ -316,7 +316,10 @@ class BlocksService:
                 self._forgotten.set(cache.prefix, before.after_drop(group, keys))
                 report = await drop()
                 gone = [key for key, result in zip(keys, report.results, strict=True) if result is not BlockResult.HELD]
-                self._forgotten.set(cache.prefix, before.after_drop(group, gone))
+                after = before.after_drop(group, gone)
+                self._forgotten.set(cache.prefix, after)
+                if after.generation > before.generation:  # too many drops to remember: a look resets the cache
+                    self._forgotten.keep(cache.prefix, (), due=True)
                 await self._forgotten_on_disk(cache, report)
             kept_in_store = not await self._remote.teller.tell(cache.prefix)
             self._remote.delete([objects[key] for key in gone if key in objects])
@@ -355,7 +358,7 @@ class BlocksService:
         prefix, remote = cache.prefix, self._remote
         if request.dry_run:
             report = self._engine.manager(cache.id).reset_plan()
-        elif request.repeats and request.repeats == self._forgotten.of(prefix).generation and remote is not None:
+        elif 0 < request.repeats <= self._forgotten.of(prefix).generation and remote is not None:
             report = ResetReport(0, await remote.teller.let_go(cache))
         else:
             async with self._forgotten.change(prefix) as before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Final
 
@@ -93,7 +94,7 @@ class CachesService:
 
     async def _tell(self, remote: RemoteTier, name: str) -> bool:
         prefixes = [prefix for prefix in self._forgotten.prefixes if prefix.startswith(f"{name}/")]
-        return all([await remote.teller.tell(prefix) for prefix in prefixes])
+        return bool(prefixes) and all(await asyncio.gather(*map(remote.teller.tell, prefixes)))
 
     def _require_unused(self, cache: Cache, request: caches_pb2.RemoveCacheRequest) -> None:
         """Raises FAILED_PRECONDITION where the cache must not go; of one that goes, no session has any part left."""
