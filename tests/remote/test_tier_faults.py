@@ -419,9 +419,9 @@ async def test_no_process_outlives_a_daemon_killed_while_mooncake_is_silent(star
     with mooncake() as server:
         daemon = start_fresh("--remote", server.url, host=64)
         async with opened(daemon) as (client, cache):
-            await assert_missed(cache, chain("nowhere", 3))  # its processes run
-            helpers = [os.pidfd_open(int(pid)) for pid in children(daemon)]
-            assert helpers
+            await assert_missed(cache, chain("nowhere", 3))
+            running = await eventually(lambda: children(daemon), bool)
+            helpers = [os.pidfd_open(int(pid)) for pid in running]
             halt(server.processes[0].pid)
 
             async def asked():
