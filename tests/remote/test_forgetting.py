@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ async def test_more_drops_than_a_cache_remembers_reset_it(start, opened):
         assert await read(other, keys) == "aaa"
         await cache.drop(chain("nobody's", MOST_DROPPED + 1))
         for each in (cache, other):
-            await eventually(lambda each=each: read(each, keys), lambda marks: marks == "")
+            await eventually(partial(read, each, keys), lambda marks: marks == "")
         await write(client, cache, keys, "b")
         await eventually(lambda: read(other, keys), lambda marks: marks == "bbb")
 
