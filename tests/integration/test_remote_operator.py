@@ -267,6 +267,9 @@ async def test_explain_says_what_is_known_of_the_store(start, store):
         assert "remote      the store beyond the host has it" in shown(daemon, here)
         assert "c, group 0: the store beyond the host has it" in shown(daemon, beyond)
         assert "nothing is known of it" in shown(daemon, nowhere, status=4)
+        located = {each.peer: each.blocks for each in (await client.holdings([beyond], cache="c")).found}
+        assert located == {store.url: 1}
+        assert store.url in kvtier("locate", here.hex(), "--address", daemon.address).stdout
 
 
 def shown(daemon, key, status=0):

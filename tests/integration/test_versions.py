@@ -6,6 +6,7 @@ N is the format of the cache. A new format gets a file of its own, and the old o
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
 from hashlib import sha256
@@ -18,6 +19,8 @@ import xxhash
 from kvtier import Client, Tier
 from kvtier.abi.words import BlockResult
 from kvtierd.core.ids import GroupId, Key, Label, SlotId, Traits
+from kvtierd.service.forgotten import Past
+from kvtierd.service.remote import telling
 from kvtierd.tiers.disk.records import encode_record
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, format_version
 from kvtierd.tiers.remote import objects
@@ -108,14 +111,20 @@ async def test_objects_of_a_later_version_are_left_alone(start_fresh, tmp_path):
 
 PLACE = objects.Place("c", b"f" * 32, GroupId(1))
 RECORD = encode_record(Key(KEYS[1]), SlotId(7), 8, 9, b"x" * 16, Key(KEYS[0]), TRAITS)
+PAST = json.dumps(Past(7, {(GroupId(1), Key(KEYS[0])): 8}).encoded()).encode()
 OBJECT = objects.encode(PLACE, Key(KEYS[1]), Key(KEYS[0]), TRAITS, [np.frombuffer(b"bytes", np.uint8)])
 
 
 @pytest.mark.parametrize(
     ("made", "version", "digest"),
-    [(RECORD, format_version("cache"), {2: "de71ff0c61d8c62b"}), (OBJECT, objects.VERSION, {1: "1fec0cc365249d8b"})],
-    ids=["record", "object"],
+    [
+        (RECORD, format_version("cache"), {2: "de71ff0c61d8c62b"}),
+        (OBJECT, objects.VERSION, {1: "1fec0cc365249d8b"}),
+        (PAST, telling.VERSION, {1: "52122152c4412c4e"}),
+        (PAST, format_version("forgotten"), {1: "52122152c4412c4e"}),
+    ],
+    ids=["record", "object", "past", "past on disk"],
 )
 def test_the_number_moves_with_the_layout(made, version, digest):
-    """Other bytes need another number: of a cache, of an object."""
+    """Other bytes need another number: of a cache, of an object, of what is forgotten."""
     assert sha256(made).hexdigest()[:16] == digest[version]
