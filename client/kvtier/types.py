@@ -269,7 +269,7 @@ class KickReport:
 
 @dataclass(slots=True, frozen=True)
 class RemovalReport:
-    """What went with a cache, or would go. ``freed``: bytes by tier that its budgets took. ``kept_in_store``: as in
+    """The effect of removing a cache. ``freed``: bytes by tier that its budgets took. ``kept_in_store``: as in
     :class:`kvtier.ResetReport`."""
 
     blocks: int

@@ -243,8 +243,8 @@ class GroupVerbs:
         """Forgets all blocks of the cache, of every window group.
 
         Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
-        ``dry_run``: only counts what a forced one would do. ``repeats``: the generation of an earlier reset; only the
-        blocks that it kept go.
+        ``dry_run``: only counts the blocks that a forced reset would forget. ``repeats``: the generation of an earlier
+        reset; only the blocks that it kept go.
         """
         seq = self._binder.session.next_seq()
         request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=seq, repeats=repeats)

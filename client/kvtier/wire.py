@@ -227,7 +227,7 @@ class Page:
 
 @dataclass(slots=True, frozen=True)
 class DropReport:
-    """One result a key asked for; ``dropped`` counts the subtrees. ``kept_in_store``: as in :class:`ResetReport`."""
+    """``results``: by key; ``dropped`` counts the subtrees. ``kept_in_store``: as in :class:`ResetReport`."""
 
     results: list[BlockResult]
     dropped: int
@@ -236,7 +236,7 @@ class DropReport:
 
 @dataclass(slots=True, frozen=True)
 class ResetReport:
-    """``kept``: blocks that are leased or pinned, and those that these stand on.
+    """``kept``: blocks that are leased or pinned, and their ancestors.
 
     ``kept_in_store``: the store beyond the host did not answer. Other daemons may read the blocks there until the
     daemon has told the store, which it does by itself. ``generation``: for :meth:`Cache.reset` to repeat this reset.

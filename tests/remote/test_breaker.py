@@ -22,6 +22,8 @@ class Moody:
         self.put_mood: RemoteError | None = None
         self.calls = 0
 
+    replaces = True
+
     async def _do(self) -> None:
         self.calls += 1
         if isinstance(self.mood, asyncio.Event):
@@ -36,10 +38,6 @@ class Moody:
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         await self._do()
         return [100 for _ in names]
-
-    @property
-    def replaces(self) -> bool:
-        return True
 
     async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
         await self._do()

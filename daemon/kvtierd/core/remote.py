@@ -53,7 +53,7 @@ class Remote:
         self._later: set[Block] = set()
         """Blocks that were due while only a device had them."""
         self._recovered: deque[Block] = deque()
-        """Blocks that the store may have: older than a restart, or settled long ago. They are offered last."""
+        """Blocks that the store may have: older than a restart, or settled long ago. The store gets them last."""
         self._old: set[Block] = set()
         """The indexed blocks that were ever in ``_recovered``."""
         self.settled: dict[Block, int] = {}

@@ -149,10 +149,10 @@ class Drop:
 
 def reset(state: GroupState, before: int) -> tuple[int, int, int, list[Key]]:
     """Removes a slice of the blocks with numbers under ``before``, the newest first, so children before their parents.
-    What is needed stays, and so does what has children left.
+    A block in use stays, and so does a block with children left.
 
-    Returns how many went, how many stayed, the number to go on from (0: there are no more), and the keys of those that
-    stayed and stand on nothing.
+    Returns how many blocks went, how many stayed, the number to go on from (0: the end), and the keys of the blocks
+    that stayed and have no parent.
     """
     members, following = state.index.before(before, state.policy.blocks_a_call)
     stayed = []

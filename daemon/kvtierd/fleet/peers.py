@@ -88,7 +88,7 @@ class Peer(Followed):
         return (spans[0].blocks, spans[0].residency) if spans else (0, b"")
 
     def generation(self, cache: str, fingerprint: bytes) -> int | None:
-        """The generation that the peer last told of a cache; None = no such cache, or another specification."""
+        """The generation that the peer last told of a cache; None = the peer has no cache of this specification."""
         told = self._told_caches.get(cache)
         return told.generation if told is not None and told.fingerprint == fingerprint else None
 

@@ -37,10 +37,10 @@ from kvtierd.tiers.base import DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.root import StoredCache
 from kvtierd.tiers.disk.superblock import (
     SET_ASIDE,
-    SUPERBLOCK,
     io_errors,
     make_private_directory,
     read_superblock,
+    set_aside,
     write_superblock,
 )
 from kvtierd.tiers.memfd import total_bytes
@@ -340,8 +340,7 @@ class _Content:
         try:
             content = read_superblock(path, _KIND)
         except DamagedDirectory as error:
-            with io_errors(f"cannot rename {path / SUPERBLOCK}"):
-                (path / SUPERBLOCK).replace(path / SET_ASIDE)
+            set_aside(path)
             _log.warning(
                 "the budgets of caches are set aside: caches on disk share the memory tiers evenly; to undo it, stop "
                 "the daemon and put a sound SUPERBLOCK back why=%r kept_as=%s",

@@ -20,11 +20,10 @@ from typing import Any, Final, Self
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key
 from kvtierd.tiers.base import DamagedDirectory
 from kvtierd.tiers.disk.superblock import (
-    SET_ASIDE,
-    SUPERBLOCK,
     io_errors,
     make_private_directory,
     read_superblock,
+    set_aside,
     write_superblock,
 )
 
@@ -221,9 +220,7 @@ def _read(path: Path) -> Record:
         places = frozenset((group, Key(key)) for group, key in kept)
         return Record(Past.decoded(content), places, bool(content.get("due")))
     except (DamagedDirectory, ValueError, TypeError, AttributeError) as error:
-        with io_errors(f"cannot rename {path / SUPERBLOCK}"):
-            if (path / SUPERBLOCK).exists():
-                (path / SUPERBLOCK).replace(path / SET_ASIDE)
+        set_aside(path)
         record = Record(Past().after_reset(), due=True)
         _write(path, record)
         says = "a cache's past is set aside, so all its blocks count as forgotten cache=%s why=%r"

@@ -40,7 +40,6 @@ class Store:
         now = time.time()
         self.parents = parents or {}
         self.listed: Callable[[], None] = lambda: None
-        """Called at the end of each listing."""
         self.objects = {name(number): Listed(name(number), 10, now - age) for number, age in enumerate(ages)}
 
     async def listing(self, prefix):
@@ -49,12 +48,11 @@ class Store:
         self.listed()
 
     async def begins(self, names, nbytes):
-        parsed = filter(None, map(parse, names))
-        return [self.begin(int(found.hex(), 16))[:nbytes] for _, found in parsed]
-
-    def begin(self, number):
-        parent = self.parents.get(number)
-        return encode(PLACE, key(number), None if parent is None else key(parent), Traits(35), [])
+        numbers = [int(found.hex(), 16) for _, found in filter(None, map(parse, names))]
+        parents = [key(self.parents[number]) if number in self.parents else None for number in numbers]
+        return [
+            encode(PLACE, key(n), above, Traits(35), [])[:nbytes] for n, above in zip(numbers, parents, strict=True)
+        ]
 
     async def delete(self, names):
         assert len(names) <= BATCH

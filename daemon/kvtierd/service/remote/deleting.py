@@ -135,16 +135,15 @@ class Deleter:
     async def run(
         self, caches: Sequence[str], older_than_s: float | None, keep_bytes: int | None, *, dry_run: bool
     ) -> Tally:
-        """Deletes blocks, whoever wrote them, and all that a reset has forgotten. What has another name than a block's
-        stays.
+        """Deletes blocks of all daemons, and every block that a reset has forgotten. Objects that are no blocks stay.
 
         Args:
             caches: of these alone; none = all.
             older_than_s: blocks written longer ago go; None = none for their age.
-            keep_bytes: of the rest, the least recently used go beyond so many, from the ends of their chains; None =
-                none for their use.
+            keep_bytes: the least recently used blocks beyond this size go, from the ends of their chains; None = no
+                block goes for its use.
 
-        Raises: RemoteError: the store failed, or cannot list; ShuttingDown. What was deleted before is gone.
+        Raises: RemoteError: the store failed, or cannot list; ShuttingDown. Blocks deleted before stay deleted.
         """
         began_s = time.time()
         written_s = 0.0 if older_than_s is None else began_s - older_than_s

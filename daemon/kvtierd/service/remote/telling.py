@@ -118,7 +118,7 @@ class Teller:
         return self.has_heard(prefix)
 
     async def let_go(self, cache: Cache) -> int:
-        """Drops the blocks of before, except those in use. Returns the number of blocks in use."""
+        """Drops the blocks that an earlier reset left, except blocks in use. Returns the number of blocks in use."""
         prefix = cache.prefix
         if self._forgotten.kept(prefix) or self._forgotten.is_due(prefix):
             async with self._forgotten.change(prefix):
@@ -157,7 +157,7 @@ class Teller:
             _log.exception("a cache is not looked at cache=%s", prefix)
 
     async def _look(self, prefix: str) -> None:
-        """Joins the record of this daemon with those of others. Raises RemoteError, MoverError, TierIOError."""
+        """Joins the record of this daemon with the records of others. Raises RemoteError, MoverError, TierIOError."""
         if (cache := self._cache(prefix)) is not None:
             for generation in self._peers(cache.name):
                 await self._adopt(prefix, Past(generation))

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class _Source:
-    """Where a block's bytes are. ``generation``: of its slot in the host tier then. ``name``: of its object."""
+    """Locates a block's bytes. ``generation``: of its slot in the host tier then. ``name``: of its object."""
 
     offer: Offer
     generation: int
@@ -245,7 +245,7 @@ class Writer:
         beyond.put_back(group, moved)
 
     async def _there(self, sources: Sequence[_Source]) -> set[str]:
-        """The names of objects that the store has: another host may have written them. What stands on an absent block
+        """The names of objects that the store has: another host may have written them. A child of an absent block
         counts as absent, unasked: to write it again does no harm."""
         unknown = [source for source in sources if not self._known.of(source.name)]
         keys, absent = {source.offer.key for source in unknown}, set[Key]()

@@ -69,6 +69,12 @@ def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
         raise DamagedDirectory(directory, f"{error.why}; {todo}") from error
 
 
+def set_aside(directory: Path) -> None:
+    """Renames a superblock that is not used any more. Raises TierIOError."""
+    with io_errors(f"cannot rename {directory / SUPERBLOCK}"), suppress(FileNotFoundError):
+        (directory / SUPERBLOCK).replace(directory / SET_ASIDE)
+
+
 def _read(directory: Path, kind: str) -> dict[str, Any] | None:
     with io_errors(f"cannot read {directory / SUPERBLOCK}"):
         try:

@@ -1,7 +1,7 @@
 """How a block is written to a store: one object that describes itself. Integers are little-endian.
 
 ========  =========================================================================================================
-bytes     what
+bytes     content
 ========  =========================================================================================================
 16        xxh3-128 of everything after it
 8         ``b"kvtier\\0\\1"``: the last byte is the version
@@ -55,7 +55,7 @@ MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where the blocks of one window group of a cache stand. ``cache``: its name, which has no ``/``. ``revision``: the
+    """Names the blocks of one window group of a cache. ``cache``: its name, which has no ``/``. ``revision``: the
     time when they were last forgotten, see ``service/forgotten.py``; 0 = never."""
 
     cache: str
