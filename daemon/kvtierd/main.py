@@ -25,6 +25,7 @@ import click
 
 from kvtierd import logs
 from kvtierd.config import ENV_PREFIX, ConfigError, Loaded, read
+from kvtierd.config.keys import Remote
 from kvtierd.config.load import Command, as_json, given, reference, with_flags
 
 EXIT_FAILED: Final = 1
@@ -83,13 +84,31 @@ def main(
 
 
 def _check_files(loaded: Loaded) -> None:
-    """Ends the process where a file that a start would read is of no use."""
+    """Ends the process where a file or a store that a start would open is of no use."""
     tcp = loaded.config.tcp
     tls = loaded.config.peer_tls if tcp is None else tcp.tls
-    faults = [] if tls is None else list(tls.faults())
+    faults = [] if tls is None else [f"{name} = {path}: {reason}" for name, path, reason in tls.faults()]
+    if loaded.config.remote is not None:
+        faults += _store_faults(loaded.config.remote)
     if faults:
-        lines = [loaded.located(f"{name} = {path}: {reason}") for name, path, reason in faults]
-        _fail(EXIT_BAD_CONFIG, "\n".join(lines))
+        _fail(EXIT_BAD_CONFIG, "\n".join(loaded.located(fault) for fault in faults))
+
+
+def _store_faults(config: Remote) -> list[str]:
+    """Why a start would refuse the store."""
+    import asyncio
+
+    from kvtierd.service.remote.tier import opened_store
+    from kvtierd.tiers.base import TierConfigError
+
+    async def try_out() -> None:
+        await (await opened_store(config)).close()
+
+    try:
+        asyncio.run(try_out())
+    except TierConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,7 @@ import pytest
 from kvtierd.tiers.remote.base import ABSENT, RemoteError, RemoteFull, RemoteRefused, RemoteStore, RemoteUnavailable
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store
+from kvtierd.tiers.remote.process import ProcessStore
 from tests.integration.waiting import halt
 from tests.remote.servers import KEYS, Server, free_ports, mooncake, mooncake_programs, seaweed
 
@@ -28,22 +30,24 @@ def into_environment(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) ->
         monkeypatch.setenv(name, value)
 
 
-async def each_call(store: RemoteStore) -> dict[str, RemoteError | None]:
-    """How each call ends."""
-
+def calls_of(store: RemoteStore) -> dict[str, Callable[[], Awaitable[object]]]:
     async def listed() -> None:
         async for _ in store.listing("a/"):
             pass
 
-    calls = {
+    return {
         "exists": lambda: store.exists(["a/b"]),
         "get": lambda: store.get(["a/b"], [memoryview(bytearray(10))]),
         "put": lambda: store.put(["a/b"], [b"1234"]),
         "delete": lambda: store.delete(["a/b"]),
         "list": listed,
     }
+
+
+async def each_call(store: RemoteStore) -> dict[str, RemoteError | None]:
+    """How each call ends."""
     ends: dict[str, RemoteError | None] = {}
-    for name, call in calls.items():
+    for name, call in calls_of(store).items():
         ends[name] = None
         try:
             await call()
@@ -82,8 +86,6 @@ async def test_a_store_that_is_not_there_is_unavailable_at_once(monkeypatch: pyt
     store = open_store({"s3": "s3://blocks", "mooncake": f"mooncake://127.0.0.1:{port}"}[engine])
     started = time.monotonic()
     ends = await each_call(store)
-    if engine == "mooncake":
-        assert isinstance(ends.pop("list"), RemoteRefused)
     for failed in ends.values():
         assert isinstance(failed, RemoteUnavailable)
         assert "cannot be reached" in str(failed)
@@ -162,16 +164,42 @@ async def test_a_silent_mooncake_stops_its_callers_alone() -> None:
             await store.close()
 
 
-async def test_a_mooncake_process_that_dies_is_replaced(mooncake_server: Server) -> None:
-    store = open_store(mooncake_server.url)
+def hosts(parent: int) -> list[int]:
+    """The processes that have the stores of a process."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if b"remote.hosted" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_a_process_that_dies_is_replaced(shared_url: str) -> None:
+    before = hosts(os.getpid())
+    store = open_store(shared_url)
     (name,) = (random.randbytes(8).hex(),)
     await store.put([name], [b"12345"])
-    for worker in store._idle:  # type: ignore[attr-defined]
-        worker.process.kill()
-        await worker.process.wait()
-    with pytest.raises(RemoteUnavailable, match="process for Mooncake has ended"):
-        await store.exists([name])
+    reading = asyncio.create_task(store.get([name] * 1, [memoryview(bytearray(5))]))
+    (pid,) = set(hosts(os.getpid())) - set(before)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RemoteUnavailable, match="process for the store has ended: SIGKILL"):
+        await reading
     assert await store.exists([name]) == [True]
+    await store.close()
+    assert hosts(os.getpid()) == before
+
+
+async def test_a_process_that_dies_again_is_started_after_a_pause(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    for _ in range(2):
+        await store.open()
+        (pid,) = hosts(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RemoteUnavailable, match="has ended: SIGKILL"):
+            await store.exists(["a"])
+    with pytest.raises(RemoteUnavailable, match="died again, and is started in"):
+        await store.exists(["a"])
+    assert not hosts(os.getpid())
     await store.close()
 
 
@@ -189,18 +217,28 @@ class Liar:
                     await reader.readexactly(int(line.partition(b":")[2]))
             if self._answer is None:
                 await reader.read()
-            else:
-                writer.write(self._answer)
+                return
+            for piece in (self._answer[:-1], self._answer[-1:]):
+                writer.write(piece)
                 await writer.drain()
+                await asyncio.sleep(0.01)  # so that they arrive as two
         except (OSError, asyncio.IncompleteReadError):
             pass  # the client has gone
         finally:
             writer.close()
 
 
+def lying(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> AbstractAsyncContextManager[ProcessStore]:
+    return serving(Liar(answer), monkeypatch)
+
+
+Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 @asynccontextmanager
-async def lying(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteStore]:
-    server = await asyncio.start_server(Liar(answer), "127.0.0.1", 0)
+async def serving(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessStore]:
+    """A store whose endpoint is this server."""
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     endpoint = f"http://127.0.0.1:{port}"
     into_environment(monkeypatch, {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"})
@@ -273,6 +311,69 @@ async def test_a_store_that_never_answers_costs_its_deadline(monkeypatch: pytest
             await guarded.get(["a/b"], [memoryview(bytearray(10))])
         assert time.monotonic() - started < 5
         assert guarded.problem == "get: no answer within 0.2 s"
+
+
+HUGE: Final = 1 << 50
+LIST: Final = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+@pytest.mark.parametrize(
+    ("verb", "sent"),
+    [
+        ("put", answer("403 Forbidden", b"no", length=HUGE)),
+        ("get", answer("403 Forbidden", b"no", length=HUGE)),
+        ("get", answer("500 Internal Server Error", b"no", length=HUGE)),
+        ("exists", answer("403 Forbidden", b"no", length=HUGE)),
+        ("delete", answer("403 Forbidden", b"no", length=HUGE)),
+        ("list", answer("200 OK", LIST, length=HUGE)),
+    ],
+)
+async def test_a_length_beyond_all_memory_is_a_failed_call(
+    monkeypatch: pytest.MonkeyPatch, verb: str, sent: bytes
+) -> None:
+    async with lying(sent, monkeypatch) as store:
+        (call,) = [call for name, call in calls_of(store).items() if name == verb]
+        with pytest.raises(RemoteError, match="it answered" if verb == "exists" else "has ended: SIGABRT"):
+            await call()
+
+
+async def test_a_body_without_an_end_takes_no_memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\n")
+        with suppress(OSError):
+            while True:
+                writer.write(bytes(MIB))
+                await writer.drain()
+
+    async with serving(pour, monkeypatch) as store:
+        await store.open()
+        (host,) = hosts(os.getpid())
+        before = resident_bytes(os.getpid())
+        guarded = Guarded(store, timeout_s=2.0)
+        with pytest.raises(RemoteUnavailable):
+            await asyncio.gather(*(guarded.get([str(i)], [memoryview(bytearray(10))]) for i in range(32)))
+        assert resident_bytes(os.getpid()) - before < 64 * MIB
+        assert max(map(resident_bytes, hosts(os.getpid())), default=0) < 1200 * MIB
+        assert host
+
+
+@pytest.mark.parametrize("other", ["localhost", "127.0.0.2"])
+async def test_a_redirect_to_another_host_is_not_followed(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    heard: list[bytes] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readline())
+        writer.write(answer("200 OK"))
+        writer.close()
+
+    bystander = await asyncio.start_server(hear, "0.0.0.0", 0)
+    port = bystander.sockets[0].getsockname()[1]
+    sent = answer("307 Temporary Redirect").replace(b"ETag", f"Location: http://{other}:{port}/x\r\nETag".encode())
+    async with lying(sent, monkeypatch) as store:
+        for failed in (await each_call(store)).values():
+            assert isinstance(failed, RemoteError)
+    bystander.close()
+    assert not heard
 
 
 @pytest.fixture

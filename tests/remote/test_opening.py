@@ -15,10 +15,10 @@ from kvtierd.tiers.remote.opening import FIELD, open_store
 @pytest.mark.parametrize(
     ("url", "shown", "limit"),
     [
-        ("", "://", "must begin with one of s3://, "),
-        ("/directory", ":///directory", "must begin with one of s3://, "),
+        ("", "", "must begin with one of s3://, "),
+        ("/directory", "/directory", "must begin with one of s3://, "),
         ("ftp://host/x", "ftp://host/x", "must begin with one of s3://, "),
-        ("s3://[", "", "must be a URL"),
+        ("s3://[", "s3://[", "must be a URL"),
         ("s3://", "s3://", "must name a bucket"),
         ("s3://secret:secret@bucket/x", "s3://bucket/x", "must not have credentials"),
         ("mooncake://secret@host:1", "mooncake://host:1", "must not have credentials"),

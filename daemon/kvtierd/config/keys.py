@@ -29,6 +29,7 @@ from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, MAX_PRIORITY, NEVER, Policy, RemotePolicy, RemoteWrites, WritePolicy
 from kvtierd.rights import AllowRule
 from kvtierd.tcp import TcpListener, TlsFiles, host_and_port
+from kvtierd.tiers.remote import opening
 
 ENV_PREFIX: Final = "KVTIERD_"
 LIVE: Final = frozenset({"allow", "log_level"})
@@ -188,7 +189,7 @@ class Remote(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field(
+    url: Annotated[str, AfterValidator(opening.check), PlainSerializer(opening.shown)] = Field(
         description="Store for blocks beyond this host: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///directory` "
         "that hosts share, or `mooncake://…`. Credentials come from the environment."
     )
@@ -209,6 +210,9 @@ class Remote(BaseModel):
         ByteSize(0), description="Most bytes a second that are written; 0 = no limit."
     )
     timeout_seconds: float = Field(5.0, gt=0, le=600, description="How long one call of the store may take.")
+    group_access: bool = Field(
+        False, description="Whether the group of a shared directory can read and write the objects, too."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -216,7 +220,7 @@ class Remote(BaseModel):
         return {"url": value} if isinstance(value, str) else value
 
     def __str__(self) -> str:
-        return self.url
+        return opening.shown(self.url)
 
     @property
     def writes(self) -> RemoteWrites:

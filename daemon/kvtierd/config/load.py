@@ -134,7 +134,12 @@ def _told(fault: ErrorDetails, sources: Mapping[str, str]) -> Iterator[str]:
         case "missing":
             yield f"{where}: must be given"
         case _:
-            yield f"{where} = {fault['input']!r}: {reason}"
+            yield f"{where} = {_without_secrets(repr(fault['input']))}: {reason}"
+
+
+def _without_secrets(text: str) -> str:
+    """The text without the credentials and the queries of its URLs."""
+    return re.sub(r"(://[^\s'\"?]*)\?[^\s'\"]*", r"\1", re.sub(r"://[^\s'\"]*@", "://", text))
 
 
 def _no_such_key(key: str, known: Iterable[str]) -> str:

@@ -34,7 +34,7 @@ from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
 from kvtierd.service.remote.telling import Generations
-from kvtierd.service.remote.tier import RemoteTier
+from kvtierd.service.remote.tier import RemoteTier, opened_store
 from kvtierd.service.server import Health, RpcServer, RuntimeDir
 from kvtierd.service.servicers.admin import AdminService
 from kvtierd.service.servicers.blocks import BlocksService, Caps
@@ -50,7 +50,6 @@ from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.mapped import Chaos
 from kvtierd.tiers.remote.base import RemoteStore
-from kvtierd.tiers.remote.opening import open_store
 
 if TYPE_CHECKING:
     from kvtierd.fleet.peers import Fleet
@@ -224,7 +223,7 @@ class Daemon:
         a name, or a tier is larger than this machine; nothing was touched where it is a device or the machine.
         """
         await asyncio.to_thread(require_possible, config)
-        store = None if config.remote is None else open_store(config.remote.url)
+        store = None if config.remote is None else await opened_store(config.remote)
         spans = None if config.traces is None else _made_spans(config.traces)
         keeper = Keeper(notifier or Notifier(None), passed)
         known = (await asyncio.to_thread(RememberedSlots, config.state_dir / CACHES)).gpus

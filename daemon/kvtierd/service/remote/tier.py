@@ -25,6 +25,7 @@ from kvtierd.service.remote.telling import Generations, Teller
 from kvtierd.service.remote.writing import Writer
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.breaker import Counts, Guarded, Operation
+from kvtierd.tiers.remote.opening import open_store, require_opens
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,17 @@ PEER_S: Final = 5.0
 """How long one call of a peer may take."""
 PROBE_S: Final = 0.5
 """How often a store that fails is looked at."""
+
+
+async def opened_store(config: Remote) -> RemoteStore:
+    """Raises TierConfigError where the store cannot be opened. A store that does not answer is opened later."""
+    store = open_store(config.url, group_access=config.group_access)
+    try:
+        await require_opens(store)
+    except BaseException:
+        await store.close()
+        raise
+    return store
 
 
 class RemoteTier:
@@ -56,7 +68,7 @@ class RemoteTier:
         generations: Generations,
         forgotten: Forgotten,
     ) -> None:
-        self.url: Final = "" if config is None else config.url
+        self.url: Final = "" if config is None else str(config)
         self.known: Final = Known(time.monotonic)
         self._store: Final = None if store is None or config is None else Guarded(store, config.timeout_seconds)
         source = None if self._store is None else Source(self.url, self._store)

@@ -1,7 +1,7 @@
 """Objects in a bucket (S3 and what speaks it, GCS, Azure), in a directory that hosts share, or in memory.
 
 obstore takes endpoint, region, time limits and credentials from the environment: ``AWS_*``, ``GOOGLE_*``, ``AZURE_*``,
-and from the files and services those name.
+and from the files and services those name. This runs in the process of ``hosted.py``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import socket
+import stat
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
@@ -66,13 +71,14 @@ _REASONS: Final = (
 
 
 class Bucket:
-    """A store that obstore can reach."""
+    """A store that obstore can reach. ``root``: of a directory store."""
 
     replaces: Final = True
 
-    def __init__(self, store: ObjectStore, shown: str) -> None:
+    def __init__(self, store: ObjectStore, shown: str, root: Path | None = None) -> None:
         self._store = store
         self._shown = shown
+        self._root = root
         self._requests = asyncio.Semaphore(_REQUESTS)
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
@@ -102,17 +108,18 @@ class Bucket:
 
     async def listing(self, prefix: str) -> AsyncIterator[Listed]:
         folder = prefix.rpartition("/")[0]  # obstore wants whole parts of a name
+        obstacle = cache(self._obstacle)
         async with self._request("list"):
             async for page in obstore.list(self._store, folder or None, chunk_size=_PAGE):
                 for meta in page:
-                    if meta["path"].startswith(prefix):
+                    if meta["path"].startswith(prefix) and obstacle(meta["path"].rpartition("/")[0]) is None:
                         yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     async def close(self) -> None:
         del self._store
 
     async def _exists(self, name: str) -> bool:
-        async with self._request("head"):
+        async with self._request("head", name):
             try:
                 await obstore.head_async(self._store, name)
             except FileNotFoundError:
@@ -120,7 +127,7 @@ class Bucket:
             return True
 
     async def _get(self, name: str, into: memoryview) -> int:
-        async with self._request("get"):
+        async with self._request("get", name):
             try:
                 found = await obstore.get_async(self._store, name)
                 if found.meta["size"] > len(into):
@@ -132,18 +139,18 @@ class Bucket:
         return len(body)
 
     async def _begin(self, name: str, nbytes: int) -> bytes:
-        async with self._request("get"):
+        async with self._request("get", name):
             try:
                 return bytes(await obstore.get_range_async(self._store, name, start=0, length=nbytes))
             except FileNotFoundError:
                 return b""
 
     async def _put(self, name: str, data: bytes) -> None:
-        async with self._request("put"):
+        async with self._request("put", name):
             await obstore.put_async(self._store, name, data, use_multipart=False)
 
     async def _delete(self, name: str) -> None:
-        async with self._request("delete"):
+        async with self._request("delete", name):
             with suppress(FileNotFoundError):
                 await obstore.delete_async(self._store, name)
 
@@ -156,9 +163,25 @@ class Bucket:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
+    def _obstacle(self, name: str) -> Path | None:
+        """A link, or anything but a file or a directory, on the way to an object of a directory store."""
+        path = self._root
+        for part in name.split("/") if path is not None else ():
+            path = path / part
+            try:
+                mode = path.lstat().st_mode
+            except OSError:
+                return None  # obstore says why
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                return path
+        return None
+
     @asynccontextmanager
-    async def _request(self, request: str) -> AsyncIterator[None]:
+    async def _request(self, request: str, name: str = "") -> AsyncIterator[None]:
         """Waits for its turn, and raises the contract's errors for obstore's."""
+        if (obstacle := self._obstacle(name)) is not None:  # obstore would follow a link, and wait for a FIFO
+            says = f"{self._shown}: {request}: {obstacle} is not a regular file"
+            raise RemoteRefused(says, of_object=True)
         async with self._requests:
             try:
                 yield
@@ -196,18 +219,55 @@ def _some(found: Sequence[_T | RemoteError]) -> Sequence[_T | RemoteError]:
 
 
 def open_bucket(url: str) -> RemoteStore:
-    """The bucket or the directory of a URL without credentials and query.
+    """The bucket or the directory of a URL that ``opening.py`` has checked.
 
     Raises:
-        ValueError: it names neither. The message says what it must be.
+        ValueError: The environment lacks the account or the endpoint.
     """
-    in_process = url.startswith(("file:", "memory:"))
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return Bucket(from_url(url), url, Path(unquote(parts.path)))
+    if parts.scheme == "memory":
+        return Bucket(from_url(url), url)
+    _stay_on_hosts(parts.scheme)
     try:
-        return Bucket(from_url(url) if in_process else from_url(url, retry_config=_RETRIES), url)
+        return Bucket(from_url(url, retry_config=_RETRIES), url)
     except (BaseError, ValueError, OSError):
-        if in_process:
-            raise ValueError("must be file:// and the absolute path of a directory that is there") from None
         raise ValueError("must name a bucket; obstore takes account and endpoint from the environment") from None
+
+
+_PREFIXES: Final[Mapping[str, str]] = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_HOSTS: Final[Mapping[str, Sequence[str]]] = {
+    "AWS": ("amazonaws.com", "amazonaws.com.cn"),
+    "GOOGLE": ("googleapis.com",),
+    "AZURE": ("core.windows.net", "fabric.microsoft.com", "microsoftonline.com"),
+}
+_METADATA_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "metadata.google.internal")
+"""Give credentials to a machine or a container."""
+_CREDENTIALS: Final = re.compile(
+    r"AWS_ACCESS_KEY_ID|GOOGLE_(SERVICE_ACCOUNT|APPLICATION).*|AZURE_.*(_KEY|SECRET|SAS.*)"
+)
+"""With one of these variables, obstore asks no metadata host."""
+_URL_HOST: Final = re.compile(r"https?://([^/:?#\s\"]+)")
+
+
+def _stay_on_hosts(scheme: str) -> None:
+    """Keeps obstore from following a redirect to a host that neither the provider nor the environment names.
+
+    obstore cannot be told to follow none. It can be given a proxy, and hosts that it reaches without the proxy: the
+    proxy is a port where nobody listens. A proxy that the operator has named decides itself.
+    """
+    prefix = _PREFIXES[scheme]
+    if any(re.fullmatch(r"(HTTPS?|ALL)_PROXY|\w+_PROXY_URL", name, re.IGNORECASE) for name in os.environ):
+        return
+    own = {name: value for name, value in os.environ.items() if name.startswith((prefix, "IDENTITY_", "MSI_"))}
+    named = [host for value in own.values() for host in _URL_HOST.findall(value)]
+    metadata = () if any(map(_CREDENTIALS.fullmatch, own)) else _METADATA_HOSTS
+    nobody = socket.socket()
+    nobody.bind(("127.0.0.1", 0))
+    os.environ[f"{prefix}_PROXY_URL"] = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    os.environ[f"{prefix}_PROXY_EXCLUDES"] = ",".join([*_HOSTS[prefix], *metadata, *named])
+    nobody.detach()  # bound as long as the process lives, and never listening
 
 
 def _meaning(failed: BaseError | OSError) -> tuple[type[RemoteError], str]:

@@ -1,43 +1,93 @@
-"""Opens the store that a URL names. An engine's libraries are imported with its first store."""
+"""Opens the store that a URL names, in a process of its own. The libraries of engines are imported there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtierd.tiers.base import TierConfigError
-from kvtierd.tiers.remote.base import RemoteStore
+from kvtierd.tiers.remote import mooncake
+from kvtierd.tiers.remote.base import RemoteError, RemoteStore
+from kvtierd.tiers.remote.process import Hosting, ProcessStore
 
 FIELD: Final = "remote.url"
 """The key of the configuration that has the URL."""
+_PRIVATE: Final = "077"
+_OF_GROUP: Final = "007"
+_DIRECTORY: Final = "must be file:// and the absolute path of a directory that is there"
 
 
-def open_store(url: str) -> RemoteStore:
-    """The store at ``url``: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``file:///directory`` or ``mooncake://…``.
+def shown(url: str) -> str:
+    """The URL without credentials and query."""
+    scheme, mark, rest = url.partition("?")[0].rpartition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
 
-    Raises:
-        TierConfigError: the URL is wrong or has credentials in it, or the engine is not installed.
-    """
+
+def check(url: str) -> str:
+    """The URL, if it can name a store. Touches nothing. Raises ValueError, which says what it must be."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise TierConfigError(FIELD, "", "must be a URL") from None
-    # Whatever a URL may have in it that is secret stands before the host or after the path.
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        raise ValueError("must be a URL") from None
     if parts.scheme not in _ENGINES:
-        raise TierConfigError(FIELD, shown, f"must begin with one of {', '.join(f'{name}://' for name in _ENGINES)}")
-    if "@" in parts.netloc:
-        raise TierConfigError(FIELD, shown, "must not have credentials; the engine takes them from its environment")
+        raise ValueError(f"must begin with one of {', '.join(f'{name}://' for name in _ENGINES)}")
+    if "@" in (parts.netloc if parts.scheme == "file" else url):
+        raise ValueError("must not have credentials; the engine takes them from its environment")
     if parts.query and parts.scheme != "mooncake":
-        raise TierConfigError(FIELD, shown, "must not have a query")
-    extra, opened = _ENGINES[parts.scheme]
+        raise ValueError("must not have a query")
+    _ENGINES[parts.scheme].check(parts)
+    return url
+
+
+def open_store(url: str, *, group_access: bool = False) -> ProcessStore:
+    """The store at ``url``: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``file:///directory`` or ``mooncake://…``.
+
+    Args:
+        group_access: Whether the group of a directory gets the objects, too.
+
+    Raises:
+        TierConfigError: The URL is wrong or has credentials in it, or the engine is not installed.
+    """
     try:
-        return opened(url)
-    except ModuleNotFoundError as missing:
-        raise TierConfigError(FIELD, shown, f"needs pip install 'kvtier[{extra}]' ({missing})") from missing
+        parts = urlsplit(check(url))
+        if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
+            raise ValueError(_DIRECTORY)
+        engine = _ENGINES[parts.scheme]
+        if find_spec(engine.module) is None:
+            raise ValueError(f"needs pip install 'kvtier[{engine.extra}]' (there is no module {engine.module})")
     except ValueError as wrong:
-        raise TierConfigError(FIELD, shown, str(wrong)) from None
+        raise TierConfigError(FIELD, shown(url), str(wrong)) from None
+    umask = _OF_GROUP if group_access else _PRIVATE
+    return ProcessStore(shown(url), engine.hosting, (url, str(engine.hosting.memory_bytes), umask))
+
+
+async def require_opens(store: ProcessStore) -> None:
+    """Opens a store that needs no network for it. Raises TierConfigError."""
+    if not store.url.startswith("mooncake:"):
+        try:
+            await store.open()
+        except RemoteError as error:
+            raise TierConfigError(FIELD, store.url, str(error)) from error
+
+
+def load(url: str) -> RemoteStore:
+    """The store itself, for the process that has its library. Raises ValueError, ImportError, RemoteError."""
+    return _ENGINES[urlsplit(url).scheme].load(url)
+
+
+@dataclass(slots=True, frozen=True)
+class _Engine:
+    """``extra``: installs ``module``."""
+
+    extra: str
+    module: str
+    check: Callable[[SplitResult], object]
+    load: Callable[[str], RemoteStore]
+    hosting: Hosting
 
 
 def _bucket(url: str) -> RemoteStore:
@@ -46,18 +96,22 @@ def _bucket(url: str) -> RemoteStore:
     return open_bucket(url)
 
 
-def _mooncake(url: str) -> RemoteStore:
-    from kvtierd.tiers.remote.mooncake import open_mooncake
+def _require_bucket(parts: SplitResult) -> None:
+    if not parts.netloc:
+        raise ValueError("must name a bucket")
 
-    return open_mooncake(url)
+
+def _require_path(parts: SplitResult) -> None:
+    if parts.netloc or not parts.path.startswith("/"):
+        raise ValueError(_DIRECTORY)
 
 
-_ENGINES: Final[Mapping[str, tuple[str, Callable[[str], RemoteStore]]]] = {
-    "s3": ("remote", _bucket),
-    "gs": ("remote", _bucket),
-    "az": ("remote", _bucket),
-    "file": ("remote", _bucket),
-    "memory": ("remote", _bucket),
-    "mooncake": ("mooncake", _mooncake),
+_OBSTORE: Final = Hosting(
+    processes=1, calls=64, cancels=True, room_bytes=256 << 20, memory_bytes=1 << 30, replaces=True
+)
+_ENGINES: Final[Mapping[str, _Engine]] = {
+    **{name: _Engine("remote", "obstore", _require_bucket, _bucket, _OBSTORE) for name in ("s3", "gs", "az")},
+    **{name: _Engine("remote", "obstore", _require_path, _bucket, _OBSTORE) for name in ("file", "memory")},
+    "mooncake": _Engine("mooncake", "mooncake", mooncake.settings, mooncake.open_mooncake, mooncake.HOSTING),
 }
-"""By the URL's scheme: the extra that installs the engine, and the engine."""
+"""By the URL's scheme."""
