@@ -30,6 +30,8 @@ from kvtierd.config.load import Command, as_json, given, reference, with_flags
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
+UMASK: Final = 0o077
+"""Files and directories that a library makes are the owner's alone, too, whatever the parent process had."""
 SWITCH_S: Final = 0.0005
 """How long one thread may keep the interpreter lock from another. Python's own 5 ms are as long as a disk takes for a
 batch: a thread that checks blocks and one that runs the loop would wait for each other instead of for the disk."""
@@ -77,6 +79,7 @@ def main(
     elif supervised:
         from kvtierd.supervise import own_command, supervise
 
+        os.umask(UMASK)
         logs.set_up(loaded.config.log_level)
         sys.exit(supervise(own_command([argument for argument in sys.argv[1:] if argument != "--supervise"])))
     else:
@@ -114,6 +117,7 @@ def _store_faults(config: Remote) -> list[str]:
 def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     config = loaded.config
+    os.umask(UMASK)
     logs.set_up(config.log_level)
     told = config.model_dump(mode="json", include=set(loaded.sources))
     _log.info("kvtierd starts version=%s file=%s set=%r", version("kvtier"), file, told)

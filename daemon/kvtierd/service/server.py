@@ -198,9 +198,9 @@ class RuntimeDir:
         except AddressError as error:
             raise TierConfigError("runtime_dir", path, str(error)) from error
         with io_errors(f"cannot use the runtime directory {path}"):
-            if not path.is_dir():
-                path.mkdir(parents=True, exist_ok=True)
-                path.chmod(_DIRECTORY_MODE)
+            for missing in reversed([each for each in (path, *path.parents) if not each.is_dir()]):
+                missing.mkdir(exist_ok=True)
+                missing.chmod(_DIRECTORY_MODE)  # who may use the sockets must also pass the directories above
             lock = DirectoryLock.take(path / LOCK)
         runtime_dir = cls(path, lock, rpc_path, attach_path)
         runtime_dir._remove_sockets()

@@ -1,0 +1,66 @@
+"""The daemon's files: modes whatever the umask, links in their place, directories that others may write."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvtier import Client, Tier
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.supervised import SupervisedDaemon
+from tests.integration.waiting import eventually
+
+KEYS = chain("private", 8)
+SIZES = sizes(host=8, disk=32)
+
+
+def fill(address):
+    with Client(address) as client:
+        cache = client.open_cache("c", SPEC)
+        cache.put(KEYS, blocks(KEYS))
+        cache.move(KEYS, Tier.DISK)
+        cache.drop(KEYS[-1:])
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+
+class BelowMissing(DaemonProcess):
+    """Makes the directory above its runtime directory, too."""
+
+    @property
+    def address(self) -> str:
+        return str(self.home / "run" / "a")
+
+
+def modes(*roots):
+    return {path: stat.filemode(path.lstat().st_mode) for root in roots for path in (root, *root.rglob("*"))}
+
+
+def umask_of(pid):
+    return next(line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "Umask" in line)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+async def test_what_a_daemon_makes_is_its_own_whatever_the_umask(short_dir, supervised):
+    store = short_dir / "store"
+    store.mkdir(0o700)
+    flags = ["--remote", f'{{"url": "file://{store}", "write": "through"}}']
+    running = SupervisedDaemon(short_dir, SIZES, flags)
+    daemon = running.plain = BelowMissing(short_dir, SIZES, ["--supervise", *flags] if supervised else flags)
+    daemon.within = ["sh", "-c", 'umask 0; exec "$@"', "sh"]
+    with running:
+        fill(daemon.address)
+        await eventually(lambda: [path for path in store.rglob("*") if path.is_file()], bool)
+        assert {umask_of(pid) for pid in (running.pid, running.supervisor)} == {"0077"}
+        made = modes(short_dir / "run", daemon.state_dir, daemon.disk_dir, store)
+    made |= modes(short_dir / "run", daemon.state_dir, daemon.disk_dir, store)
+    for_group = {path: mode for path, mode in made.items() if mode[4:] != "------"}
+    assert for_group == {
+        short_dir / "run": "drwxr-x---",
+        Path(daemon.address): "drwxr-x---",
+        **dict.fromkeys(daemon.sockets, "srw-rw----"),
+    }
