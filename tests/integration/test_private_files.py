@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
-from kvtier import Client, Tier
+from kvtier import CallerError, Client, Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
+from tests.integration.starting import tree
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import eventually
 
@@ -64,3 +66,52 @@ async def test_what_a_daemon_makes_is_its_own_whatever_the_umask(short_dir, supe
         Path(daemon.address): "drwxr-x---",
         **dict.fromkeys(daemon.sockets, "srw-rw----"),
     }
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+DIRECTORIES = ("run", "state", "disk")
+
+
+@pytest.fixture
+def seed(short_dir):
+    """What a daemon has left."""
+    daemon = DaemonProcess(short_dir, SIZES)
+    daemon.start()
+    fill(daemon.address)
+    daemon.stop()
+    (daemon.disk_dir / "caches/c/index/OPEN").touch()
+    for each in DIRECTORIES:
+        (short_dir / each).rename(short_dir / f"seed-{each}")
+    return daemon
+
+
+def started_with_a_link(daemon, name):
+    """Starts on the seed with a link in place of a file or directory. Returns what the daemon says of links."""
+    home, place, behind = daemon.home, daemon.home / name, daemon.home / "behind"
+    for each in DIRECTORIES:
+        shutil.copytree(home / f"seed-{each}", home / each)
+    place.rename(behind)
+    place.symlink_to(behind)
+    before = tree(behind)
+    try:
+        daemon.start()
+        fill(daemon.address)
+        daemon.stop()
+    except (AssertionError, CallerError):  # refused, or without the cache
+        if daemon.running:
+            daemon.kill()
+    assert tree(behind) == before, name
+    said = [line for line in daemon.log.splitlines() if "symbolic link" in line and str(place.parent) in line]
+    daemon.forget_log()
+    for each in (*(home / each for each in DIRECTORIES), behind):
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    return said
+
+
+def test_no_file_or_directory_is_opened_through_a_link(seed):
+    found = [path for each in DIRECTORIES for path in (seed.home / f"seed-{each}").rglob("*")]
+    names = {str(path.relative_to(seed.home)).removeprefix("seed-") for path in found}
+    assert {"run/kvtierd.lock", "state/LOCK", "disk/LOCK", "disk/caches/c/index/data.mdb", "state/events"} <= names
+    assert not {name for name in sorted(names) if not started_with_a_link(seed, name)}

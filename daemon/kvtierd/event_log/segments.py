@@ -21,7 +21,7 @@ from typing import Final
 import xxhash
 
 from kvtierd.event_log.run import HEAD_BYTES, Head, Run, decode_head, encode, joined
-from kvtierd.tiers.disk.superblock import NotAFile, make_private_directory, open_file, sync_directory
+from kvtierd.tiers.disk.superblock import NotAFile, make_private_directory, open_file, refuse_link, sync_directory
 
 _HEADER: Final = struct.Struct("<8sQQQQQQ")
 _CHECK: Final = struct.Struct("<Q")
@@ -67,6 +67,7 @@ class Segments:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Reads the headers of all files, and the heads in the last one. Raises OSError."""
+        refuse_link(path)
         make_private_directory(path)
         self.max_bytes: Final = max_bytes
         self._path: Final = path
@@ -194,8 +195,8 @@ def _opened(path: Path) -> Segment | None:
         with open(open_file(path, os.O_RDONLY), "rb") as file:
             data = file.read(_HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
-    except NotAFile:
-        _log.warning("what is no file is not of the event log path=%s", path)
+    except NotAFile as error:
+        _log.warning("left out of the event log: %s", error.strerror)
         return None
     if len(data) == _HEADER_BYTES:
         _, first, epoch, epoch_first, before, before_ns, began_ns = _HEADER.unpack_from(data)

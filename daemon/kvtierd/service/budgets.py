@@ -40,6 +40,7 @@ from kvtierd.tiers.disk.superblock import (
     io_errors,
     make_private_directory,
     read_superblock,
+    refuse_link,
     set_aside,
     write_superblock,
 )
@@ -337,6 +338,8 @@ class _Content:
     def read(cls, path: Path) -> Self:
         """A damaged file is set aside: no block depends on it. Raises DamagedDirectory for one of another version,
         TierIOError."""
+        with io_errors(f"cannot use {path}"):
+            refuse_link(path)
         try:
             content = read_superblock(path, _KIND)
         except DamagedDirectory as error:

@@ -23,6 +23,7 @@ from kvtierd.tiers.disk.superblock import (
     io_errors,
     make_private_directory,
     read_superblock,
+    refuse_link,
     set_aside,
     write_superblock,
 )
@@ -127,6 +128,9 @@ class Forgotten:
 
     def __init__(self, directory: Path) -> None:
         self._directory: Final = directory
+        with io_errors(f"cannot use {directory}"):
+            for path in (directory, *directory.glob("*"), *directory.glob("*/*")):
+                refuse_link(path)
         self._records: Final = {f"{path.parent.name}/{path.name}": _read(path) for path in directory.glob("*/*")}
         self._unwritten: Final[set[str]] = set()
         self._changing: Final[set[str]] = set()

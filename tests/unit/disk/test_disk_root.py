@@ -189,6 +189,19 @@ def test_no_name_reaches_outside_the_directory_of_caches(tmp_path: Path, name: s
     root.close()
 
 
+def test_a_cache_that_is_a_link_is_removed_without_what_is_behind_it(tmp_path: Path) -> None:
+    path, behind = made(tmp_path / "disk"), tmp_path / "behind"
+    (path / "caches" / "first").rename(behind)
+    before = snapshot(behind)
+    for name in ("first", ".gone-second"):
+        (path / "caches" / name).symlink_to(behind)
+    root = open_root(path)
+    assert "symbolic link" in root.damaged()["first"]
+    root.remove("first")
+    assert list((path / "caches").iterdir()) == []
+    assert snapshot(behind) == before
+
+
 @pytest.mark.parametrize("left", ["", "4194305\n"], ids=["nobody", "one-that-is-gone"])
 def test_a_holder_that_has_yet_to_write_itself_in_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str

@@ -21,7 +21,7 @@ import lmdb
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
-from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, open_file, sync_directory
+from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, open_file, refuse_link, sync_directory
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -33,6 +33,8 @@ ENGINE: Final = 0
 
 DAMAGE: Final = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 """Errors of LMDB at a damaged page."""
+_DATA: Final = "data.mdb"
+_LOCK: Final = "lock.mdb"
 OPEN: Final = "OPEN"
 """The file beside LMDB's that is there while a process has the environment open."""
 _MOST_CRASHES: Final = 3
@@ -99,7 +101,7 @@ def opening(path: Path) -> Iterator[bool]:
             yield unclean
         finally:
             with suppress(OSError):
-                os.truncate(marker, 0)
+                os.ftruncate(fd, 0)
 
 
 def _content(marker: Path) -> bytes:
@@ -178,11 +180,11 @@ class Index:
         """
         with io_errors(f"cannot create {path}"), _lmdb_errors(f"cannot create {path}"):
             path.mkdir(PRIVATE_DIR)
-            (path / "data.mdb").touch(PRIVATE_FILE)
-            (path / "lock.mdb").touch(PRIVATE_FILE)
+            (path / _DATA).touch(PRIVATE_FILE)
+            (path / _LOCK).touch(PRIVATE_FILE)
             index = cls(path, groups, map_bytes)
             index.close()
-            fd = os.open(path / "data.mdb", os.O_RDWR)
+            fd = os.open(path / _DATA, os.O_RDWR)
             try:
                 os.posix_fallocate(fd, 0, map_bytes)
                 os.fsync(fd)
@@ -197,9 +199,12 @@ class Index:
 
         Short is refused here because LMDB reads through a mapping: past the file's end that is a SIGBUS.
         """
-        data = path / "data.mdb"
+        data = path / _DATA
+        with io_errors(f"cannot open {path}"):
+            for each in (path, data, path / _LOCK, path / OPEN):  # LMDB itself opens through links
+                refuse_link(each)
         if not data.is_file() or data.stat().st_size < map_bytes:
-            raise DamagedDirectory(path, f"data.mdb is missing or shorter than {map_bytes} bytes")
+            raise DamagedDirectory(path, f"{_DATA} is missing or shorter than {map_bytes} bytes")
         try:
             with opening(path) as unclean:
                 index = cls(path, groups, map_bytes, read_all=unclean, durable=durable)

@@ -41,6 +41,7 @@ from kvtierd.tiers.disk.superblock import (
     io_errors,
     make_private_directory,
     read_superblock,
+    refuse_link,
     sync_directory,
     write_superblock,
 )
@@ -198,14 +199,14 @@ class DiskRoot:
             store = self._stores.pop(name, None)
             if store is not None:
                 store.close()
-            if not directory.exists():
+            if not directory.exists() and not directory.is_symlink():
                 return
             gone = directory.with_name(_REMOVED + name)
             if gone.exists():
-                shutil.rmtree(gone)
+                _delete(gone)
             directory.rename(gone)
             sync_directory(directory.parent)
-            shutil.rmtree(gone)
+            _delete(gone)
 
     def _open_cache(self, name: str) -> DiskStore:
         earlier = self._stores.get(name)
@@ -230,10 +231,11 @@ class DiskRoot:
         """Finishes an interrupted initialisation, creation or removal."""
         if read_superblock(self._path, "disk") is None:
             write_superblock(self._path, "disk", {})
+        refuse_link(self._path / CACHES)
         make_private_directory(self._path / CACHES)
         for pattern in (_UNFINISHED, _REMOVED):
             for leftover in (self._path / CACHES).glob(pattern + "*"):
-                shutil.rmtree(leftover)
+                _delete(leftover)
 
         for directory in self._directories():
             try:
@@ -276,7 +278,17 @@ def _read_or_fault(directory: Path) -> _CacheBlock | TierError:
         return error
 
 
+def _delete(directory: Path) -> None:
+    """Deletes a link as such: nothing behind it."""
+    if directory.is_symlink():
+        directory.unlink()
+    else:
+        shutil.rmtree(directory)
+
+
 def _read_cache(directory: Path) -> _CacheBlock:
+    with io_errors(f"cannot open {directory}"):
+        refuse_link(directory)
     content = read_superblock(directory, "cache")
     if content is None:
         raise DamagedDirectory(directory, f"has no {SUPERBLOCK}")

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
-from kvtierd.tiers.disk.superblock import PRIVATE_FILE, io_errors
+from kvtierd.tiers.disk.superblock import PRIVATE_FILE, NotAFile, io_errors, open_file
 
 MAX_PARTS: Final = 1024
 """Most buffers that Linux takes in one vectored call (IOV_MAX)."""
@@ -83,11 +83,14 @@ class Slab:
 
         Raises :class:`DamagedDirectory` where there is no file, :class:`TierIOError`.
         """
-        if not path.is_file():
-            raise DamagedDirectory(path.parent, f"{path.name} is missing")
         with io_errors(f"cannot open {path}"):
-            status = path.stat()
-            slab = cls(path, shape, _open_direct(path))
+            try:
+                fd = _open_direct(path)
+            except FileNotFoundError:
+                raise DamagedDirectory(path.parent, f"{path.name} is missing") from None
+            except NotAFile as error:
+                raise DamagedDirectory(path.parent, f"{path.name} is {error.kind}") from error
+        slab, status = cls(path, shape, fd), os.fstat(fd)
         if status.st_size < shape.nbytes or status.st_blocks * 512 < shape.nbytes:
             _log.warning("%s has lost part of its %d bytes; allocating them again", path, shape.nbytes)
             try:
@@ -180,9 +183,9 @@ def adjacent(pieces: Iterable[Piece]) -> list[Run]:
 def _open_direct(path: Path) -> int:
     """Without direct I/O, where the file system has none, the page cache holds every byte a second time."""
     try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT)
+        return open_file(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL or isinstance(error, NotAFile):
             raise
     _log.warning("%s: no direct I/O on this file system, going through the page cache", path)
-    return os.open(path, os.O_RDWR)
+    return open_file(path, os.O_RDWR)

@@ -83,7 +83,7 @@ def _read(directory: Path, kind: str) -> dict[str, Any] | None:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except NotAFile as error:
-            raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not a regular file") from error
+            raise DamagedDirectory(directory, f"its {SUPERBLOCK} is {error.kind}") from error
     words = line.decode("ascii", "replace").split(" ")
     if len(words) != 4 or words[0] != MAGIC:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not kvtier's")
@@ -123,29 +123,41 @@ def io_errors(what: str) -> Iterator[None]:
 
 
 class NotAFile(OSError):
-    """A directory, FIFO, socket or device is where a file should be."""
+    """A link, directory, FIFO, socket or device is where a file or directory of ours should be."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(errno.EINVAL, f"{path} is not a regular file")
+    def __init__(self, path: Path, kind: str = "not a regular file") -> None:
+        super().__init__(errno.EINVAL, f"{path} is {kind}")
+        self.kind: Final = kind
+
+
+_LINK: Final = "a symbolic link"
+_KINDS: Final = {errno.ELOOP: _LINK, errno.ENXIO: "not a regular file", errno.EISDIR: "not a regular file"}
+"""What an open refuses: links, and FIFOs, sockets and directories that are opened for writing."""
 
 
 def open_file(path: Path, flags: int) -> int:
     """Opens a regular file, or makes one that only its owner may use. Never waits, as an open of a FIFO would.
 
     Raises:
-        NotAFile: nothing was changed.
+        NotAFile: nothing was changed, nor behind a link.
         OSError: it cannot be opened.
     """
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK, PRIVATE_FILE)
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, PRIVATE_FILE)
     except OSError as error:
-        if error.errno not in (errno.ENXIO, errno.EISDIR):  # a FIFO or socket, a directory, opened to be written
+        if error.errno not in _KINDS:
             raise
-        raise NotAFile(path) from error
+        raise NotAFile(path, _KINDS[error.errno]) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise NotAFile(path)
     return fd
+
+
+def refuse_link(path: Path) -> None:
+    """Raises :class:`NotAFile` for a link in place of a file or directory inside of a directory of ours."""
+    if path.is_symlink():
+        raise NotAFile(path, _LINK)
 
 
 def sync_directory(path: Path) -> None:
@@ -178,7 +190,7 @@ def _replace(path: Path, content: bytes) -> None:
     The former content stays beside it as ``.new``, and is written over the next time: a full disk has room for that.
     """
     temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
-    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW)
+    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT)
     if os.fstat(fd).st_nlink > 1:  # a system that went down in between may have left it the same file as ``path``
         os.close(fd)
         temporary.unlink()
