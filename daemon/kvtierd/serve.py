@@ -163,6 +163,7 @@ async def _reload_when_asked(asked: asyncio.Event, sources: Sources, daemon: Dae
         else:
             logs.change(fresh.config.log_level)
             daemon.reload(fresh.config)
+        await daemon.look_at_directories()
         for problem in daemon.config_problems:
             _log.warning("%s", problem)
         notifier.ready(_serving(daemon))

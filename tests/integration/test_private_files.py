@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import stat
 from pathlib import Path
 
 import pytest
 
-from kvtier import CallerError, Client, Tier
+from kvtier import CallerError, Client, Tier, connect
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.starting import tree
 from tests.integration.supervised import SupervisedDaemon
+from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
 
 KEYS = chain("private", 8)
@@ -66,6 +69,46 @@ async def test_what_a_daemon_makes_is_its_own_whatever_the_umask(short_dir, supe
         Path(daemon.address): "drwxr-x---",
         **dict.fromkeys(daemon.sockets, "srw-rw----"),
     }
+
+
+# -- directories of others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def daemon(short_dir):
+    daemon = DaemonProcess(short_dir, SIZES)
+    yield daemon
+    daemon.stop()
+
+
+OTHERS = {
+    "run": lambda path: path.chmod(0o770),
+    "state": lambda path: path.chmod(0o777),
+    "disk": lambda path: os.chown(path, 2001, 2001),
+}
+
+
+async def test_a_directory_that_others_may_write_to_is_told(daemon):
+    says = {
+        f"others may write to {daemon.home / 'run'}: it has the mode 0770 and belongs to uid 0",
+        f"others may write to {daemon.home / 'state'}: it has the mode 0777 and belongs to uid 0",
+        f"others may write to {daemon.home / 'disk'}: it has the mode 0700 and belongs to uid 2001",
+    }
+    daemon.start()
+    assert "healthy" in kvtier("status", "--address", daemon.address).stdout
+    daemon.stop()
+    for name, spoil in OTHERS.items():
+        spoil(daemon.home / name)
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        assert set((await client.stats()).problems) == says
+        shown = kvtier("status", "--address", daemon.address).stdout
+        assert all(line in shown and line in daemon.log for line in says)
+        for name in OTHERS:
+            os.chown(daemon.home / name, 0, 0)
+            (daemon.home / name).chmod(0o750)
+        os.kill(daemon.pid, signal.SIGHUP)
+        await eventually(client.stats, lambda stats: not stats.problems)
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from kvtierd.service.visitors import Visitors
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.root import DiskRoot
+from kvtierd.tiers.disk.superblock import exposure
 from kvtierd.tiers.mapped import Chaos
 from kvtierd.tiers.remote.base import RemoteStore
 
@@ -134,6 +135,8 @@ class Daemon:
         self._config = config
         self.config_problems: tuple[str, ...] = ()
         """Why the last reload of the configuration did not change all that it was to change."""
+        self._exposed: Sequence[str] = ()
+        """Directories that others may write to."""
         self._directories: Final = directories
         self._phase = "starting"
         """starting, serving or stopping."""
@@ -175,7 +178,7 @@ class Daemon:
             self._engine,
             self._catalog,
             self._sessions,
-            lambda: self.config_problems,
+            lambda: (*self._exposed, *self.config_problems),
             self._log,
             devices.problems,
             [lambda: None if self._beyond is None else self._beyond.problem, lambda: self._attach.problem],
@@ -239,7 +242,16 @@ class Daemon:
             raise
         return daemon
 
+    async def look_at_directories(self) -> None:
+        """Notes which directories others may write to."""
+        config = self._config
+        paths = (config.runtime_dir, config.state_dir, *([config.disk_path] if config.disk_bytes else []))
+        self._exposed = await asyncio.to_thread(lambda: [*filter(None, map(exposure, paths))])
+        for problem in self._exposed:
+            _log.warning("%s", problem)
+
     async def _serve(self, entries: Sequence[Entry]) -> None:
+        await self.look_at_directories()
         self._lost_gpus.start()
         plans = await self._catalog.plan_restore(self._sessions.restore(entries))
         run = self._directories.run

@@ -154,6 +154,19 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
+def exposure(directory: Path) -> str | None:
+    """Says that others than root and this process's user may write to a directory; None = they may not, or there is no
+    such directory."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return None
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid in (0, os.geteuid()) and not mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None
+    return f"others may write to {directory}: it has the mode {mode:04o} and belongs to uid {status.st_uid}"
+
+
 def refuse_link(path: Path) -> None:
     """Raises :class:`NotAFile` for a link in place of a file or directory inside of a directory of ours."""
     if path.is_symlink():
