@@ -118,6 +118,27 @@ def test_a_file_that_cannot_be_read_is_refused(short_dir, content):
     assert message(ended).startswith(f"kvtierd: {path}: ")
 
 
+DEEP, LONG = '{"a":' * 20_000, "9" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "begins"),
+    [
+        ("allow = " + "[" * 50_000, {}, "{path}: "),
+        (f"host_bytes = {LONG}", {}, "{path}: "),
+        ("host_bytes = 4096", {"KVTIERD_REMOTE": DEEP}, "environment: KVTIERD_REMOTE = "),
+        ("host_bytes = 4096", {"KVTIERD_PEERS": f"[{DEEP}"}, "environment: KVTIERD_PEERS = "),
+        ("host_bytes = 4096", {"KVTIERD_ALLOW": f'[{{"uids": [{LONG}]}}]'}, "environment: KVTIERD_ALLOW"),
+    ],
+    ids=["brackets", "digits", "a table", "a list", "digits in a list"],
+)
+def test_values_that_no_parser_takes_are_refused(short_dir, text, env, begins):
+    path = written(short_dir, text)
+    ended = kvtierd("--config", path, "--check-config", env=env)
+    assert ended.returncode == BAD_CONFIG, ended
+    assert message(ended).startswith(f"kvtierd: {begins.format(path=path)}")
+
+
 def test_unknown_flags_and_arguments_are_refused(short_dir):
     for argument in ("--host-byte=4096", "start"):
         ended = kvtierd(*directories(short_dir), argument)

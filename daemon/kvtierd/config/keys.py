@@ -276,7 +276,7 @@ class Config(BaseSettings):
         description="What a power cut may undo of the disk tier: the last transaction of each cache, or with `commit` "
         "nothing that was acknowledged, for one more write to the medium a transaction.",
     )
-    remote: Annotated[Remote | None, BeforeValidator(_table)] = Field(
+    remote: Annotated[Remote | None, NoDecode, BeforeValidator(_table)] = Field(
         None, description="A store beyond this host, under its tiers. Blocks come from it into the host tier."
     )
 

@@ -116,7 +116,7 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         return tomllib.loads(text), dict(reversed(found))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # wrong TOML or UTF-8, a number of 5,000 digits, 50,000 brackets
         raise ConfigError(f"{path}: {error}") from error
 
 
