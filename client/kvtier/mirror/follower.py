@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -13,10 +14,10 @@ from typing import Final, Self
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
-from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, KvtierError
+from kvtier.errors import ClientClosed, DaemonError, DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
-from kvtier.types import TIERS, Cursor, Tier, fastest
+from kvtier.types import TIERS, CacheInfo, Cursor, Tier, fastest
 from kvtier.watch import Watch
 from kvtier.wire import AcrossMatch, GroupSpan, Keys, packed_keys
 
@@ -25,6 +26,13 @@ DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
 _STEADY_S: Final = 5.0
 """A mirror that was exact for so long takes its next snapshot without a back-off."""
 _NOWHERE: Final = Cursor(0, 0)
+MOST_BLOCKS: Final = 1 << 24
+"""Blocks that a mirror holds of a cache, whatever capacity its daemon tells: about 2 GB, and as much again while the
+next snapshot comes."""
+_ASK_S: Final = 2.0
+"""How long a daemon may take to tell its capacity."""
+_GIVEN_UP_S: Final = 60.0
+"""Before a mirror that was given up is tried again."""
 
 
 class MirrorState(StrEnum):
@@ -248,16 +256,21 @@ class Mirror(MirrorView):
                 await self._mirror()
             except KvtierError as error:
                 self.content.problem = error
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # in an answer
+                self.content.problem = DaemonError(f"an answer without sense: {error!r}", reason="BAD_ANSWER")
             finally:
                 self.content.watch = None
+            given_up = isinstance(self.content.problem, _TooMany)
+            if given_up:
+                self.content.index, self.content.cursor = MirrorIndex(), None
             self._news.set()
             if self._exact_at is not None and loop.time() - self._exact_at > _STEADY_S:
                 backoff = Backoff()
-            await asyncio.sleep(backoff.next())
+            await asyncio.sleep(_GIVEN_UP_S if given_up else backoff.next())
 
     async def _mirror(self) -> None:
         """Takes a snapshot and follows the events after it, until one is missing."""
-        content, index = self.content, MirrorIndex()
+        content, index, rooms = self.content, MirrorIndex(), dict[str, int]()
         async with self._client.watch(
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
         ) as watch:
@@ -276,9 +289,36 @@ class Mirror(MirrorView):
                         self._exact_at = asyncio.get_running_loop().time()
                     case Gap():
                         return
+                if isinstance(item, (Event, SnapshotSlice)):
+                    await self._require_room(index, item.cache, rooms)
                 if content.watch is not None:
                     content.cursor = watch.cursor  # after the index, which other threads look into
                     self._news.set()
+
+    async def _require_room(self, index: MirrorIndex, cache: str, rooms: dict[str, int]) -> None:
+        """Asks for a cache's capacity when the index passes the one in ``rooms``. Raises :class:`DaemonError` for a
+        cache that is not followed, and for more blocks than its slots can hold."""
+        if cache not in self.caches:
+            raise DaemonError(f"an event of cache {cache!r}, which is not followed", reason="BAD_ANSWER")
+        if (size := index.size(cache)) <= rooms.get(cache, 0):
+            return
+        rooms[cache] = await self._room(cache)
+        if size > rooms[cache]:
+            says = f"given up: {size} blocks of cache {cache}, which has room for {rooms[cache]}"
+            raise _TooMany(says, reason="BAD_ANSWER")
+
+    async def _room(self, cache: str) -> int:
+        """Returns the slots of a cache in all tiers; :data:`MOST_BLOCKS` if they are more, or the daemon does not tell
+        this watcher."""
+        found: list[CacheInfo] = []
+        with suppress(KvtierError):
+            found = [each for each in await self._client.caches(timeout=_ASK_S) if each.name == cache]
+        slots = (tier.slots for each in found for group in each.groups for tier in group.tiers)
+        return min(MOST_BLOCKS, sum(slots)) if found else MOST_BLOCKS
+
+
+class _TooMany(DaemonError):
+    """A mirror is given up: its daemon tells of more blocks than it can have."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier.abi.attention import Attention
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import MAX_GROUPS
 from kvtier.chains import LookUp, Window, longest
 from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
@@ -48,8 +49,13 @@ class MirrorIndex:
     def __len__(self) -> int:
         return sum(len(blocks) for cache in list(self._caches.values()) for blocks in list(cache.groups.values()))
 
+    def size(self, cache: str) -> int:
+        """Blocks of all window groups of a cache."""
+        known = self._caches.get(cache)
+        return sum(map(len, known.groups.values())) if known is not None else 0
+
     def apply(self, event: Event) -> None:
-        """Raises :class:`DaemonError` if the event's columns are of different lengths."""
+        """Raises :class:`DaemonError` for columns of different lengths, and for a window group that no cache has."""
         cache = self._caches.setdefault(event.cache, _Cache())
         match event.type:
             case EventType.STORED | EventType.UPDATED:
@@ -60,9 +66,9 @@ class MirrorIndex:
                     blocks.pop(key, None)
             case EventType.CREATED:
                 cache.reshape(event)
-                cache.groups[event.group] = {}
+                cache.clear(event.group)
             case EventType.CLEARED:
-                cache.groups[event.group] = {}
+                cache.clear(event.group)
 
     def take(self, part: SnapshotSlice) -> None:
         """Applies a slice of a snapshot. Raises :class:`DaemonError` as :meth:`apply` does."""
@@ -112,13 +118,20 @@ class _Cache:
         self.fingerprint = b""
 
     def blocks(self, group: int) -> Blocks:
+        if group >= MAX_GROUPS:
+            raise DaemonError(f"window group {group} of a cache", reason="BAD_ANSWER")
         return self.groups.setdefault(group, {})
+
+    def clear(self, group: int) -> None:
+        if self.blocks(group):
+            self.groups[group] = {}  # another thread may go over the former
 
     def reshape(self, item: Event | SnapshotSlice) -> None:
         """Takes over the windows of the cache; other groups were of a cache that had the name before."""
         windows = item.all_window_tokens
-        if not item.tokens_per_block or not windows:
-            raise DaemonError("an event of a cache without its windows", reason="BAD_ANSWER")
+        groups = max(len(windows), len(item.all_sink_tokens), len(item.all_flat))
+        if not item.tokens_per_block or not windows or groups > MAX_GROUPS:
+            raise DaemonError("an event of a cache without its windows, or with too many", reason="BAD_ANSWER")
         self.fingerprint = item.fingerprint
         kinds = zip_longest(windows, item.all_sink_tokens, item.all_flat, fillvalue=0)
         self.attentions = tuple(Attention.of(item.tokens_per_block, w, s, flat=bool(flat)) for w, s, flat in kinds)

@@ -13,7 +13,7 @@ import pytest
 
 import kvtier
 from kvtier import Cursor, Mirror, MirrorState
-from kvtier.v1 import common_pb2, events_pb2
+from kvtier.v1 import caches_pb2, common_pb2, events_pb2
 from tests.integration.waiting import eventually
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
@@ -159,6 +159,31 @@ async def test_a_right_that_is_missing_is_told_until_it_is_there(
         gate.set()
         await mirror.synced(timeout=10)
         assert mirror.problem is None
+
+
+@pytest.mark.parametrize("told", [3, None], ids=["as its daemon tells", "as there is a bound for all"])
+async def test_a_mirror_that_has_more_blocks_than_may_be_is_given_up(
+    daemon: FakeDaemon, client: kvtier.AsyncClient, monkeypatch: pytest.MonkeyPatch, told: int | None
+) -> None:
+    async def capacity(_: Any, __: Context) -> caches_pb2.ListCachesResponse:
+        tier = caches_pb2.GroupTierInfo(tier=common_pb2.TIER_HOST, slots=told or 1 << 31)
+        return caches_pb2.ListCachesResponse(
+            caches=[caches_pb2.CacheInfo(name="c", groups=[caches_pb2.GroupInfo(tiers=[tier])])]
+        )
+
+    daemon.answers["List"] = capacity
+    if told is None:
+        monkeypatch.setattr("kvtier.mirror.follower.MOST_BLOCKS", 3)
+    gate = asyncio.Event()
+    play(daemon, [slice_of(KEYS[:3]), end(5), gate, stored(6, KEYS[3]), None])
+    async with Mirror(client, ["c"]) as mirror:
+        assert len(mirror) == 3
+        gate.set()
+        await until(mirror, MirrorState.SYNCING)
+        assert str(mirror.problem) == "given up: 4 blocks of cache c, which has room for 3"
+        assert (len(mirror), mirror.longest_prefix(KEYS)) == (0, 0)
+        await asyncio.sleep(1)
+        assert len(daemon.calls["Watch"]) == 1
 
 
 async def test_a_mirror_ends_with_its_client(daemon: FakeDaemon) -> None:
