@@ -8,10 +8,12 @@ bug of kvtier, please report it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc.aio import AioRpcError
 
@@ -188,11 +190,12 @@ def fault_of(error: AioRpcError) -> Fault:
     """Reads the ``kvtier.v1.ErrorDetail`` of a failed call; an empty one where the failure is gRPC's own."""
     detail = common_pb2.ErrorDetail()
     for key, value in error.trailing_metadata() or ():
-        if key == DETAILS_KEY:
-            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
-            for packed in status.details:
-                if packed.Is(common_pb2.ErrorDetail.DESCRIPTOR):
-                    packed.Unpack(detail)
+        with suppress(DecodeError):  # then nobody knows more than the status
+            if key == DETAILS_KEY:
+                status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
+                for packed in status.details:
+                    if packed.Is(common_pb2.ErrorDetail.DESCRIPTOR):
+                        packed.Unpack(detail)
     fault = Fault(error.code(), error.details() or "", detail)
     if fault.code is grpc.StatusCode.INTERNAL and not detail.reason and fault.message == FAILED_WRITE:
         return replace(fault, code=grpc.StatusCode.UNAVAILABLE)
@@ -248,11 +251,14 @@ def _invalid_argument(fault: Fault) -> KvtierError:
     return kind(detail.field, detail.value, detail.limit, reason=fault.reason)
 
 
+_TIERS: Final[Mapping[int, Tier]] = {tier + 1: tier for tier in Tier}
+
+
 def tier_full(message: str, detail: common_pb2.ErrorDetail) -> TierFull:
     """From what the daemon says of a full tier, of a call or of one chain in it."""
     return TierFull(
         message,
-        tier=Tier(detail.tier - 1) if detail.tier else None,
+        tier=_TIERS.get(detail.tier),
         wanted=detail.wanted,
         free=detail.free,
         holders=_holders(detail),

@@ -26,6 +26,8 @@ LIST_S: Final = 1.0
 """How long a peer may take to list its caches."""
 STOP_S: Final = 1.0
 """How long a stop waits for peers to hear a goodbye."""
+_NO_TIME: Final = 1 << 63
+"""Generations are times below that."""
 
 Caches = Callable[[], Mapping[str, bytes]]
 """Gives the fingerprint of each cache that is open here, by name."""
@@ -102,13 +104,13 @@ class Peer(Followed):
         if self.session is not None and not self._is_itself:
             with suppress(KvtierError):
                 listed = await self.session.call(_list, Deadline(LIST_S), wait=0.0)
-                self._told_caches = {each.name: each for each in listed.caches}
+                self._told_caches = {each.name: each for each in listed.caches if each.generation < _NO_TIME}
         names = () if self._is_itself else tuple(self._caches())
         if names != self._names:
             self._names = names
             await self.choose(names)
         status, why = self.status, self.why
-        passing = status == MirrorState.SYNCING or (status == "away" and not why)  # it has not been tried yet
+        passing = not why and status in (MirrorState.SYNCING, "away")  # it has not been tried yet
         if status != self._told and not passing:
             self._told = status
             _log.warning("peer address=%s state=%s why=%r", self.address, status, why)

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 import grpc
 from grpc.aio import AioRpcError, UsageError
 
-from kvtier.abi.spec import CacheSpec
+from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, StreamError
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, KvtierError, NotFound, PermissionDenied, chain_error
@@ -133,9 +133,9 @@ async def _get(session: Session, link: Link, place: Place, wanted: Sequence[_Wan
     opening = asyncio.ensure_future(_open(session, link, place.cache))
     try:
         opened = await asyncio.shield(opening)  # what a cancelled caller has opened is closed, too
-        if opened.info.fingerprint != place.fingerprint:
+        spec = _told_spec(opened.info)
+        if spec.fingerprint() != place.fingerprint:
             return
-        spec = CacheSpec.of(opened.info.spec)
         attention = spec.attention(place.group)
         step = attention.span or MOST_BLOCKS  # of a longer chain a window would be served alone
         tiers = [tier.tier for tier in opened.info.groups[place.group].tiers]
@@ -160,6 +160,19 @@ async def _get(session: Session, link: Link, place: Place, wanted: Sequence[_Wan
 async def _open(session: Session, link: Link, cache: str) -> caches_pb2.OpenResponse:
     request = caches_pb2.OpenRequest(name=cache, seq=session.next_seq())
     return await link.stubs.caches.Open(request, metadata=link.metadata)
+
+
+def _told_spec(info: caches_pb2.CacheInfo) -> CacheSpec:
+    """Raises :class:`DaemonError` for a specification that is none, and for fewer or more groups than it has."""
+    spec = CacheSpec.of(info.spec)
+    try:
+        spec.validate()
+    except SpecError as error:
+        raise DaemonError(f"a cache without a specification: {error}", reason="BAD_ANSWER") from error
+    if len(info.groups) != len(spec.groups):
+        says = f"{len(info.groups)} window groups of a cache that has {len(spec.groups)}"
+        raise DaemonError(says, reason="BAD_ANSWER")
+    return spec
 
 
 async def _close(session: Session, link: Link, opening: asyncio.Future[caches_pb2.OpenResponse]) -> None:

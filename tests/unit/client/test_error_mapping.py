@@ -64,6 +64,13 @@ def test_the_kind_follows_from_reason_and_status(
     assert "no" in str(error)
 
 
+def test_a_detail_that_makes_no_sense_leaves_the_status() -> None:
+    full = raised(Code.RESOURCE_EXHAUSTED, "TIER_FULL", tier=99)
+    assert isinstance(full, errors.TierFull) and full.tier is None
+    garbage = AioRpcError(Code.NOT_FOUND, Metadata(), Metadata(("grpc-status-details-bin", b"\xff" * 9)), details="no")
+    assert isinstance(error_of(fault_of(garbage)), errors.NotFound)
+
+
 def test_an_invalid_argument_carries_field_value_and_limit() -> None:
     error = raised(Code.INVALID_ARGUMENT, "BAD_ARGUMENT", field="priorities[3]", value="101", limit="0 to 100")
     assert isinstance(error, errors.InvalidArgument)
