@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from kvtier import Event, EventType, Gap, Mirror, MirrorState
-from tests.integration.blocks import SPEC, blocks, chain
+from kvtier import Event, EventType, Gap, KvtierError, Mirror, MirrorState
+from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
 from tests.integration.test_watch_restart import up_to
@@ -80,6 +80,48 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch, passed
             await mirror.synced(await last_event(client), timeout=PATIENCE_S)
             assert (mirror.longest_prefix(keys), mirror.state) == (2, MirrorState.EXACT)
             await steering.assert_agrees(mirror, cache)
+
+
+@pytest.mark.parametrize("lost", ["disk", "disk/caches/c"])
+async def test_a_directory_of_blocks_that_is_lost_is_told(start_daemon, lost):
+    daemon = start_daemon(**SLOTS)
+    keys = chain("before", 6)
+    async with await patient(daemon.address) as client:
+        both = {"c": sizes(host=4, disk=8), "memory": sizes(host=8)}
+        for name, budgets in both.items():
+            cache = await client.open_cache(name, SPEC, budgets=budgets)
+            await cache.put(keys[:2], blocks(keys[:2]))
+            await cache.close()
+        await asyncio.to_thread(daemon.stop)
+        shutil.rmtree(daemon.home / lost)
+        await asyncio.to_thread(daemon.start)
+        says = f"cache c has lost its blocks: {daemon.disk_dir / 'caches/c'} was missing at the start"
+        assert (await client.stats()).problems == (says,)
+        assert len([line for line in daemon.log.splitlines() if says in line and "level=warning" in line]) == 1
+        cache = await client.open_cache("c", SPEC, budgets=both["c"])
+        await cache.close()
+        assert (await client.stats()).problems == (says,), "that it is made again brings nothing back"
+        await client.remove_cache("c")
+        assert not (await client.stats()).problems
+
+
+async def test_a_cache_that_was_never_made_or_is_being_removed_is_not_lost(start_daemon):
+    daemon = start_daemon(**SLOTS)
+    async with await patient(daemon.address) as client:
+        await client.open_cache("c", SPEC)
+        await asyncio.to_thread(daemon.kill)
+        (daemon.disk_dir / "caches/c").rename(daemon.disk_dir / "caches/.gone-c")
+        (daemon.disk_dir / "caches/.new-x").mkdir()
+        await asyncio.to_thread(daemon.start)
+        assert not (await client.stats()).problems
+        assert not (daemon.disk_dir / "caches/.gone-c").exists()
+        # A disk that has no room for a cache has never had it.
+        (daemon.disk_dir / "caches/.new-big").write_text("in the way")
+        with pytest.raises(KvtierError):
+            await client.open_cache("big", SPEC)
+        (daemon.disk_dir / "caches/.new-big").unlink()
+        await asyncio.to_thread(daemon.restart)
+        assert not (await client.stats()).problems
 
 
 async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon):

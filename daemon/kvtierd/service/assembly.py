@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import itemgetter
@@ -41,7 +41,7 @@ from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError
+from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, Gpu, NoSegment
 from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
@@ -178,6 +178,9 @@ class Assembler:
                 raise
         except BaseException:
             self._stores.keeper.forget(plan.name)
+            if not plan.restarted:
+                with suppress(TierIOError):  # the next start would take it for lost
+                    self._stores.remembered.forget(plan.name)
             arena.close()
             raise
 

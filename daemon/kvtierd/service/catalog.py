@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -60,6 +60,8 @@ class Catalog:
         self._by_name: dict[str, Cache] = {}
         self._headers: Final = headers
         self._left_out: dict[str, str] = {}
+        self._lost: dict[str, str] = {}
+        """Caches whose directories were missing at the start, until a cache of the name is removed."""
         self._unfinished: dict[str, Removal] = {}
         """Caches whose files could not be deleted, with the slots that go back to the budgets afterwards."""
         self._noted: dict[tuple[CacheId, Tier], str] = {}
@@ -103,6 +105,7 @@ class Catalog:
     def problems(self) -> list[str]:
         """Problems for health: caches that are left out or not read yet, and noted problems."""
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
+        left_out += [f"cache {name} has lost its blocks: {why}" for name, why in sorted(self._lost.items())]
         left_out += [f"cache {name} is still being read" for name in sorted(self._loading)]
         noted = [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
         return left_out + [f"cache {name}: {problem}" for name, problem in noted]
@@ -221,6 +224,7 @@ class Catalog:
             await asyncio.to_thread(self._delete, name)
             await self._forget(name, removal.spec)
             del self._left_out[name], self._unfinished[name]
+            self._lost.pop(name, None)
             if removal.spec is not None and removal.device is not None:
                 removal.device.budgets.give_back(name, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
@@ -273,6 +277,7 @@ class Catalog:
         if disk is not None:
             self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
+        self._lost = self._missing(names)
         abouts = await asyncio.to_thread(self._stores.keeper.abouts)
         others = names | set(self._left_out)
         kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
@@ -318,6 +323,15 @@ class Catalog:
             await self._loading[plan.name].acquire()
             self._loaded.clear()
         return plans
+
+    def _missing(self, stored: Collection[str]) -> dict[str, str]:
+        """The caches that had disk slots and have no directory now. ``stored``: those that have a sound one."""
+        disk, remembered = self._stores.disk, self._stores.remembered
+        if disk is None:
+            return {}
+        known = [name for name in remembered.names if Tier.DISK in (remembered.get(name) or {})]
+        gone = set(known).difference(stored, self._left_out, disk.taken_away)
+        return {name: f"{disk.directory_of(name)} was missing at the start" for name in gone}
 
     async def load(self, plans: Sequence[Plan]) -> None:
         """Opens the planned caches in order, while the loop serves calls."""

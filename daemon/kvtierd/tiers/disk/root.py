@@ -97,6 +97,8 @@ class DiskRoot:
         self._durable = durable
         self._stores: dict[str, DiskStore] = {}
         self._changing = threading.Lock()
+        self.taken_away: Final[set[str]] = set()
+        """Caches whose directories this start has deleted, since a call had not ended, or set aside."""
 
     @classmethod
     def open(cls, path: Path, floor_bytes: int | None = None, *, durable: bool = False) -> Self:
@@ -121,6 +123,10 @@ class DiskRoot:
                 lock.release()
                 raise
         return root
+
+    def directory_of(self, name: str) -> Path:
+        """The directory of a cache, which need not exist."""
+        return self._path / CACHES / name
 
     def caches(self) -> list[StoredCache]:
         """The stored caches that can be trusted, by name."""
@@ -236,6 +242,7 @@ class DiskRoot:
         for pattern in (_UNFINISHED, _REMOVED):
             for leftover in (self._path / CACHES).glob(pattern + "*"):
                 _delete(leftover)
+                self.taken_away.add(leftover.name.removeprefix(pattern))
 
         for directory in self._directories():
             try:
@@ -247,6 +254,7 @@ class DiskRoot:
                     aside = directory.with_name(f"{_ASIDE}{directory.name}.{number}")
                 directory.rename(aside)
                 sync_directory(directory.parent)
+                self.taken_away.add(directory.name)
                 _log.warning("a cache is set aside name=%s why=%r kept_as=%s", directory.name, error.why, aside)
             except TierError:
                 pass  # told by damaged()
