@@ -99,7 +99,7 @@ class DaemonProcess:
             *("--runtime-dir", self.address),
             *("--state-dir", str(self.state_dir)),
             *("--disk-dir", str(self.disk_dir)),
-            *("--default-budget", "100%"),  # so that a test says its sizes once
+            *("--default-budget", "100%", "--max-reserved-fraction", "1"),  # so that a test says its sizes once
             *(part for tier, size in self.sizes.items() for part in self._sized(tier, size)),
             *self.flags,
         ]

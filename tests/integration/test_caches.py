@@ -25,6 +25,7 @@ from kvtier import (
     WritePolicy,
 )
 from kvtier.abi.words import TIERS
+from kvtierd.config import Config
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, last_event
 from tests.integration.waiting import eventually, heard, patient
@@ -219,6 +220,19 @@ async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
             assert await lease.commit(keys) == [BlockResult.OK] * 3
             async with cache.reserve(4, tier=Tier.HOST):
                 pass
+
+
+async def test_a_writer_with_all_that_it_may_have_leaves_a_way_for_reads_from_disk(start_daemon):
+    share, slots = Config.model_fields["max_reserved_fraction"].default, 40
+    daemon = start_daemon("--max-reserved-fraction", str(share), host=slots, disk=slots)
+    async with await patient(daemon.address) as greedy, await patient(daemon.address) as reader:
+        cache, theirs = [await each.open_cache("shared", SPEC) for each in (greedy, reader)]
+        keys = chain("on disk", 4)
+        await cache.put(keys, blocks(keys))
+        await cache.move(keys, Tier.DISK)
+        async with cache.reserve(int(share * slots), tier=Tier.HOST):
+            assert_bytes(keys, await theirs.get(keys, timeout=5))
+            assert (await refused(cache, 1)).reason == "OVER_CAP"
 
 
 async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):

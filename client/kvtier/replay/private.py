@@ -85,7 +85,8 @@ class PrivateDaemon:
             *("--runtime-dir", self.address),
             *("--state-dir", str(state / "state")),
             *("--disk-dir", str(state / "disk")),
-            *("--default-budget", "100%"),  # its one cache has it all
+            *("--default-budget", "100%"),  # its one cache has it all, and so may its one writer
+            *("--max-reserved-fraction", "1"),
         ]
         for tier, size in self._sizes.items():
             flag = ("--device", f"{self._device}={size}") if tier is Tier.DEVICE else (f"--{tier}-bytes", str(size))

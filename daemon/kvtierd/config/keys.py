@@ -313,7 +313,11 @@ class Config(BaseSettings):
     )
 
     max_reserved_fraction: float = Field(
-        1.0, gt=0, le=1, description="Share of a tier's slots of a window group that one session may hold reserved."
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of a tier's slots of a window group that one session may hold reserved. With 1 it can leave "
+        "no slot for reads of blocks on disk.",
     )
     tier_grace_seconds: float = Field(
         30.0,
