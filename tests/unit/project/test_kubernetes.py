@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import version
 from pathlib import Path
 
 import kubernetes_validate
@@ -48,6 +50,14 @@ def test_kustomize_finds_its_files_and_makes_the_map_that_the_pod_mounts(pod):
     assert container["args"] == ["--config", f"{mounts['config']}/{generator['files'][0]}"]
     config = load(MANIFESTS / "kvtierd.toml", {})
     assert (str(config.runtime_dir), str(config.state_dir)) == (mounts["run"], mounts["state"])
+
+
+def test_images_are_named_by_version_and_the_base_by_digest(pod):
+    (engine,) = documents("engine.yaml")
+    used = [each["image"] for each in (*pod["initContainers"], *pod["containers"], *engine["spec"]["containers"])]
+    assert set(used) == {f"kvtier:{version('kvtier')}"}
+    containerfile = (MANIFESTS.parent / "Containerfile").read_text()
+    assert re.search(r"^ARG BASE=\S+:\S+@sha256:[0-9a-f]{64}$", containerfile, re.MULTILINE)
 
 
 def test_probes_and_rules_meet_the_configuration(pod):
