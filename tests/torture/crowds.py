@@ -1,10 +1,12 @@
-"""A crowd without any right, in a process of its own: ``python -m tests.torture.crowds KIND SIZE ADDRESS``. It stands
-until its standard input ends."""
+"""A crowd, in a process of its own: ``python -m tests.torture.crowds KIND SIZE ADDRESS``. It stands until its standard
+input ends."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import socket
 import sys
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -13,11 +15,16 @@ import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from kvtier.abi.attach import MAX_MESSAGE
+from kvtier.abi.calls import encode_call
+from kvtier.v1 import blocks_pb2
 from tests.integration import http2
-from tests.integration.raw import channel_to
+from tests.integration.raw import attached, channel_to
 
 CHANNELS = 3
 KEPT = 64
+KEYS = 2_000
+UNDER_WAY = 64
 
 
 async def idle(stack: AsyncExitStack, size: int, address: str) -> None:
@@ -53,7 +60,48 @@ async def halves(stack: AsyncExitStack, size: int, address: str) -> None:
         await asyncio.to_thread(http2.begin, sock, 1, "/kvtier.v1.Blocks/Commit", announced=15 << 20)
 
 
-KINDS = {"idle": idle, "health": health, "halves": halves}
+async def readers(stack: AsyncExitStack, size: int, address: str) -> None:
+    """Sessions that each have many matches of long prompts under way."""
+    for sock, request in [await reader(stack, address) for _ in range(size)]:
+        stack.callback(asyncio.create_task(keep_matching(sock, request)).cancel)
+
+
+async def deaf(stack: AsyncExitStack, size: int, address: str) -> None:
+    """The same, but they read no answer."""
+    for sock, request in [await reader(stack, address) for _ in range(size)]:
+        sock.settimeout(0.2)
+        with suppress(TimeoutError):  # the daemon takes no more
+            for number in itertools.count():
+                await asyncio.to_thread(sock.send, match_call(number, request))
+
+
+async def reader(stack: AsyncExitStack, address: str) -> tuple[socket.socket, bytes]:
+    """The socket of a new session, and a request that its connection can repeat."""
+    raw = await stack.enter_async_context(attached(address))
+    stack.callback(raw.detach)
+    cache = (await raw.open("bystander")).cache_id
+    return raw.socket.sock, blocks_pb2.MatchRequest(cache_id=cache, keys=os.urandom(32 * KEYS)).SerializeToString()
+
+
+async def keep_matching(sock: socket.socket, request: bytes) -> None:
+    loop, numbers = asyncio.get_running_loop(), itertools.count()
+    sock.setblocking(False)
+    under_way = 0
+    while True:
+        while under_way < UNDER_WAY:
+            await loop.sock_sendall(sock, match_call(next(numbers), request))
+            under_way += 1
+        await loop.sock_recv(sock, MAX_MESSAGE)
+        under_way -= 1
+
+
+def match_call(number: int, request: bytes) -> bytes:
+    packet = encode_call(number, b"/kvtier.v1.Blocks/Match", request)
+    assert packet is not None
+    return packet
+
+
+KINDS = {"idle": idle, "health": health, "halves": halves, "readers": readers, "deaf": deaf}
 
 
 async def main(kind: str, size: str, address: str) -> None:

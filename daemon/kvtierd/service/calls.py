@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -31,7 +31,8 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused, shown, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, account, require_attached, session_ended
 from kvtierd.service.tally import Call, Metadata, Tally
-from kvtierd.service.visitors import read
+from kvtierd.service.turns import Turns
+from kvtierd.service.visitors import abort, read
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
@@ -41,7 +42,7 @@ UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_p
 """Takes a header and the chunks that follow it."""
 
 MAX_CALLS: Final = 4096
-"""At a time, watches included. One identity may have half of them."""
+"""Open calls at a time, watches included. An identity may have half of them, a process a quarter."""
 
 MAX_DRAINED: Final = 128
 """Messages of a refused upload that the daemon reads before it sends the refusal."""
@@ -236,7 +237,7 @@ class LocalCall:
     metadata: Metadata = ()
 
 
-_Perform = Callable[[Call, Session, bytes], Awaitable[Message]]
+_Perform = Callable[[Call, Session, bytes], Coroutine[Any, Any, Message]]
 """Does what the request of a session asks for. Raises what :class:`Translator` translates."""
 
 
@@ -251,6 +252,7 @@ class Dispatcher:
         open_calls: OpenCalls,
         kept: Callable[[Message], bool],
         tally: Tally,
+        turns: Turns,
     ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
@@ -258,9 +260,10 @@ class Dispatcher:
         self._open: Final = open_calls
         self._kept: Final = kept
         self.tally: Final = tally
+        self.turns: Final = turns
         self._stopping = False
-        self._of: Counter[Identity] = Counter()
-        """Open calls."""
+        self._of: Counter[tuple[Identity, int | str | None]] = Counter()
+        """Open calls of each identity, and of its processes."""
         self._local: dict[bytes, _Perform] = {}
         """By the path of a unary method."""
         self.local: Final = open_calls.counted(self._answer_locally)
@@ -313,17 +316,20 @@ class Dispatcher:
     def _counting(self, told: Call, session: Session) -> Iterator[None]:
         """Raises RESOURCE_EXHAUSTED if the session's client has too many calls open."""
         told.session = session
-        who, most = account(session.peer.identity), MAX_CALLS // 2
-        if self._of[who] >= most:
-            says = f"{session.peer.identity} has {most} calls open; one identity may have {most}"
-            raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS", says)
-        self._of[who] += 1
+        peer, who = session.peer, account(session.peer.identity)
+        process = (who, peer.pid or peer.address)
+        for counted, most, kind in ((process, MAX_CALLS // 4, "process"), ((who, None), MAX_CALLS // 2, "identity")):
+            if self._of[counted] >= most:
+                says = f"{peer.identity} has {most} calls open; one {kind} may have {most}"
+                raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS", says)
+        self._of.update((process, (who, None)))
         try:
             yield
         finally:
-            self._of[who] -= 1
-            if not self._of[who]:
-                del self._of[who]
+            for counted in (process, (who, None)):
+                self._of[counted] -= 1
+                if not self._of[counted]:
+                    del self._of[counted]
 
     def _performing(self, method: MethodDescriptor, verb: Verb) -> _Perform:
         parse = parser(method)
@@ -348,31 +354,34 @@ class Dispatcher:
                 try:
                     session = self._caller(context, metadata)
                     with self._counting(told, session):
-                        return told.answered(await perform(told, session, await _only(session, context)))
+                        raw = await _only(session, context)
+                        await self.turns.begin(session)
+                        return told.answered(await self.turns.measured(session, perform(told, session, raw)))
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                     refusal = told.refused(self._translate(error))
-            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+            await abort(context, refusal)
 
         return call
 
     async def _answer_locally(self, call: LocalCall, answer: Callable[[int, bytes], Awaitable[None]]) -> None:
-        status, body = 0, b""
+        # Not counted while the answer waits for its reader: a client that reads none has its own socket full.
+        await answer(*await self.turns.measured(call.session, self._local_answer(call)))
+
+    async def _local_answer(self, call: LocalCall) -> tuple[int, bytes]:
         method = call.path.decode(errors="replace")[1:].replace("/", ".") if call.path in self._local else "unknown"
-        with ExitStack() as counted:
-            told = counted.enter_context(self.tally.call(method, call.metadata))
+        with self.tally.call(method, call.metadata) as told:
             try:
                 if self._stopping:
                     raise shutting_down()
                 require_attached(call.session)
-                counted.enter_context(self._counting(told, call.session))
-                perform = self._local.get(call.path)
-                if perform is None:
-                    raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
-                body = told.answered(await perform(told, call.session, call.request)).SerializeToString()
+                with self._counting(told, call.session):
+                    perform = self._local.get(call.path)
+                    if perform is None:
+                        raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
+                    return 0, told.answered(await perform(told, call.session, call.request)).SerializeToString()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = told.refused(self._translate(error))
-                status, body = refusal.code.value[0], refusal.status()
-            await answer(status, body)
+                return refusal.code.value[0], refusal.status()
 
     def _stream(
         self, method: MethodDescriptor, verb: StreamVerb, pace: Pace | None
@@ -401,7 +410,7 @@ class Dispatcher:
                     refusal = told.refused(session_ended())
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                     refusal = told.refused(self._translate(error))
-            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+            await abort(context, refusal)
 
         return call
 
@@ -430,7 +439,7 @@ class Dispatcher:
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                     refusal = told.refused(self._translate(shutting_down() if self._stopping else error))
             await upload.drain()
-            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+            await abort(context, refusal)
 
         return call
 

@@ -44,6 +44,7 @@ from kvtierd.service.servicers.sessions import RemoteSessions
 from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.tally import Tally
+from kvtierd.service.turns import Turns
 from kvtierd.service.visitors import Visitors
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
 from kvtierd.tiers.base import TierConfigError
@@ -193,7 +194,7 @@ class Daemon:
         if spans is not None:
             spans.watch(self._engine, self._catalog)
         self._dispatcher: Final = Dispatcher(
-            self._sessions, self._access, self._translator, self._calls, self._names_lease, spans or Tally()
+            self._sessions, self._access, self._translator, self._calls, self._names_lease, spans or Tally(), Turns()
         )
         self._attach: Final = AttachServer(
             self._sessions,

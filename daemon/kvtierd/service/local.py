@@ -12,8 +12,8 @@ from kvtier.abi.attach import MAX_MESSAGE, TRACE_METADATA_KEY, AttachProtocolErr
 from kvtierd.service.calls import Dispatcher, LocalCall
 from kvtierd.service.sessions import Session
 
-TURN: Final = 64
-"""Packets of a connection after which others have their turn."""
+TURN: Final = 4
+"""Packets of a connection after which its reader waits for its turn."""
 
 
 class Packets:
@@ -61,8 +61,8 @@ class Packets:
 
 
 class LocalCalls:
-    """Those of one connection. While an answer waits for a client that reads none, no more calls are taken: it fills
-    its own socket, and not the number of calls that its user may have open."""
+    """The calls of one connection. While an answer waits for its reader, no call is taken or begun: a client that reads
+    no answer fills its own socket, and not the number of calls that its user may have open."""
 
     def __init__(self, sock: socket.socket, session: Session, dispatcher: Dispatcher) -> None:
         self._sock: Final = sock
@@ -81,7 +81,8 @@ class LocalCalls:
         async with self._writing:  # nobody else's answer waits
             self._taken += 1
         if self._taken % TURN == 0:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the calls that were taken are ahead
+            await self._dispatcher.turns.begin(self._session)
         request = calls.decode_request(packet)
         number = request.number
         if isinstance(request, calls.GiveUp):
@@ -92,11 +93,15 @@ class LocalCalls:
             raise AttachProtocolError("BAD_MESSAGE", f"call {number} is open already")
         metadata = ((TRACE_METADATA_KEY, request.trace.decode(errors="replace")),) if request.trace else ()
         call = LocalCall(self._session, request.path, request.request, metadata)
-        task: asyncio.Task[None] = asyncio.create_task(
-            self._dispatcher.local(call, lambda status, body: self._answer(number, status, body))
-        )
+        task = asyncio.create_task(self._serve(number, call))
         self._open[number] = task
         task.add_done_callback(lambda _: self._open.pop(number))
+
+    async def _serve(self, number: int, call: LocalCall) -> None:
+        await self._dispatcher.turns.begin(self._session)
+        async with self._writing:
+            pass
+        await self._dispatcher.local(call, lambda status, body: self._answer(number, status, body))
 
     async def end(self) -> None:
         """Ends all: the connection is over."""

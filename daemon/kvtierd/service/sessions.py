@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import grpc
@@ -200,6 +201,8 @@ class Session:
     """Whether its process was given memory to write."""
     streams: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that send to the client; they are cancelled with the session."""
+    step_s: float = inf
+    """How long a step of its calls takes; infinite until it is known. See ``service/turns.py``."""
     remnant: bool = False
     """Whether the session is of an earlier daemon or kicked: it can only be given up. See ``service/recovery.py``."""
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvtierd.service.errors import Translator, bad_argument, parser, refused
+from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused
 from kvtierd.service.sessions import this_task
 
 MAX_VISITORS: Final = 64
@@ -84,9 +84,17 @@ class Visitors:
                 raise
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
-            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+            await abort(context, refusal)
 
         return call
+
+
+async def abort(context: _Context, refusal: CallRefused) -> NoReturn:
+    """Ends a call with a refusal. For a client that has gone meanwhile, gRPC would log a traceback."""
+    try:
+        await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 async def read(context: _Context) -> bytes | None:

@@ -24,7 +24,7 @@ from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
 from kvtierd.service.peer import printable
 from kvtierd.service.sessions import GOODBYE, AttachRefused, Session, SessionPeer, SessionRegistry, this_task
-from kvtierd.service.visitors import Visitors, write
+from kvtierd.service.visitors import Visitors, abort, write
 
 HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
@@ -134,7 +134,7 @@ class RemoteSessions:
             refusal = refused(_CODES[error.reason], error.reason, error.message)
         except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
             refusal = self._translate(error)
-        await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+        await abort(context, refusal)
 
     async def _converse(self, context: _Context) -> None:
         who = self._named(context)
