@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Set
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -36,6 +38,8 @@ _KIND: Final = "forgotten"
 _TIME_BYTES: Final = 8
 _LATEST: Final = 1 << 63
 
+_FILES: Final = threading.Lock()
+"""A directory must not go while a file is made in it."""
 _log = logging.getLogger(__name__)
 
 Place = tuple[GroupId, Key]
@@ -137,7 +141,7 @@ class Forgotten:
         self._locks: Final[dict[str, asyncio.Lock]] = {}
 
     @property
-    def prefixes(self) -> Collection[str]:
+    def prefixes(self) -> Set[str]:
         """The caches that have forgotten anything."""
         return self._records.keys()
 
@@ -202,6 +206,13 @@ class Forgotten:
             self.keep(prefix, ())
             self._unwritten.add(prefix)
 
+    async def remove(self, prefix: str) -> None:
+        """Forgets the past of a removed cache. Raises TierIOError."""
+        async with self._locks.setdefault(prefix, asyncio.Lock()):
+            del self._records[prefix]
+            await asyncio.to_thread(_remove, self._directory / prefix)
+        self._locks.pop(prefix, None)
+
     async def _write(self, prefix: str) -> None:
         """A caller who is cancelled waits for the thread: two writes of a file would meet."""
         writing = asyncio.ensure_future(asyncio.to_thread(_write, self._directory / prefix, self._records[prefix]))
@@ -232,9 +243,17 @@ def _read(path: Path) -> Record:
         return record
 
 
+def _remove(path: Path) -> None:
+    with _FILES, io_errors(f"cannot remove {path}"):
+        with suppress(FileNotFoundError):  # it was never written
+            shutil.rmtree(path)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
 def _write(path: Path, record: Record) -> None:
     few = len(record.kept) <= _MOST_KEPT
     rest = {"kept": _by_group(sorted(record.kept) if few else ()), "due": record.due or not few}
-    with io_errors(f"cannot write {path}"):
+    with _FILES, io_errors(f"cannot write {path}"):
         make_private_directory(path)
         write_superblock(path, _KIND, record.past.encoded() | rest)

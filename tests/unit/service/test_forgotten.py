@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 
 from kvtierd.core.ids import GroupId, Key
 from kvtierd.service.forgotten import MOST_DROPPED, Forgotten, Past
+from kvtierd.service.remote.telling import MOST_REMOVED, Teller
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.disk.superblock import SET_ASIDE, SUPERBLOCK
+from tests.integration.waiting import eventually
 
 KEYS = [Key(bytes([number]) * 32) for number in range(4)]
 CACHE = "c/0123"
@@ -164,3 +168,27 @@ async def test_of_a_file_that_cannot_be_read_all_is_forgotten(tmp_path: Path, co
     assert again.is_due(CACHE), "blocks on disk may be of before"
     assert (tmp_path / CACHE / SET_ASIDE).exists()
     assert Forgotten(tmp_path).of(CACHE) == again.of(CACHE)
+
+
+async def test_the_oldest_pasts_of_removed_caches_go(tmp_path: Path) -> None:
+    class Catalog(list[Any]):
+        async def loaded(self) -> None:
+            """At once."""
+
+        def named(self, name: str) -> None:
+            """None is open."""
+
+    forgotten = Forgotten(tmp_path / "forgotten")
+    names = [f"cache-{number}/print" for number in range(MOST_REMOVED + 3)]
+    for age, name in enumerate(names):
+        async with forgotten.change(name):
+            forgotten.set(name, Past(age + 1))
+    here: Any = Catalog([SimpleNamespace(prefix=names[0])])
+    teller = Teller(cast("Any", None), here, forgotten, None, lambda name: ())
+    running = asyncio.create_task(teller.run())
+    await eventually(lambda: len(forgotten.prefixes), lambda count: count == MOST_REMOVED + 1)
+    running.cancel()
+    await asyncio.wait([running])
+    assert set(names) - forgotten.prefixes == set(names[1:3])
+    assert Forgotten(tmp_path / "forgotten").prefixes == forgotten.prefixes
+    assert not (tmp_path / "forgotten" / "cache-1").exists()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from typing import Final
 
@@ -28,7 +28,9 @@ from kvtierd.tiers.remote.breaker import Guarded
 LOOK_S: Final = 2.0
 """Seconds between two looks at the record of a cache."""
 WATCH_S: Final = 60.0
-"""For so long a daemon looks whether an object that it wrote stays as it is."""
+"""For so long a daemon looks, more and more rarely, whether an object that it wrote stays as it is."""
+MOST_REMOVED: Final = 256
+"""Removed caches whose past is kept here. A store keeps the past of all of them."""
 VERSION: Final = 1
 """Format version of the object. Every change of its content needs a new number."""
 TELL_S: Final = 2.0
@@ -59,7 +61,8 @@ class Teller:
         self._peers: Final = peers
         self._heard: Final[dict[str, Past]] = {}
         """The past of each cache as this daemon and the store both have it."""
-        self._written_at: Final[dict[str, float]] = {}
+        self._watched: Final[dict[str, tuple[float, float]]] = {}
+        """When to look at an object again that this daemon wrote, and seconds since the last look."""
         self._looks: Final[dict[str, asyncio.Task[None]]] = {}
         """The running look of each cache. A caller that gives up does not stop a look, which may be amid a reset."""
         self._failed_at: Final[dict[str, float]] = {}
@@ -72,17 +75,35 @@ class Teller:
         """Looks until cancelled."""
         await self._catalog.loaded()
         while True:
-            recent = asyncio.get_running_loop().time() - WATCH_S
-            due = {cache.prefix for cache in self._catalog}
-            if self._store is not None:
-                due |= {prefix for prefix in self._forgotten.prefixes if not self.has_heard(prefix)}
-                due |= {prefix for prefix, at in self._written_at.items() if at > recent}
-            for prefix in sorted(due):
+            here = {cache.prefix for cache in self._catalog}
+            due = here | {prefix for prefix in self._forgotten.prefixes if not self.has_heard(prefix)}
+            for prefix in sorted(due | self._to_watch()):
                 await asyncio.wait([self._start(prefix)], timeout=_LONGEST_LOOK_S)
+            await self._prune(here)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._woken.wait()
             self._woken.clear()
+
+    def _to_watch(self) -> set[str]:
+        now = asyncio.get_running_loop().time()
+        due = {prefix: waited_s for prefix, (at, waited_s) in self._watched.items() if at <= now}
+        for prefix, waited_s in due.items():
+            self._watched[prefix] = now + 2 * waited_s, 2 * waited_s
+            if waited_s > WATCH_S / 2:
+                del self._watched[prefix]
+        return set(due)
+
+    async def _prune(self, here: Set[str]) -> None:
+        """Leaves the oldest pasts of removed caches to the store."""
+        kept = {prefix for prefix in self._forgotten.prefixes if self._forgotten.has_old(prefix)}
+        removed = self._forgotten.prefixes - here - kept - self._watched.keys() - self._looks.keys()
+        settled = sorted(filter(self.has_heard, removed), key=lambda prefix: self._forgotten.of(prefix).generation)
+        for prefix in settled[: max(0, len(settled) - MOST_REMOVED)]:
+            for known in (self._heard, self._read_last, self._failed_at):
+                known.pop(prefix, None)
+            with suppress(TierIOError):  # the next start finds it again
+                await self._forgotten.remove(prefix)
 
     async def stop(self) -> None:
         """Ends all looks. No look begins afterwards."""
@@ -170,7 +191,7 @@ class Teller:
             pass
         if (joined := ours.joined(theirs)) != theirs:
             await self._write(self._store, prefix, joined)
-            self._written_at[prefix] = asyncio.get_running_loop().time()
+            self._watched[prefix] = asyncio.get_running_loop().time() + LOOK_S, LOOK_S
         self._heard[prefix] = ours
 
     def _cache(self, prefix: str) -> Cache | None:
