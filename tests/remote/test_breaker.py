@@ -18,7 +18,7 @@ class Moody:
     """A store that fails with ``mood``, hangs while it is an event, and counts the calls that reached it."""
 
     def __init__(self) -> None:
-        self.mood: RemoteError | asyncio.Event | None = None
+        self.mood: Exception | asyncio.Event | None = None
         self.put_mood: RemoteError | None = None
         self.calls = 0
 
@@ -100,6 +100,17 @@ class Setup:
         with suppress(RemoteError):
             await self.get()
         return self.store.calls > before
+
+
+
+async def test_an_error_that_no_store_should_raise_is_a_failed_call() -> None:
+    store = Moody()
+    guarded = Guarded(store, 1.0)
+    store.mood = IndexError("list index out of range")
+    for _ in range(FAILURES + 1):
+        with pytest.raises(RemoteUnavailable, match="get: IndexError"):
+            await guarded.get(["a"], [memoryview(bytearray(1))])
+    assert store.calls == FAILURES
 
 
 async def test_failures_in_a_row_open_the_circuit() -> None:

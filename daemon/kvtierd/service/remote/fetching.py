@@ -132,15 +132,15 @@ class Fetcher:
     async def bring(
         self, cache: Cache, group: GroupId | None, keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
     ) -> None:
-        """Makes a prefix in the host tier as long as it can be, within ``wait_s``. Raises nothing: what does not come
-        is not there.
+        """Makes a prefix in the host tier as long as it can be, within ``wait_s``. Raises nothing: a block that does
+        not come is a miss.
 
         Args:
-            recompute_s: what a block costs the caller to compute; 0 = unknown, the store is asked in any case.
+            recompute_s: seconds that the caller needs to compute a block; 0 = unknown, the store is asked in any case.
         """
         if Tier.HOST not in cache.slots or not keys:
             return
-        with suppress(TimeoutError, RemoteError, Refused, MoverError):
+        try:
             async with asyncio.timeout(wait_s):
                 local = self._local(cache, group, keys)
                 if local == len(keys):
@@ -152,6 +152,10 @@ class Fetcher:
                 if length > local and self._is_worth_it(cache, missing, recompute_s):
                     for each, wanted in missing.items():
                         await self._fetch(cache, chains[each], wanted)
+        except (TimeoutError, RemoteError, Refused, MoverError):
+            pass
+        except Exception:  # noqa: BLE001  a bug, or an answer that nobody thought of, must not fail the call
+            _log.exception("blocks were not fetched: a bug name=%s", cache.name)
 
     # -- what is missing ---------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ answer that may be one object's fault counts once two objects had it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,6 +27,9 @@ LAST_BACKOFF_S: Final = 30.0
 """It doubles with each call let through that fails; a random half of it is left out."""
 _ASKED: Final = 8
 """Objects of failed gets to remember: each probe asks for another."""
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -178,6 +182,11 @@ class Guarded:
             elif operation != "list":  # some stores list for nobody
                 circuits[-1].fail(str(failed), 1)
             raise
+        except Exception as unknown:
+            _log.exception("a store raised an error that it should not: a bug operation=%s", operation)
+            for circuit in circuits:
+                circuit.fail(f"{operation}: {type(unknown).__name__}", FAILURES)
+            raise RemoteUnavailable(f"{operation}: {type(unknown).__name__}") from unknown
         except asyncio.CancelledError:
             counts.failures -= 1
             for circuit in circuits:
