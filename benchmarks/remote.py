@@ -21,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.bench.host import CACHE, timed
-from kvtier.bench.remote import Bucket
 from kvtier.memory.arrays import Bytes
 from kvtierd.tiers.remote.opening import open_store
 from tests.remote.servers import Server, mooncake, seaweed
@@ -30,6 +29,28 @@ SHAPES: Final = ((32, 1 << 20), (8, 4 << 20))
 """Objects, and bytes of each."""
 
 Objects = Callable[[Sequence[str]], Awaitable[object]]
+
+
+class Bucket:
+    """obstore in this process."""
+
+    def __init__(self, url: str) -> None:
+        from obstore.store import from_url
+
+        self._store: Final = from_url(url)
+
+    async def put(self, names: Sequence[str], rows: Sequence[Bytes]) -> None:
+        puts = (self._store.put_async(*pair, use_multipart=False) for pair in zip(names, rows, strict=True))
+        await asyncio.gather(*puts)
+
+    async def get(self, names: Sequence[str]) -> None:
+        async def get(name: str) -> None:
+            await (await self._store.get_async(name)).bytes_async()
+
+        await asyncio.gather(*map(get, names))
+
+    async def remove(self, names: Sequence[str]) -> None:
+        await self._store.delete_async(list(names))
 
 
 class BareMooncake:

@@ -17,7 +17,7 @@ FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
 
 def results(measurement):
     """Of a measurement of sizes that the command does not take."""
-    imports = "from kvtier.bench import engine, gpu, host, remote; from kvtier.cli.bench import tell"
+    imports = "from kvtier.bench import engine, gpu, host; from kvtier.cli.bench import tell"
     code = f"{imports}; tell({measurement}, 'json')"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     by_name: dict[str, list[dict[str, Any]]] = {}
@@ -83,20 +83,6 @@ def test_engine_copies():
     (slow,) = found["engine.break_even"]
     assert slow["params"]["tokens_per_second"] == 1e-3, "at the other speed no load wins"
     assert slow["value"] == 16, "a single block"
-
-
-def test_remote(tmp_path):
-    found = results(f"remote.remote('{tmp_path.as_uri()}', (16 << 20,), 1)")
-    assert set(found) == {"remote.put", "remote.get", "remote.ready"}
-    for each in found.values():
-        assert [result["params"] for result in each] == [{"store": "file", "block_bytes": 16 << 20, "blocks": 4}]
-        assert all(result["floor"] > 0 for result in each)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "what it wrote"
-
-
-def test_a_store_that_cannot_be_measured_is_an_error(tmp_path):
-    said = kvtier("bench", "remote", "--url", "ftp://host/directory", "--rounds", "1", status=1)
-    assert "ftp://host/directory" in said.stderr
 
 
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):

@@ -14,7 +14,6 @@ from kvtier.abi.spec import DTYPE_BYTES
 from kvtier.bench import engine as engine_bench
 from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
-from kvtier.bench import remote as remote_bench
 from kvtier.bench.host import Result
 from kvtier.cli.common import run
 from kvtier.cli.options import Group, output_option
@@ -133,23 +132,6 @@ def scale(rounds: int, disk_dir: Path | None, form: str) -> None:
 def gpu(device: str, rounds: int, form: str) -> None:
     """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
     tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
-
-
-@bench.command()
-@click.option("--url", help="A store as --remote of kvtierd names it.  [default: a temporary directory]")
-@click.option(
-    "--block-bytes",
-    type=click.IntRange(4096, 64 << 20),
-    multiple=True,
-    default=(1 << 20, 4 << 20),
-    show_default=True,
-    help="Repeatable.",
-)
-@_ROUNDS
-@_OUTPUT
-def remote(url: str | None, block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
-    """Write blocks through to a store, and read them. 64 MiB, which another daemon reads."""
-    tell(remote_bench.remote(url, block_bytes, rounds), form)
 
 
 @bench.command()
