@@ -102,7 +102,6 @@ class Setup:
         return self.store.calls > before
 
 
-
 async def test_an_error_that_no_store_should_raise_is_a_failed_call() -> None:
     store = Moody()
     guarded = Guarded(store, 1.0)

@@ -325,7 +325,7 @@ class Catalog:
         return plans
 
     def _missing(self, stored: Collection[str]) -> dict[str, str]:
-        """The caches that had disk slots and have no directory now. ``stored``: those that have a sound one."""
+        """The caches that had disk slots and have no directory now. ``stored``: caches with sound directories."""
         disk, remembered = self._stores.disk, self._stores.remembered
         if disk is None:
             return {}

@@ -287,7 +287,7 @@ def _read_or_fault(directory: Path) -> _CacheBlock | TierError:
 
 
 def _delete(directory: Path) -> None:
-    """Deletes a link as such: nothing behind it."""
+    """Deletes a directory, or a link and nothing behind the link."""
     if directory.is_symlink():
         directory.unlink()
     else:

@@ -132,7 +132,7 @@ class NotAFile(OSError):
 
 _LINK: Final = "a symbolic link"
 _KINDS: Final = {errno.ELOOP: _LINK, errno.ENXIO: "not a regular file", errno.EISDIR: "not a regular file"}
-"""What an open refuses: links, and FIFOs, sockets and directories that are opened for writing."""
+"""Error numbers of an open: links, and FIFOs, sockets and directories that are opened for writing."""
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -155,8 +155,8 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def exposure(directory: Path) -> str | None:
-    """Says that others than root and this process's user may write to a directory; None = they may not, or there is no
-    such directory."""
+    """Says that others than root and this process's user may write to a directory. Returns None where only these two
+    may, and where the directory is missing."""
     try:
         status = directory.stat()
     except OSError:

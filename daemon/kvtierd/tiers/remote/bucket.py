@@ -1,7 +1,7 @@
-"""Objects in a bucket (S3 and what speaks it, GCS, Azure), in a directory that hosts share, or in memory.
+"""Objects in a bucket (S3-compatible, GCS, Azure), in a directory that hosts share, or in memory.
 
-obstore takes endpoint, region, time limits and credentials from the environment: ``AWS_*``, ``GOOGLE_*``, ``AZURE_*``,
-and from the files and services those name. This runs in the process of ``hosted.py``.
+obstore takes endpoint, region, time limits and credentials from the environment (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``)
+and from the files and services that the environment names. This runs in the process of ``hosted.py``.
 """
 
 from __future__ import annotations
@@ -165,8 +165,10 @@ class Bucket:
 
     def _obstacle(self, name: str) -> Path | None:
         """A link, or anything but a file or a directory, on the way to an object of a directory store."""
+        if self._root is None:
+            return None
         path = self._root
-        for part in name.split("/") if path is not None else ():
+        for part in name.split("/"):
             path = path / part
             try:
                 mode = path.lstat().st_mode
@@ -254,8 +256,8 @@ _URL_HOST: Final = re.compile(r"https?://([^/:?#\s\"]+)")
 def _stay_on_hosts(scheme: str) -> None:
     """Keeps obstore from following a redirect to a host that neither the provider nor the environment names.
 
-    obstore cannot be told to follow none. It can be given a proxy, and hosts that it reaches without the proxy: the
-    proxy is a port where nobody listens. A proxy that the operator has named decides itself.
+    obstore has no option against redirects. It has an option for a proxy, and for hosts that it reaches without the
+    proxy: this proxy is a port without a listener. If the operator has named a proxy, that proxy decides.
     """
     prefix = _PREFIXES[scheme]
     if any(re.fullmatch(r"(HTTPS?|ALL)_PROXY|\w+_PROXY_URL", name, re.IGNORECASE) for name in os.environ):

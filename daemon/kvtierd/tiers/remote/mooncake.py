@@ -1,4 +1,4 @@
-"""Objects in Mooncake Store: memory that other hosts lend to its master. It cannot list.
+"""Objects in Mooncake Store: memory that other hosts lend to its master. Mooncake cannot list its objects.
 
 ``mooncake://master:port/prefix?protocol=tcp&devices=&metadata=P2PHANDSHAKE``: the query is optional and has Mooncake's
 words. This runs in the processes of ``hosted.py``, which Mooncake's library blocks where its master is silent: each has
@@ -147,7 +147,7 @@ class Mooncake:
 
 
 def settings(parts: SplitResult) -> tuple[str, ...]:
-    """Master, protocol, devices and metadata of a URL. Raises ValueError, which says what it must be."""
+    """Master, protocol, devices and metadata of a URL. Raises ValueError, which names the limit."""
     given = dict(parse_qsl(parts.query))
     if not parts.hostname or not given.keys() <= _SETTINGS.keys():
         raise ValueError(f"must be mooncake://host:port/prefix, with any of {', '.join(_SETTINGS)} in its query")

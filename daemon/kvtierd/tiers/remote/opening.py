@@ -28,7 +28,7 @@ def shown(url: str) -> str:
 
 
 def check(url: str) -> str:
-    """The URL, if it can name a store. Touches nothing. Raises ValueError, which says what it must be."""
+    """The URL, if it can name a store. Touches nothing. Raises ValueError, which names the limit."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -114,4 +114,4 @@ _ENGINES: Final[Mapping[str, _Engine]] = {
     **{name: _Engine("remote", "obstore", _require_path, _bucket, _OBSTORE) for name in ("file", "memory")},
     "mooncake": _Engine("mooncake", "mooncake", mooncake.settings, mooncake.open_mooncake, mooncake.HOSTING),
 }
-"""By the URL's scheme."""
+"""The engine of each URL scheme."""

@@ -54,7 +54,7 @@ class Hosting:
     """How an engine is hosted.
 
     Args:
-        processes: At most so many, started when they are needed.
+        processes: Most processes; each is started when it is needed.
         calls: Calls side by side in a process.
         cancels: Whether a process can cancel a call; otherwise the process is killed.
         room_bytes: Shared memory of a process, and so the largest object.
@@ -247,8 +247,8 @@ class _Worker:
 class ProcessStore:
     """Implements :class:`kvtierd.tiers.remote.base.RemoteStore`: each call is one of a process that has the store.
 
-    A process that dies fails its calls, and the next call starts another process. Where that dies soon, too, calls are
-    refused for a pause that doubles with each death.
+    When a process dies, its calls fail, and the next call starts another process. If processes die soon after their
+    start, calls are refused for a pause that doubles with each death.
     """
 
     def __init__(self, url: str, hosting: Hosting, arguments: Sequence[str]) -> None:
