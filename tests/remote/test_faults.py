@@ -18,7 +18,7 @@ from kvtierd.tiers.remote.base import ABSENT, RemoteError, RemoteFull, RemoteRef
 from kvtierd.tiers.remote.breaker import Guarded
 from kvtierd.tiers.remote.opening import open_store
 from kvtierd.tiers.remote.process import ProcessStore
-from tests.integration.waiting import halt
+from tests.integration.waiting import eventually, halt
 from tests.remote.servers import KEYS, Server, free_ports, mooncake, mooncake_programs, seaweed
 
 MIB: Final = 1 << 20
@@ -391,3 +391,49 @@ async def test_a_directory_that_cannot_be_used_is_refused(file_for_directory: Pa
     assert "Not a directory" in str(ends["put"])
     with pytest.raises(RemoteRefused, match="File name too long"):
         await store.put(["x" * 300], [b"1"])
+
+
+async def test_a_closed_store_starts_no_process(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    opening = asyncio.create_task(store.open())
+    await eventually(lambda: hosts(os.getpid()), bool)
+    await store.close()
+    for call in (opening, store.exists(["a"])):
+        with pytest.raises(RemoteUnavailable, match="it is closed"):
+            await call
+    assert not hosts(os.getpid())
+
+
+async def test_a_call_that_is_cancelled_at_once_costs_others_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    await store.open()
+    before = hosts(os.getpid())
+    for _ in range(200):
+        call = asyncio.create_task(store.exists(["a"]))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        assert await store.exists(["a"]) == [False]
+    (worker,) = store._workers
+    assert not worker.calls, "each call was answered"
+    assert hosts(os.getpid()) == before
+    await store.close()
+
+
+async def test_an_endpoint_may_have_an_address_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await asyncio.start_server(Liar(answer("404 Not Found")), "::1", 0)
+    endpoint = f"http://[::1]:{server.sockets[0].getsockname()[1]}"
+    into_environment(monkeypatch, {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"})
+    store = open_store("s3://blocks/kvtier")
+    async with server:
+        assert await store.exists(["a"]) == [False]
+        await store.close()
+
+
+async def test_a_directory_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    store = open_store((tmp_path / "link").as_uri())
+    await store.put(["a/b"], [b"12"])
+    assert [found.name async for found in store.listing("a/")] == ["a/b"]
+    await store.close()

@@ -124,6 +124,8 @@ SECRETS = [
     "s3://AKIA:SECRET@bucket/p",
     "s3://bucket/p?secret_access_key=SECRET",
     "s3://AKIA:SEC/RET@bucket",
+    "s3://AKIA:SEC RET@bucket",
+    "s3:AKIA:SECRET@bucket",
     "http://user:SECRET@bucket/p",
     "file://relative?SECRET",
 ]

@@ -297,12 +297,13 @@ class Mirror(MirrorView):
 
     async def _require_room(self, index: MirrorIndex, cache: str, rooms: dict[str, int]) -> None:
         """Asks for a cache's capacity when the index passes the one in ``rooms``. Raises :class:`DaemonError` for a
-        cache that is not followed, and for more blocks than its slots can hold."""
+        cache that is not followed, and for more than twice as many blocks as slots: until its end, a snapshot of a full
+        cache has blocks that have gone and the blocks in their slots."""
         if cache not in self.caches:
             raise DaemonError(f"an event of cache {cache!r}, which is not followed", reason="BAD_ANSWER")
         if (size := index.size(cache)) <= rooms.get(cache, 0):
             return
-        rooms[cache] = await self._room(cache)
+        rooms[cache] = 2 * await self._room(cache)
         if size > rooms[cache]:
             says = f"given up: {size} blocks of cache {cache}, which has room for {rooms[cache]}"
             raise _TooMany(says, reason="BAD_ANSWER")

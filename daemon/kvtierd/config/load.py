@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, Peer, Remote, Share
 from kvtierd.rights import AllowRule
+from kvtierd.tiers.remote.opening import shown
 
 _FIELDS: Final = Config.model_fields
 _TABLES: Final[Mapping[str, type[BaseModel]]] = {
@@ -134,12 +135,15 @@ def _told(fault: ErrorDetails, sources: Mapping[str, str]) -> Iterator[str]:
         case "missing":
             yield f"{where}: must be given"
         case _:
-            yield f"{where} = {_without_secrets(repr(fault['input']))}: {reason}"
+            yield f"{where} = {_without_secrets(fault['input'])}: {reason}"
 
 
-def _without_secrets(text: str) -> str:
-    """The text without the credentials and the queries of its URLs."""
-    return re.sub(r"(://[^\s'\"?]*)\?[^\s'\"]*", r"\1", re.sub(r"://[^\s'\"]*@", "://", text))
+def _without_secrets(value: object) -> str:
+    """The value without credentials, and without the query of a URL."""
+    if isinstance(value, str):
+        return repr(shown(value) if "@" in value or "://" in value else value)
+    text = re.sub(r"\?[^'\"]*", "", repr(value))
+    return f"… {text.rpartition('@')[2]}" if "@" in text else text
 
 
 def _no_such_key(key: str, known: Iterable[str]) -> str:

@@ -89,6 +89,10 @@ class Catalog:
             raise cache_not_opened(cache_id)
         return cache
 
+    def knows(self, name: str) -> bool:
+        """Returns whether there is a cache of the name, also one that is left out."""
+        return self.named(name) is not None or name in self._left_out
+
     def named(self, name: str) -> Cache | None:
         return self._by_name.get(name)
 

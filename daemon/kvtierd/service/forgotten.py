@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -206,22 +206,29 @@ class Forgotten:
             self.keep(prefix, ())
             self._unwritten.add(prefix)
 
-    async def remove(self, prefix: str) -> None:
-        """Forgets the past of a removed cache. Raises TierIOError."""
+    async def remove(self, prefix: str, wanted: Callable[[], bool]) -> bool:
+        """Removes the record of a cache, if that is still ``wanted`` when nothing else changes it. Returns whether it
+        was. Raises TierIOError."""
         async with self._locks.setdefault(prefix, asyncio.Lock()):
-            del self._records[prefix]
-            await asyncio.to_thread(_remove, self._directory / prefix)
-        self._locks.pop(prefix, None)
+            if found := prefix in self._records and wanted():
+                del self._records[prefix]
+                self._unwritten.discard(prefix)
+                await _whole(asyncio.to_thread(_remove, self._directory / prefix))
+        return found
 
     async def _write(self, prefix: str) -> None:
-        """A caller who is cancelled waits for the thread: two writes of a file would meet."""
-        writing = asyncio.ensure_future(asyncio.to_thread(_write, self._directory / prefix, self._records[prefix]))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
+        await _whole(asyncio.to_thread(_write, self._directory / prefix, self._records[prefix]))
         self._unwritten.discard(prefix)
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits a thread's work, also when it is cancelled: two changes of a file would meet."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 _NOTHING: Final = Record()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass
+from itertools import count
 from math import inf
 from typing import Any, Final, Generic, TypeVar
 
@@ -59,12 +61,25 @@ class _Times(Generic[K]):
         return self._of[client]
 
 
+@dataclass(slots=True)
+class _Turn:
+    """A call that waits. ``number``: in order of arrival. ``leads``: it begins its slice."""
+
+    number: int
+    session: Session
+    given: asyncio.Future[None]
+    leads: bool = False
+
+
 class Turns:
     """Loop thread only. Times count from the last moment without a waiting call."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._waiting: dict[_Lane, dict[SessionId, deque[tuple[Session, asyncio.Future[None]]]]] = {}
+        self._numbers = count()
+        self._waiting: dict[_Lane, dict[SessionId, deque[_Turn]]] = {}
+        self._queued: Counter[SessionId] = Counter()
+        """Calls of each session that wait, or have their turn and have not begun."""
         self._lanes = _Times[_Lane]()
         self._sessions: dict[_Lane, _Times[SessionId]] = {}
         self._lane_of: dict[SessionId, _Lane] = {}
@@ -76,11 +91,8 @@ class Turns:
 
     async def begin(self, session: Session) -> None:
         """Returns when it is the session's turn. Calls of a session begin in their order."""
-        lane = self._lane_of.get(session.id)
-        if lane is None or session.id not in self._waiting.get(lane, {}):
-            lane = self._lane_of[session.id] = account(session.peer.identity), self._is_short(session)
-            self._lanes.enter(lane)
-            self._sessions.setdefault(lane, _Times()).enter(session.id)
+        if not self._queued[session.id]:
+            lane = self._enter(session)
             if not self._waiting and self._spent_s < SLICE_S:
                 return
             if (
@@ -89,10 +101,34 @@ class Turns:
                 and self._spent_s + session.step_s < SLICE_S
             ):
                 return  # a short call, between the slices of others
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(lane, {}).setdefault(session.id, deque()).append((session, turn))
+        turn = _Turn(next(self._numbers), session, asyncio.get_running_loop().create_future())
+        self._queued[session.id] += 1
+        try:
+            await self._queue(turn)
+            while self._spent_s >= SLICE_S and not turn.leads:  # a call before it took longer than its steps before
+                turn.given = asyncio.get_running_loop().create_future()
+                await self._queue(turn)
+        finally:
+            self._queued[session.id] -= 1
+            if not self._queued[session.id]:
+                del self._queued[session.id]
+
+    def _enter(self, session: Session) -> _Lane:
+        lane = self._lane_of[session.id] = account(session.peer.identity), self._is_short(session)
+        self._lanes.enter(lane)
+        self._sessions.setdefault(lane, _Times()).enter(session.id)
+        return lane
+
+    def _queue(self, turn: _Turn) -> asyncio.Future[None]:
+        number = turn.session.id
+        lane = self._lane_of.get(number)
+        if lane is None or number not in self._waiting.get(lane, {}):
+            lane = self._enter(turn.session)
+        queue = self._waiting.setdefault(lane, {}).setdefault(number, deque())
+        later = sum(turn.number < other.number for other in queue) if queue and turn.number < queue[-1].number else 0
+        queue.insert(len(queue) - later, turn)
         self._schedule()
-        await turn
+        return turn.given
 
     @types.coroutine
     def measured(self, session: Session, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
@@ -168,15 +204,16 @@ class Turns:
             lane = self._lanes.serve(self._waiting)
             mine = self._waiting[lane]
             number = self._sessions[lane].serve(mine)
-            session, turn = mine[number].popleft()
+            turn = mine[number].popleft()
             if not mine[number]:
                 del mine[number]
             if not mine:
                 del self._waiting[lane]
-            if not turn.done():  # its caller may have given up
-                turn.set_result(None)
-                left_s -= session.step_s
-                longest_s = max(longest_s, session.step_s)
+            if not turn.given.done():  # its caller may have given up
+                turn.leads = left_s == SLICE_S
+                turn.given.set_result(None)
+                left_s -= turn.session.step_s
+                longest_s = max(longest_s, turn.session.step_s)
         if left_s < SLICE_S:
             self._schedule(LOOKS if longest_s > SLICE_S / 2 else 0)
         else:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvtierd.core.ids import GroupId, Key
 from kvtierd.service.forgotten import MOST_DROPPED, Forgotten, Past
+from kvtierd.service.remote import telling
 from kvtierd.service.remote.telling import MOST_REMOVED, Teller
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.disk.superblock import SET_ASIDE, SUPERBLOCK
@@ -170,7 +171,10 @@ async def test_of_a_file_that_cannot_be_read_all_is_forgotten(tmp_path: Path, co
     assert Forgotten(tmp_path).of(CACHE) == again.of(CACHE)
 
 
-async def test_the_oldest_pasts_of_removed_caches_go(tmp_path: Path) -> None:
+async def test_the_oldest_pasts_of_removed_caches_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK_S", 0.01), ("WATCH_S", 0.01)):
+        monkeypatch.setattr(telling, name, seconds)
+
     class Catalog(list[Any]):
         async def loaded(self) -> None:
             """At once."""
@@ -178,13 +182,32 @@ async def test_the_oldest_pasts_of_removed_caches_go(tmp_path: Path) -> None:
         def named(self, name: str) -> None:
             """None is open."""
 
+        def knows(self, name: str) -> bool:
+            return name == "cache-0"
+
+    class Store:
+        replaces = True
+        objects: ClassVar[dict[str, bytes]] = {}
+
+        async def exists(self, names: list[str]) -> list[bool]:
+            return [name in self.objects for name in names]
+
+        async def get(self, names: list[str], into: list[memoryview]) -> list[int]:
+            (found,) = map(self.objects.__getitem__, names)
+            into[0][: len(found)] = found
+            return [len(found)]
+
+        async def put(self, names: list[str], objects: list[bytes]) -> list[None]:
+            self.objects.update(zip(names, objects, strict=True))
+            return [None]
+
     forgotten = Forgotten(tmp_path / "forgotten")
     names = [f"cache-{number}/print" for number in range(MOST_REMOVED + 3)]
     for age, name in enumerate(names):
         async with forgotten.change(name):
             forgotten.set(name, Past(age + 1))
     here: Any = Catalog([SimpleNamespace(prefix=names[0])])
-    teller = Teller(cast("Any", None), here, forgotten, None, lambda name: ())
+    teller = Teller(cast("Any", None), here, forgotten, cast("Any", Store()), lambda name: ())
     running = asyncio.create_task(teller.run())
     await eventually(lambda: len(forgotten.prefixes), lambda count: count == MOST_REMOVED + 1)
     running.cancel()
@@ -192,3 +215,16 @@ async def test_the_oldest_pasts_of_removed_caches_go(tmp_path: Path) -> None:
     assert set(names) - forgotten.prefixes == set(names[1:3])
     assert Forgotten(tmp_path / "forgotten").prefixes == forgotten.prefixes
     assert not (tmp_path / "forgotten" / "cache-1").exists()
+
+
+async def test_a_past_that_is_wanted_again_stays(tmp_path: Path) -> None:
+    forgotten = Forgotten(tmp_path)
+    async with forgotten.change(CACHE):
+        forgotten.set(CACHE, Past(1))
+        removing = asyncio.create_task(forgotten.remove(CACHE, lambda: forgotten.of(CACHE) == Past(1)))
+        await asyncio.sleep(0)
+        forgotten.set(CACHE, Past(2))
+    assert not await removing
+    assert Forgotten(tmp_path).of(CACHE) == Past(2)
+    assert await forgotten.remove(CACHE, lambda: True)
+    assert not Forgotten(tmp_path).prefixes

@@ -134,3 +134,19 @@ async def test_a_cancelled_call_is_cancelled_inside_and_has_no_turn() -> None:
         task.cancel()
     await asyncio.wait([waiting, *queued])
     assert (ended, len(clients.done)) == (["cancelled"], 2)
+
+
+async def test_calls_that_were_short_and_are_long_are_not_begun_together() -> None:
+    clients = Clients()
+    session, other = clients.session(1, uid=1), clients.session(2, uid=2)
+    for each in (session, other):
+        for _ in range(20):
+            await clients.call(each, SHORT_S / 100)
+    for _ in range(100):
+        clients.call(session, LONG_S)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    came = clients.now
+    await clients.call(other, SHORT_S)
+    assert clients.now - came <= 3 * LONG_S
+    await clients.end()

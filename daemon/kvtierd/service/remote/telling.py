@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from kvtier.abi.words import BlockResult
@@ -75,11 +76,12 @@ class Teller:
         """Looks until cancelled."""
         await self._catalog.loaded()
         while True:
-            here = {cache.prefix for cache in self._catalog}
-            due = here | {prefix for prefix in self._forgotten.prefixes if not self.has_heard(prefix)}
+            due = {cache.prefix for cache in self._catalog} | {
+                prefix for prefix in self._forgotten.prefixes if not self.has_heard(prefix)
+            }
             for prefix in sorted(due | self._to_watch()):
                 await asyncio.wait([self._start(prefix)], timeout=_LONGEST_LOOK_S)
-            await self._prune(here)
+            await self._prune()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._woken.wait()
@@ -94,16 +96,22 @@ class Teller:
                 del self._watched[prefix]
         return set(due)
 
-    async def _prune(self, here: Set[str]) -> None:
+    async def _prune(self) -> None:
         """Leaves the oldest pasts of removed caches to the store."""
-        kept = {prefix for prefix in self._forgotten.prefixes if self._forgotten.has_old(prefix)}
-        removed = self._forgotten.prefixes - here - kept - self._watched.keys() - self._looks.keys()
-        settled = sorted(filter(self.has_heard, removed), key=lambda prefix: self._forgotten.of(prefix).generation)
+        settled = sorted(
+            filter(self._is_settled, self._forgotten.prefixes), key=lambda each: self._forgotten.of(each).generation
+        )
         for prefix in settled[: max(0, len(settled) - MOST_REMOVED)]:
-            for known in (self._heard, self._read_last, self._failed_at):
-                known.pop(prefix, None)
             with suppress(TierIOError):  # the next start finds it again
-                await self._forgotten.remove(prefix)
+                if await self._forgotten.remove(prefix, partial(self._is_settled, prefix)):
+                    for known in (self._heard, self._read_last, self._failed_at):
+                        known.pop(prefix, None)
+
+    def _is_settled(self, prefix: str) -> bool:
+        """Returns whether the store alone has to know the past of a cache: the cache is removed, and all is told."""
+        busy = prefix in self._watched or prefix in self._looks or self._forgotten.has_old(prefix)
+        told = self._store is not None and self.has_heard(prefix)
+        return told and not busy and not self._catalog.knows(prefix.partition("/")[0])
 
     async def stop(self) -> None:
         """Ends all looks. No look begins afterwards."""

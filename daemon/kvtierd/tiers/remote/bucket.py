@@ -159,13 +159,13 @@ class Bucket:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(call) for call in calls]
-        except ExceptionGroup as failed:
+        except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     def _obstacle(self, name: str) -> Path | None:
         """A link, or anything but a file or a directory, on the way to an object of a directory store."""
-        if self._root is None:
+        if self._root is None or not name:
             return None
         path = self._root
         for part in name.split("/"):
@@ -241,16 +241,19 @@ def open_bucket(url: str) -> RemoteStore:
 _PREFIXES: Final[Mapping[str, str]] = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _HOSTS: Final[Mapping[str, Sequence[str]]] = {
     "AWS": ("amazonaws.com", "amazonaws.com.cn"),
-    "GOOGLE": ("googleapis.com",),
+    "GOOGLE": ("googleapis.com", "accounts.google.com"),
     "AZURE": ("core.windows.net", "fabric.microsoft.com", "microsoftonline.com"),
 }
-_METADATA_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "metadata.google.internal")
+_METADATA_HOSTS: Final = (
+    *("169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::254", "fd00:ec2::23"),
+    "metadata.google.internal",
+)
 """Give credentials to a machine or a container."""
 _CREDENTIALS: Final = re.compile(
     r"AWS_ACCESS_KEY_ID|GOOGLE_(SERVICE_ACCOUNT|APPLICATION).*|AZURE_.*(_KEY|SECRET|SAS.*)"
 )
 """With one of these variables, obstore asks no metadata host."""
-_URL_HOST: Final = re.compile(r"https?://([^/:?#\s\"]+)")
+_URL: Final = re.compile(r"https?://[^\s\"]+", re.IGNORECASE)
 
 
 def _stay_on_hosts(scheme: str) -> None:
@@ -262,8 +265,13 @@ def _stay_on_hosts(scheme: str) -> None:
     prefix = _PREFIXES[scheme]
     if any(re.fullmatch(r"(HTTPS?|ALL)_PROXY|\w+_PROXY_URL", name, re.IGNORECASE) for name in os.environ):
         return
-    own = {name: value for name, value in os.environ.items() if name.startswith((prefix, "IDENTITY_", "MSI_"))}
-    named = [host for value in own.values() for host in _URL_HOST.findall(value)]
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith((prefix, "IDENTITY_", "MSI_", "AZURITE_", "GCE_"))
+    }
+    named = [urlsplit(url).hostname or "" for value in own.values() for url in _URL.findall(value)]
+    named += [value for name, value in own.items() if name.startswith("GCE_METADATA_")]
     metadata = () if any(map(_CREDENTIALS.fullmatch, own)) else _METADATA_HOSTS
     nobody = socket.socket()
     nobody.bind(("127.0.0.1", 0))

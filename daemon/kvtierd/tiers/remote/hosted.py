@@ -1,4 +1,4 @@
-"""The process that has a store's library, started with ``URL MEMORY_BYTES UMASK FD``. ``process.py`` has the protocol.
+"""The process that has a store's library, started with ``MEMORY_BYTES UMASK FD``. ``process.py`` has the protocol.
 
 ``FD`` is the memory that it shares with the daemon.
 """
@@ -30,8 +30,7 @@ _Verb = Callable[[Sequence[str], Sequence[memoryview]], Awaitable[Any]]
 class _Host:
     """Answers requests until the daemon hangs up."""
 
-    def __init__(self, url: str, room: memoryview, reader: asyncio.StreamReader, replies: int) -> None:
-        self._url: Final = url
+    def __init__(self, room: memoryview, reader: asyncio.StreamReader, replies: int) -> None:
         self._room: Final = room
         self._reader: Final = reader
         self._replies: Final = replies
@@ -54,6 +53,7 @@ class _Host:
             if request:
                 self._calls[number] = asyncio.create_task(self._answer(number, *request))
                 self._calls[number].add_done_callback(lambda _, number=number: self._calls.pop(number))  # type: ignore[misc]
+                await asyncio.sleep(0)  # a task that is cancelled before its first step would not answer
             elif number in self._calls:
                 self._calls[number].cancel()
             else:
@@ -68,9 +68,11 @@ class _Host:
             error = told_error(failed)
         except asyncio.CancelledError:
             error = told_error(RemoteUnavailable(f"{verb}: cancelled"))
-        except Exception as failed:  # noqa: BLE001  the library's own
+        except BaseException as failed:  # noqa: BLE001  the library's own, a panic included
             error = told_error(RemoteUnavailable(f"{verb}: {type(failed).__name__}"))
-        os.write(self._replies, json.dumps([number, error, value]).encode() + b"\n")
+        reply = json.dumps([number, error, value]).encode() + b"\n"
+        while reply:
+            reply = reply[os.write(self._replies, reply) :]
 
     @property
     def _opened(self) -> RemoteStore:
@@ -80,7 +82,7 @@ class _Host:
 
     async def _open(self, names: Sequence[str], places: Sequence[memoryview]) -> None:
         try:
-            self._store = load(self._url)
+            self._store = load(names[0])
         except (ValueError, ImportError) as wrong:
             raise RemoteRefused(str(wrong)) from None
 
@@ -115,25 +117,26 @@ class _Host:
         return page
 
 
-async def _serve(url: str, room: memoryview, requests: int, replies: int) -> None:
+async def _serve(room: memoryview, requests: int, replies: int) -> None:
     reader = asyncio.StreamReader(limit=MOST_LINE_BYTES)
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(requests, "rb", 0))
-    await _Host(url, room, reader, replies).run()
+    await _Host(room, reader, replies).run()
 
 
-def main(url: str, memory_bytes: str, umask: str, fd: str) -> None:
+def main(memory_bytes: str, umask: str, fd: str) -> None:
     """Ends with the daemon."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call of the library may outlive the daemon
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the daemon's terminal, or service manager
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ.setdefault("TOKIO_WORKER_THREADS", "4")  # obstore's, else one a core, with a stack that counts
     os.umask(int(umask, 8))
     requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # libraries write there
         os.dup2(nowhere, stream)
-    asyncio.run(_serve(url, memoryview(mmap.mmap(int(fd), 0)), requests, replies))
+    asyncio.run(_serve(memoryview(mmap.mmap(int(fd), 0)), requests, replies))
     os._exit(0)  # without the farewell of a library to a store that may be silent
 
 

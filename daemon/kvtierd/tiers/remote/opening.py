@@ -62,7 +62,7 @@ def open_store(url: str, *, group_access: bool = False) -> ProcessStore:
     except ValueError as wrong:
         raise TierConfigError(FIELD, shown(url), str(wrong)) from None
     umask = _OF_GROUP if group_access else _PRIVATE
-    return ProcessStore(shown(url), engine.hosting, (url, str(engine.hosting.memory_bytes), umask))
+    return ProcessStore(shown(url), engine.hosting, url, umask)
 
 
 async def require_opens(store: ProcessStore) -> None:

@@ -35,6 +35,7 @@ _ANSWER_S: Final = 10.0
 _LIVED_S: Final = 60.0
 """A process that lived this long is started again at once."""
 _LONGEST_PAUSE_S: Final = 30.0
+_ENDLESS: Final = "its processes do not end"
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,10 @@ class Hosting:
     replaces: bool
 
 
+class _Died(RemoteUnavailable):
+    """The process ended."""
+
+
 class _Room:
     """Shared memory. Calls take parts of it and wait for each other, in order of arrival."""
 
@@ -84,6 +89,8 @@ class _Room:
     async def take(self, nbytes: int) -> slice:
         """The place of ``nbytes``, until :meth:`give_back`."""
         units = -(-nbytes // _UNIT_BYTES)
+        if not units:
+            return slice(0, 0)
         async with self._taking:
             while (first := self._taken.find(bytes(units))) < 0:
                 self._freed.clear()
@@ -111,35 +118,42 @@ async def _copy(source: bytes | memoryview, to: memoryview) -> None:
 class _Worker:
     """A process that has opened the store, and the calls that it has not answered."""
 
-    def __init__(self, process: Process, hosting: Hosting, room: _Room) -> None:
+    def __init__(self, process: Process, pidfd: int, hosting: Hosting, room: _Room) -> None:
+        self.callers = 0
+        """Calls that have this process, and may not have reached it."""
         self.calls: Final[dict[int, asyncio.Future[Any]]] = {}
         self.started: Final = time.monotonic()
         self.killed = False
         self._cancels: Final = hosting.cancels
         self._room: Final = room
         self._process: Final = process
-        self._pidfd: Final = os.pidfd_open(process.pid)
+        self._pidfd = pidfd
         self._numbers: Final = count()
         self.reading: Final = asyncio.create_task(self._read(), name="remote-process")
 
     @classmethod
-    async def start(cls, hosting: Hosting, arguments: Sequence[str]) -> Self:
-        """Raises RemoteError where the process cannot open the store."""
+    async def start(cls, hosting: Hosting, url: str, umask: str) -> Self:
+        """Raises RemoteError where the process cannot open the store at ``url``, which may have a secret in it."""
         try:
-            room = _Room(hosting.room_bytes)
+            room, numbers = _Room(hosting.room_bytes), (str(hosting.memory_bytes), umask)
             try:
-                command = (sys.executable, "-P", "-m", "kvtierd.tiers.remote.hosted", *arguments, str(room.fd))
+                command = (sys.executable, "-P", "-m", "kvtierd.tiers.remote.hosted", *numbers, str(room.fd))
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MOST_LINE_BYTES, pass_fds=(room.fd,)
                 )
+                try:
+                    pidfd = os.pidfd_open(process.pid)
+                except OSError:
+                    process.kill()
+                    raise
             finally:
                 os.close(room.fd)
         except OSError as failed:
             raise RemoteUnavailable(f"a process for the store did not start: {failed.strerror}") from None
-        worker = cls(process, hosting, room)
+        worker = cls(process, pidfd, hosting, room)
         try:
             async with asyncio.timeout(_START_S):
-                await worker.call("open")
+                await worker.call("open", [url])
         except BaseException as failed:
             await worker.end()
             if isinstance(failed, TimeoutError):
@@ -180,6 +194,7 @@ class _Worker:
                 reply.add_done_callback(lambda _: self._room.give_back(place))
             else:
                 self._room.give_back(place)
+            del reply  # an error in it refers to this frame, and so to the room
 
     def new_number(self) -> int:
         """A number that no call has."""
@@ -218,8 +233,9 @@ class _Worker:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError, OSError):  # asyncio's own kill may take the exit status from its watcher
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._pidfd >= 0:  # asyncio's own kill may take the exit status from its watcher
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -237,11 +253,12 @@ class _Worker:
             self._kill()
             await self._process.wait()
             os.close(self._pidfd)
+            self._pidfd = -1
             while self.calls:
                 self.calls.popitem()[1].set_exception(self._gone())
 
     def _gone(self) -> RemoteUnavailable:
-        return RemoteUnavailable(f"the process for the store has ended: {self.end_reason}")
+        return _Died(f"the process for the store has ended: {self.end_reason}")
 
 
 class ProcessStore:
@@ -251,16 +268,23 @@ class ProcessStore:
     start, calls are refused for a pause that doubles with each death.
     """
 
-    def __init__(self, url: str, hosting: Hosting, arguments: Sequence[str]) -> None:
-        """``url``: as messages show it. ``arguments``: of ``hosted.py``."""
+    def __init__(self, url: str, hosting: Hosting, whole_url: str, umask: str) -> None:
+        """
+        Args:
+            url: As messages show it.
+            whole_url: As the process opens it.
+            umask: Of the process, in octal digits.
+        """
         self.url: Final = url
         self._hosting: Final = hosting
-        self._arguments: Final = arguments
+        self._whole_url: Final = whole_url
+        self._umask: Final = umask
         self._workers: Final[list[_Worker]] = []
         self._starting: asyncio.Task[None] | None = None
         self._places: Final = asyncio.Semaphore(hosting.processes * hosting.calls)
         self._deaths = 0
         self._paused_until = 0.0
+        self._closed = False
 
     @property
     def replaces(self) -> bool:
@@ -307,6 +331,7 @@ class ProcessStore:
                 worker.end_listing(number)
 
     async def close(self) -> None:
+        self._closed = True
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
@@ -329,19 +354,34 @@ class ProcessStore:
         """A process for one call. Raises RemoteError."""
         async with self._places:
             while (worker := self._idle()) is None:
+                if self._closed or len(self._workers) >= 2 * self._hosting.processes:
+                    raise RemoteUnavailable(f"{self.url}: {'it is closed' if self._closed else _ENDLESS}")
                 if self._starting is None:
                     self._starting = asyncio.create_task(self._start(), name="remote-start")
                     self._starting.add_done_callback(self._started)
-                await asyncio.shield(self._starting)  # a caller with little time must not end it
-            yield worker
+                starting = self._starting
+                await asyncio.wait([starting])  # a caller with little time must not end it
+                if not starting.cancelled():
+                    starting.result()
+            worker.callers += 1
+            try:
+                yield worker
+            finally:
+                worker.callers -= 1
 
     def _idle(self) -> _Worker | None:
-        return next((one for one in self._workers if not one.killed and len(one.calls) < self._hosting.calls), None)
+        found = (each for each in self._workers if not each.killed and each.callers < self._hosting.calls)
+        return min(found, key=lambda each: each.callers, default=None)
 
     async def _start(self) -> None:
-        if (left_s := self._paused_until - time.monotonic()) > 0:
+        began = time.monotonic()
+        if (left_s := self._paused_until - began) > 0:
             raise RemoteUnavailable(f"{self.url}: its process died again, and is started in {left_s:.1f} s")
-        worker = await _Worker.start(self._hosting, self._arguments)
+        try:
+            worker = await _Worker.start(self._hosting, self._whole_url, self._umask)
+        except _Died as died:
+            self._note_death(began, str(died))
+            raise
         self._workers.append(worker)
         worker.reading.add_done_callback(lambda _: self._ended(worker))
 
@@ -352,13 +392,15 @@ class ProcessStore:
 
     def _ended(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        if worker.killed:
-            return
+        if not worker.killed:
+            self._note_death(worker.started, worker.end_reason)
+
+    def _note_death(self, started: float, why: str) -> None:
         now = time.monotonic()
-        self._deaths = self._deaths + 1 if now - worker.started < _LIVED_S else 1
-        pause_s = min(2.0 ** (self._deaths - 2), _LONGEST_PAUSE_S) if self._deaths > 1 else 0.0
+        self._deaths = self._deaths + 1 if now - started < _LIVED_S else 1
+        pause_s = min(2.0 ** min(self._deaths - 2, 10), _LONGEST_PAUSE_S) if self._deaths > 1 else 0.0
         self._paused_until = now + pause_s
-        _log.warning("the process for a store died store=%s why=%r pause_s=%g", self.url, worker.end_reason, pause_s)
+        _log.warning("the process for a store died store=%s why=%r pause_s=%g", self.url, why, pause_s)
 
     def _parts(self, sizes: Sequence[int], verb: str) -> Iterator[slice]:
         """Runs of objects that one call can have. Raises RemoteRefused for an object that is too large."""
