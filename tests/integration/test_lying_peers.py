@@ -61,7 +61,7 @@ async def test_invented_blocks_end_a_mirror_at_the_capacity_that_was_told(start_
         before = rss_mib(here.pid)
         told = await eventually(lambda: peer(client), lambda found: found.problem)
         assert (told.state, told.blocks) == ("syncing", 0)
-        assert told.problem == "given up: 1024 blocks of cache c, which has room for 16"
+        assert told.problem == "given up: 1024 blocks of cache c, which has room for 32"
         assert told.problem in kvtier("status", "--address", here.address).stdout
         await eventually(lambda: here.log, lambda log: told.problem in log)
         await asyncio.sleep(2)

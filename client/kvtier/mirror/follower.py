@@ -303,19 +303,19 @@ class Mirror(MirrorView):
             raise DaemonError(f"an event of cache {cache!r}, which is not followed", reason="BAD_ANSWER")
         if (size := index.size(cache)) <= rooms.get(cache, 0):
             return
-        rooms[cache] = 2 * await self._room(cache)
+        rooms[cache] = await self._room(cache)
         if size > rooms[cache]:
             says = f"given up: {size} blocks of cache {cache}, which has room for {rooms[cache]}"
             raise _TooMany(says, reason="BAD_ANSWER")
 
     async def _room(self, cache: str) -> int:
-        """Returns the slots of a cache in all tiers; :data:`MOST_BLOCKS` if they are more, or the daemon does not tell
-        this watcher."""
+        """Returns twice the slots of a cache in all tiers; :data:`MOST_BLOCKS` if that is less, or the daemon does not
+        tell this watcher."""
         found: list[CacheInfo] = []
         with suppress(KvtierError):
             found = [each for each in await self._client.caches(timeout=_ASK_S) if each.name == cache]
         slots = (tier.slots for each in found for group in each.groups for tier in group.tiers)
-        return min(MOST_BLOCKS, sum(slots)) if found else MOST_BLOCKS
+        return min(MOST_BLOCKS, 2 * sum(slots)) if found else MOST_BLOCKS
 
 
 class _TooMany(DaemonError):

@@ -29,7 +29,7 @@ from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, MAX_PRIORITY, NEVER, Policy, RemotePolicy, RemoteWrites, WritePolicy
 from kvtierd.rights import AllowRule
 from kvtierd.tcp import TcpListener, TlsFiles, host_and_port
-from kvtierd.tiers.remote import opening
+from kvtierd.tiers.remote import urls
 
 ENV_PREFIX: Final = "KVTIERD_"
 LIVE: Final = frozenset({"allow", "log_level"})
@@ -189,7 +189,7 @@ class Remote(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: Annotated[str, AfterValidator(opening.check), PlainSerializer(opening.shown)] = Field(
+    url: Annotated[str, AfterValidator(urls.check), PlainSerializer(urls.shown)] = Field(
         description="Store for blocks beyond this host: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///directory` "
         "that hosts share, or `mooncake://…`. Credentials come from the environment."
     )
@@ -220,7 +220,7 @@ class Remote(BaseModel):
         return {"url": value} if isinstance(value, str) else value
 
     def __str__(self) -> str:
-        return opening.shown(self.url)
+        return urls.shown(self.url)
 
     @property
     def writes(self) -> RemoteWrites:

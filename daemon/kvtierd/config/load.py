@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, Peer, Remote, Share
 from kvtierd.rights import AllowRule
-from kvtierd.tiers.remote.opening import shown
+from kvtierd.tiers.remote.urls import shown
 
 _FIELDS: Final = Config.model_fields
 _TABLES: Final[Mapping[str, type[BaseModel]]] = {

@@ -12,7 +12,7 @@ from kvtier.abi.attach import MAX_MESSAGE, TRACE_METADATA_KEY, AttachProtocolErr
 from kvtierd.service.calls import Dispatcher, LocalCall
 from kvtierd.service.sessions import Session
 
-TURN: Final = 4
+TURN: Final = 16
 """Packets of a connection after which its reader waits for its turn."""
 
 
@@ -80,15 +80,15 @@ class LocalCalls:
         """
         async with self._writing:  # nobody else's answer waits
             self._taken += 1
-        if self._taken % TURN == 0:
-            await asyncio.sleep(0)  # the calls that were taken are ahead
-            await self._dispatcher.turns.begin(self._session)
         request = calls.decode_request(packet)
         number = request.number
         if isinstance(request, calls.GiveUp):
             if number in self._open:
                 self._open[number].cancel()
             return
+        if self._taken % TURN == 0:
+            await asyncio.sleep(0)  # the calls that were taken are ahead
+            await self._dispatcher.turns.begin(self._session)
         if number in self._open:
             raise AttachProtocolError("BAD_MESSAGE", f"call {number} is open already")
         metadata = ((TRACE_METADATA_KEY, request.trace.decode(errors="replace")),) if request.trace else ()

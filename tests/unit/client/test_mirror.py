@@ -161,7 +161,7 @@ async def test_a_right_that_is_missing_is_told_until_it_is_there(
         assert mirror.problem is None
 
 
-@pytest.mark.parametrize("told", [3, None], ids=["as its daemon tells", "as there is a bound for all"])
+@pytest.mark.parametrize("told", [2, None], ids=["as its daemon tells", "as there is a bound for all"])
 async def test_a_mirror_that_has_more_blocks_than_may_be_is_given_up(
     daemon: FakeDaemon, client: kvtier.AsyncClient, monkeypatch: pytest.MonkeyPatch, told: int | None
 ) -> None:
@@ -173,14 +173,14 @@ async def test_a_mirror_that_has_more_blocks_than_may_be_is_given_up(
 
     daemon.answers["List"] = capacity
     if told is None:
-        monkeypatch.setattr("kvtier.mirror.follower.MOST_BLOCKS", 3)
+        monkeypatch.setattr("kvtier.mirror.follower.MOST_BLOCKS", 4)
     gate = asyncio.Event()
-    play(daemon, [slice_of(KEYS[:3]), end(5), gate, stored(6, KEYS[3]), None])
+    play(daemon, [slice_of(KEYS[:4]), end(5), gate, stored(6, KEYS[4]), None])
     async with Mirror(client, ["c"]) as mirror:
-        assert len(mirror) == 3
+        assert len(mirror) == 4
         gate.set()
         await until(mirror, MirrorState.SYNCING)
-        assert str(mirror.problem) == "given up: 4 blocks of cache c, which has room for 3"
+        assert str(mirror.problem) == "given up: 5 blocks of cache c, which has room for 4"
         assert (len(mirror), mirror.longest_prefix(KEYS)) == (0, 0)
         await asyncio.sleep(1)
         assert len(daemon.calls["Watch"]) == 1

@@ -47,6 +47,7 @@ def config(directory: Path, *, device: int | list[str] = 8, host: int = 16, disk
     values["device"] = device
     values |= {"runtime_dir": directory / "run", "state_dir": directory / "state", "debug_checks": True}
     values["default_budget"] = "100%"  # so that a test says its sizes once
+    values["max_reserved_fraction"] = 1.0
     return Config(**(values | more))
 
 

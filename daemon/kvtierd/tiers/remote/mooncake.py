@@ -13,7 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from kvtierd.tiers.remote.base import (
     ABSENT,
@@ -26,6 +26,7 @@ from kvtierd.tiers.remote.base import (
     RemoteUnavailable,
 )
 from kvtierd.tiers.remote.process import Hosting
+from kvtierd.tiers.remote.urls import mooncake_settings
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -34,8 +35,6 @@ _ROOM_BYTES: Final = 32 << 20
 HOSTING: Final = Hosting(
     processes=2, calls=1, cancels=False, room_bytes=_ROOM_BYTES, memory_bytes=4 << 30, replaces=False
 )
-_SETTINGS: Final[Mapping[str, str]] = {"protocol": "tcp", "devices": "", "metadata": "P2PHANDSHAKE"}
-_PORT: Final = 50051
 _CONNECT_S: Final = 2.0
 
 _MASTER_GONE: Final = -900
@@ -146,21 +145,12 @@ class Mooncake:
         return [FAILED if code in bad else self._counts([code], verb)[0] for code in codes]
 
 
-def settings(parts: SplitResult) -> tuple[str, ...]:
-    """Master, protocol, devices and metadata of a URL. Raises ValueError, which names the limit."""
-    given = dict(parse_qsl(parts.query))
-    if not parts.hostname or not given.keys() <= _SETTINGS.keys():
-        raise ValueError(f"must be mooncake://host:port/prefix, with any of {', '.join(_SETTINGS)} in its query")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{host}:{parts.port or _PORT}", *{**_SETTINGS, **given}.values()
-
-
 def open_mooncake(url: str) -> RemoteStore:
     """Connects to the store of a URL. Raises ImportError, RemoteError."""
     from mooncake.store import MooncakeDistributedStore
 
     parts = urlsplit(url)
-    master, *others = settings(parts)
+    master, *others = mooncake_settings(parts)
     folder = parts.path.strip("/")
     shown = f"mooncake://{master}/{folder}".rstrip("/")
     store = Mooncake(MooncakeDistributedStore(), mmap.mmap(-1, _ROOM_BYTES), shown, f"{folder}/" if folder else "")

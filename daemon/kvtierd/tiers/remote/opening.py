@@ -7,40 +7,18 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.remote import mooncake
 from kvtierd.tiers.remote.base import RemoteError, RemoteStore
 from kvtierd.tiers.remote.process import Hosting, ProcessStore
+from kvtierd.tiers.remote.urls import DIRECTORY, check, shown
 
 FIELD: Final = "remote.url"
 """The key of the configuration that has the URL."""
 _PRIVATE: Final = "077"
 _OF_GROUP: Final = "007"
-_DIRECTORY: Final = "must be file:// and the absolute path of a directory that is there"
-
-
-def shown(url: str) -> str:
-    """The URL without credentials and query."""
-    scheme, mark, rest = url.partition("?")[0].rpartition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
-
-
-def check(url: str) -> str:
-    """The URL, if it can name a store. Touches nothing. Raises ValueError, which names the limit."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise ValueError("must be a URL") from None
-    if parts.scheme not in _ENGINES:
-        raise ValueError(f"must begin with one of {', '.join(f'{name}://' for name in _ENGINES)}")
-    if "@" in (parts.netloc if parts.scheme == "file" else url):
-        raise ValueError("must not have credentials; the engine takes them from its environment")
-    if parts.query and parts.scheme != "mooncake":
-        raise ValueError("must not have a query")
-    _ENGINES[parts.scheme].check(parts)
-    return url
 
 
 def open_store(url: str, *, group_access: bool = False) -> ProcessStore:
@@ -55,7 +33,7 @@ def open_store(url: str, *, group_access: bool = False) -> ProcessStore:
     try:
         parts = urlsplit(check(url))
         if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
-            raise ValueError(_DIRECTORY)
+            raise ValueError(DIRECTORY)
         engine = _ENGINES[parts.scheme]
         if find_spec(engine.module) is None:
             raise ValueError(f"needs pip install 'kvtier[{engine.extra}]' (there is no module {engine.module})")
@@ -85,7 +63,6 @@ class _Engine:
 
     extra: str
     module: str
-    check: Callable[[SplitResult], object]
     load: Callable[[str], RemoteStore]
     hosting: Hosting
 
@@ -96,22 +73,12 @@ def _bucket(url: str) -> RemoteStore:
     return open_bucket(url)
 
 
-def _require_bucket(parts: SplitResult) -> None:
-    if not parts.netloc:
-        raise ValueError("must name a bucket")
-
-
-def _require_path(parts: SplitResult) -> None:
-    if parts.netloc or not parts.path.startswith("/"):
-        raise ValueError(_DIRECTORY)
-
-
 _OBSTORE: Final = Hosting(
     processes=1, calls=64, cancels=True, room_bytes=256 << 20, memory_bytes=1 << 30, replaces=True
 )
 _ENGINES: Final[Mapping[str, _Engine]] = {
-    **{name: _Engine("remote", "obstore", _require_bucket, _bucket, _OBSTORE) for name in ("s3", "gs", "az")},
-    **{name: _Engine("remote", "obstore", _require_path, _bucket, _OBSTORE) for name in ("file", "memory")},
-    "mooncake": _Engine("mooncake", "mooncake", mooncake.settings, mooncake.open_mooncake, mooncake.HOSTING),
+    **{name: _Engine("remote", "obstore", _bucket, _OBSTORE) for name in ("s3", "gs", "az")},
+    **{name: _Engine("remote", "obstore", _bucket, _OBSTORE) for name in ("file", "memory")},
+    "mooncake": _Engine("mooncake", "mooncake", mooncake.open_mooncake, mooncake.HOSTING),
 }
 """The engine of each URL scheme."""
