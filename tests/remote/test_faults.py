@@ -347,14 +347,13 @@ async def test_a_body_without_an_end_takes_no_memory_here(monkeypatch: pytest.Mo
 
     async with serving(pour, monkeypatch) as store:
         await store.open()
-        (host,) = hosts(os.getpid())
+        assert len(hosts(os.getpid())) == 1
         before = resident_bytes(os.getpid())
         guarded = Guarded(store, timeout_s=2.0)
         with pytest.raises(RemoteUnavailable):
             await asyncio.gather(*(guarded.get([str(i)], [memoryview(bytearray(10))]) for i in range(32)))
         assert resident_bytes(os.getpid()) - before < 64 * MIB
         assert max(map(resident_bytes, hosts(os.getpid())), default=0) < 1200 * MIB
-        assert host
 
 
 @pytest.mark.parametrize("other", ["localhost", "127.0.0.2"])

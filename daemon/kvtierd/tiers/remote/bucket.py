@@ -259,8 +259,8 @@ _URL: Final = re.compile(r"https?://[^\s\"]+", re.IGNORECASE)
 def _stay_on_hosts(scheme: str) -> None:
     """Keeps obstore from following a redirect to a host that neither the provider nor the environment names.
 
-    obstore has no option against redirects. It has an option for a proxy, and for hosts that it reaches without the
-    proxy: this proxy is a port without a listener. If the operator has named a proxy, that proxy decides.
+    obstore follows redirects and has no option against them. This function gives obstore a proxy without a listener,
+    and names the hosts that obstore reaches without the proxy. If the operator has named a proxy, that proxy decides.
     """
     prefix = _PREFIXES[scheme]
     if any(re.fullmatch(r"(HTTPS?|ALL)_PROXY|\w+_PROXY_URL", name, re.IGNORECASE) for name in os.environ):

@@ -271,9 +271,9 @@ class ProcessStore:
     def __init__(self, url: str, hosting: Hosting, whole_url: str, umask: str) -> None:
         """
         Args:
-            url: As messages show it.
-            whole_url: As the process opens it.
-            umask: Of the process, in octal digits.
+            url: URL for messages, without its query.
+            whole_url: URL for the process.
+            umask: Octal digits of the process's umask.
         """
         self.url: Final = url
         self._hosting: Final = hosting
