@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Final, Self
 
 import numpy as np
 
@@ -32,6 +32,52 @@ from kvtier.wire import (
     split_keys,
     tier_to_wire,
 )
+
+
+class Pages:
+    """``async for page in cache.pages()``. A step that was cancelled or failed is repeated by the next step."""
+
+    def __init__(self, ask: Callable[[int], Awaitable[blocks_pb2.ListBlocksResponse]]) -> None:
+        self._ask = ask
+        self._next: int | None = 0
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Page:
+        if self._next is None:
+            raise StopAsyncIteration
+        reply = await self._ask(self._next)
+        self._next = reply.next_page or None
+        rows = zip(
+            split_keys(reply.keys),
+            split_keys(reply.parents),
+            reply.residency,
+            reply.priorities,
+            reply.pinned or bytes(len(reply.residency)),
+            strict=True,
+        )
+        blocks = (
+            ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
+            for key, up, where, rank, pinned in rows
+        )
+        return Page(tuple(blocks), cursor_from_wire(reply.as_of_event))
+
+
+class PagedBlocks:
+    """``async for block in cache.blocks()``: the blocks of :class:`Pages`, which a cancelled step keeps in place."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._page: Iterator[ListedBlock] = iter(())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ListedBlock:
+        while (block := next(self._page, None)) is None:
+            self._page = iter((await anext(self._pages)).blocks)
+        return block
 
 
 class GroupVerbs:
@@ -143,36 +189,19 @@ class GroupVerbs:
             np.array(reply.host_generations, dtype=np.uint64),
         )
 
-    async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
+    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> Pages:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
         require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
-        request = blocks_pb2.ListBlocksRequest(group=self.group, limit=page_blocks)
-        while True:
-            reply = await self._binder.call(lambda stubs: stubs.blocks.List, request, self._deadline(timeout))
-            rows = zip(
-                split_keys(reply.keys),
-                split_keys(reply.parents),
-                reply.residency,
-                reply.priorities,
-                reply.pinned or bytes(len(reply.residency)),
-                strict=True,
-            )
-            yield Page(
-                tuple(
-                    ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
-                    for key, up, where, rank, pinned in rows
-                ),
-                cursor_from_wire(reply.as_of_event),
-            )
-            request.page = reply.next_page
-            if not request.page:
-                return
 
-    async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
-        """All indexed blocks. Others may change the cache between the pages: see :meth:`pages`."""
-        async for page in self.pages(timeout=timeout):
-            for block in page.blocks:
-                yield block
+        async def ask(page: int) -> blocks_pb2.ListBlocksResponse:
+            request = blocks_pb2.ListBlocksRequest(group=self.group, limit=page_blocks, page=page)
+            return await self._binder.call(lambda stubs: stubs.blocks.List, request, self._deadline(timeout))
+
+        return Pages(ask)
+
+    def blocks(self, *, timeout: float | None = None) -> PagedBlocks:
+        """All indexed blocks. Other clients may change the cache between the pages: see :meth:`pages`."""
+        return PagedBlocks(self.pages(timeout=timeout))
 
     async def move(
         self, keys: Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None

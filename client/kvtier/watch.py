@@ -8,7 +8,7 @@ filter lets through. After a break the watch goes on from its cursor; what the d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, Self
@@ -29,10 +29,12 @@ from kvtier.errors import (
 )
 from kvtier.events import (
     Disconnected,
+    Event,
     Gap,
     Heartbeat,
     Reconnected,
     SnapshotEnd,
+    SnapshotSlice,
     SnapshotStart,
     WatchItem,
     event_from_wire,
@@ -115,7 +117,8 @@ class Watch:
     """``async for item in watch``. :attr:`cursor`: the last id that it has been told of, None before the first.
     :attr:`newest`: the last id that the daemon had given out when it sent its last batch, None before the first.
 
-    Close it, or use it as a context manager, to end the stream at once.
+    A cancelled ``anext`` loses nothing: the next ``anext`` goes on. Close the watch, or use it as a context manager, to
+    end the stream at once.
     """
 
     def __init__(
@@ -140,7 +143,11 @@ class Watch:
         self._breaks = breaks
         self._heartbeat_s = heartbeat_s
         self._snapshot_pending = start.snapshot
-        self._items = self._follow()
+        self._closed = False
+        self._batch: Iterator[WatchItem] = iter(())
+        self._followed = self._follow()
+        self._step: asyncio.Task[None] | None = None
+        """Fetches the next batch. It outlives a cancelled ``anext``, so that the watch keeps its place."""
 
     def __repr__(self) -> str:
         return f"<watch of {self._session.address}: at {self.cursor}, {'live' if self.live else 'not live'}>"
@@ -154,11 +161,27 @@ class Watch:
         return self
 
     async def __anext__(self) -> WatchItem:
-        return await self._items.__anext__()
+        while not self._closed:
+            if (item := next(self._batch, None)) is not None:
+                return item
+            step = self._step = self._step or asyncio.create_task(self._advance())
+            await asyncio.wait([step])
+            if self._step is step:
+                self._step = None
+            if not self._closed:
+                step.result()
+        raise StopAsyncIteration
+
+    async def _advance(self) -> None:
+        self._batch = await anext(self._followed)
 
     async def aclose(self) -> None:
-        """Ends the stream."""
-        await self._items.aclose()
+        """Ends the stream; a task that waits for the next item sees the end of the iteration."""
+        self._closed = True
+        if self._step is not None:
+            self._step.cancel()
+            await asyncio.gather(self._step, return_exceptions=True)
+        await self._followed.aclose()
 
     async def __aenter__(self) -> Self:
         """Of a watch that begins now, now is this moment. Raises :class:`kvtier.errors.DaemonUnavailable`."""
@@ -169,7 +192,8 @@ class Watch:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _follow(self) -> AsyncGenerator[WatchItem, None]:
+    async def _follow(self) -> AsyncGenerator[Iterator[WatchItem], None]:
+        """Yields the items a batch at a time. The cursor moves as its consumer takes them."""
         backoff = Backoff()
         resuming = False
         history: int | None = None
@@ -178,12 +202,12 @@ class Watch:
             link = await self._session.link()
             try:
                 if self.cursor is not None and history not in (None, link.welcome.history):
-                    yield Gap(self.cursor.epoch, self.cursor.id + 1, self.cursor.id + 1, "lost-state")
+                    yield iter([Gap(self.cursor.epoch, self.cursor.id + 1, self.cursor.id + 1, "lost-state")])
                     self._start, self.cursor = Start(oldest=True), None
                 request = await self._request(link)
                 if self._snapshot_pending:
                     self.cursor = None
-                    yield SnapshotStart()
+                    yield iter([SnapshotStart()])
                 async with aclosing(self._batches(link, request)) as batches:
                     async for batch in batches:
                         backoff, resuming, self.live = Backoff(), True, True
@@ -191,9 +215,8 @@ class Watch:
                         if broken is not None:
                             restarted = link.welcome.boot != broken.welcome.boot
                             broken = None
-                            yield Reconnected(link.welcome.epoch, link.welcome.boot, restarted)
-                        for item in self._items_of(batch):
-                            yield item
+                            yield iter([Reconnected(link.welcome.epoch, link.welcome.boot, restarted)])
+                        yield self._items_of(batch)
                 reason = "the stream ended"
             except TimeoutError:
                 self._session.suspect(link)
@@ -208,14 +231,14 @@ class Watch:
                     brought = not resuming and self._start.since is not None
                     if brought or not isinstance(failure, CursorCompacted):
                         raise failure from error
-                    yield self._skip(failure)
+                    yield iter([self._skip(failure)])
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
                 reason = str(self._session.channel_closed_by(error))
             finally:
                 self.live = False
             if self._breaks and broken is None:
                 broken = link
-                yield Disconnected(reason)
+                yield iter([Disconnected(reason)])
             await asyncio.sleep(backoff.next())
 
     async def _request(self, link: Link) -> events_pb2.WatchRequest:
@@ -271,26 +294,32 @@ class Watch:
         return max(1.0, _MISSED_HEARTBEATS * self._heartbeat_s)
 
     def _items_of(self, batch: events_pb2.WatchBatch) -> Iterator[WatchItem]:
+        events = [event_from_wire(batch.epoch, message) for message in batch.events]
+        return self._taken(batch, events, slice_from_wire(batch.slice) if batch.HasField("slice") else None)
+
+    def _taken(
+        self, batch: events_pb2.WatchBatch, events: Sequence[Event], slice_: SnapshotSlice | None
+    ) -> Iterator[WatchItem]:
+        """Yields the items of a batch, and moves the cursor with each."""
         self.newest = batch.newest_id or batch.last_id  # an older daemon does not say
         covers = batch.first_id <= batch.last_id
         if covers and self.cursor is not None:  # ids join over epochs, too: what an epoch's end lost is a gap
             expected = self.cursor.id + 1
             if batch.first_id > expected:
                 yield Gap(batch.epoch, expected, batch.first_id - 1, "unexplained")
-        for message in batch.events:
-            event = event_from_wire(batch.epoch, message)
+        for event in events:
             self.cursor = event.cursor
             yield event
-        if batch.HasField("slice"):
-            yield slice_from_wire(batch.slice)
-        else:
+        if slice_ is None:
             self.cursor = Cursor(batch.epoch, batch.last_id)
+        else:
+            yield slice_
         if batch.HasField("gap"):
             yield self._gap(batch)
         if batch.snapshot_end:
             self._snapshot_pending = False
             yield SnapshotEnd(Cursor(batch.epoch, batch.last_id))
-        if self._heartbeats and not batch.HasField("slice") and not (covers and _ends_with_event(batch)):
+        if self._heartbeats and slice_ is None and not (covers and _ends_with_event(batch)):
             yield Heartbeat(Cursor(batch.epoch, batch.last_id))
 
     def _gap(self, batch: events_pb2.WatchBatch) -> Gap:

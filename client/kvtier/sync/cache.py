@@ -8,8 +8,7 @@ thread.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -23,7 +22,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
 from kvtier.buffers import Blocks
 from kvtier.deadline import require_timeout
-from kvtier.errors import ClientClosed, KvtierError
+from kvtier.errors import KvtierError
 from kvtier.groups import AcrossBlocks
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
@@ -444,20 +443,15 @@ def _or_ask(thread: LoopThread, found: T | None, ask: Work[T]) -> T:
     return thread.run(ask) if found is None else found
 
 
-def _each(thread: LoopThread, items: AsyncGenerator[T, None]) -> Iterator[T]:
+def _each(thread: LoopThread, items: AsyncIterator[T]) -> Iterator[T]:
     async def step() -> T:
         return await anext(items)
 
-    try:
-        while True:
-            try:
-                item = thread.run(step)
-            except StopAsyncIteration:
-                return
-            yield item
-    finally:
-        with suppress(ClientClosed):  # it has closed them
-            thread.run(items.aclose)
+    while True:
+        try:
+            yield thread.run(step)
+        except StopAsyncIteration:
+            return
 
 
 def _delivered(out: Blocks | None, rows: list[Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import threading
@@ -44,14 +43,13 @@ class Watch(Twin[watch.Watch]):
         super().__init__(thread, inner)
         self._turn = threading.Lock()
         self._closed = False
-        self._pulling: asyncio.Task[WatchItem] | None = None
 
     def close(self) -> None:
         """Ends the stream; a thread that waits for the next item sees the end of the iteration."""
         if not self._closed and not self.thread.forked:
             self._closed = True
             with suppress(ClientClosed):  # and with it the stream
-                self.thread.run(self._end)
+                self.thread.run(self.inner.aclose)
 
     def __iter__(self) -> Self:
         return self
@@ -61,7 +59,7 @@ class Watch(Twin[watch.Watch]):
             if self._closed:
                 raise StopIteration
             try:
-                return self.thread.run(self._pull)
+                return self.thread.run(self.inner.__anext__)
             except StopAsyncIteration:
                 raise StopIteration from None
             except ClientClosed:
@@ -76,19 +74,6 @@ class Watch(Twin[watch.Watch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def _pull(self) -> WatchItem:
-        self._pulling = asyncio.current_task()
-        try:
-            return await anext(self.inner)
-        finally:
-            self._pulling = None
-
-    async def _end(self) -> None:
-        if self._pulling is not None:
-            self._pulling.cancel()
-            await asyncio.wait([self._pulling])
-        await self.inner.aclose()
 
 
 class Client(Twin[client.AsyncClient]):

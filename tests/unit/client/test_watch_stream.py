@@ -17,7 +17,7 @@ from kvtier.v1 import common_pb2, events_pb2
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
 Script = list[Any]
-"""What one Watch call sends: batches, then a status to fail with, or None to stay silent."""
+"""What one Watch call sends: batches, events of asyncio to wait for, then a status, or None to stay silent."""
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, ())
 
@@ -30,6 +30,8 @@ def play(daemon: FakeDaemon, *scripts: Script) -> None:
         for step in left.pop(0):
             if step is None:
                 await asyncio.Event().wait()
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
             elif isinstance(step, events_pb2.WatchBatch):
                 yield step
             else:
@@ -151,6 +153,37 @@ async def test_a_cancelled_watcher_is_just_cancelled(daemon: FakeDaemon, client:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+async def test_a_cancelled_step_loses_neither_its_stream_nor_an_item(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    more = asyncio.Event()
+    play(daemon, [batch(5, 6), more, batch(7, 8), UNAVAILABLE], [compacted(100)], [batch(100, 100), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        await take(watch, 2)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(watch), 0.01)
+        assert watch.live
+        more.set()
+        assert short(await take(watch, 4)) == [7, 8, Gap(1, 9, 99, "compacted"), 100]
+    assert len(daemon.calls["Watch"]) == 3
+
+
+async def test_a_failure_during_a_cancelled_step_is_raised_by_the_next_one(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    fail = asyncio.Event()
+    play(daemon, [batch(5, 5), fail, (grpc.StatusCode.PERMISSION_DENIED, ())])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        await take(watch, 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(watch), 0.01)
+        fail.set()
+        await daemon.until(lambda: not watch.live)
+        with pytest.raises(kvtier.KvtierError, match="as scripted"):
+            await take(watch, 1)
 
 
 async def test_a_watch_knows_how_far_behind_it_is(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:

@@ -1,0 +1,78 @@
+"""A step that is cancelled loses nothing: a watch, a listing and a mirror keep their place."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtier import BlockResult, Cursor, Event, EventType, Mirror, MirrorState
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.seeing import last_event
+from tests.integration.waiting import PATIENCE_S
+
+KEYS = chain("cancelled", 4)
+OK = [BlockResult.OK] * len(KEYS)
+
+
+@pytest.fixture
+async def cache(client, name):
+    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
+
+
+async def cancelled(step):
+    """Lets the step begin, and cancels it before any answer can have come."""
+    task = asyncio.ensure_future(step)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_quiet_watch_goes_on_after_any_number_of_cancelled_steps(client, cache):
+    async with client.watch(caches=[cache.name], types=[EventType.STORED]) as watch:
+        for _ in range(3):
+            await cancelled(anext(watch))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(watch), 0.05)
+        assert await cache.put(KEYS, blocks(KEYS)) == OK
+        stored = []
+        while len(stored) < len(KEYS):
+            item = await asyncio.wait_for(anext(watch), PATIENCE_S)
+            assert isinstance(item, Event)
+            stored += item.keys
+    assert stored == KEYS
+
+
+async def test_a_watch_that_is_closed_ends_for_a_task_that_waits(client, cache):
+    watch = client.watch(caches=[cache.name], types=[EventType.STORED])
+    waiting = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0)
+    await watch.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await waiting
+    with pytest.raises(StopAsyncIteration):
+        await anext(watch)
+
+
+@pytest.mark.parametrize("listing", ["pages", "blocks"])
+async def test_a_listing_repeats_a_cancelled_step(cache, listing):
+    assert await cache.put(KEYS, blocks(KEYS)) == OK
+    rows = cache.pages(page_blocks=1) if listing == "pages" else cache.blocks()
+    found = []
+    for _ in range(2):
+        await cancelled(anext(rows))
+        found.append(await anext(rows))
+    found += [row async for row in rows]
+    listed = [block for page in found for block in page.blocks] if listing == "pages" else found
+    assert [block.key for block in listed] == KEYS
+
+
+async def test_a_mirror_follows_on_when_a_wait_for_it_is_cancelled(client, cache):
+    async with Mirror(client, [cache.name]) as mirror:
+        now = await last_event(client)
+        await cancelled(mirror.synced(Cursor(now.epoch, now.id + 1), timeout=PATIENCE_S))
+        assert await cache.put(KEYS, blocks(KEYS)) == OK
+        await mirror.synced(await last_event(client), timeout=PATIENCE_S)
+        assert (mirror.state, mirror.resyncs) == (MirrorState.EXACT, 0)
+        assert mirror.longest_prefix(KEYS) == len(KEYS)
