@@ -115,7 +115,7 @@ class TcpTransport:
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
         """Always with a channel of its own: one that broke may sleep longer than the daemon is away."""
-        channel = self._channel()
+        channel = await self._channel()
         try:
             connection, welcome = await StreamConnection.open(channel, token)
         except BaseException as error:
@@ -126,14 +126,14 @@ class TcpTransport:
             raise
         return Attached(connection, welcome, channel, channel)
 
-    def _channel(self) -> grpc.aio.Channel:
+    async def _channel(self) -> grpc.aio.Channel:
+        """Reads the files of TLS for each channel, since they are renewed while a client lives."""
         if self._tls is None:
             return open_channel(self._target)
-        credentials = grpc.ssl_channel_credentials(
-            _read("tls.ca", self._tls.ca), _read("tls.key", self._tls.key), _read("tls.cert", self._tls.cert)
-        )
+        files = {"tls.ca": self._tls.ca, "tls.key": self._tls.key, "tls.cert": self._tls.cert}
+        credentials = grpc.ssl_channel_credentials(*[await _read(field, path) for field, path in files.items()])
         if not self._looked:  # later they may be under way to others, and a link is tried again until it holds
-            _require_use(self._tls)
+            await asyncio.to_thread(_require_use, self._tls)
             self._looked = True
         return open_channel(self._target, credentials)
 
@@ -177,9 +177,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _read(field: str, path: Path) -> bytes:
+async def _read(field: str, path: Path) -> bytes:
+    import aiofiles  # for clients of TCP alone
+
     try:
-        return Path(path).read_bytes()
+        async with aiofiles.open(Path(path), "rb") as file:
+            return await file.read()
     except TypeError as error:
         raise InvalidArgument(field, path, "a path") from error
     except OSError as error:

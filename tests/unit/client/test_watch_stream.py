@@ -14,6 +14,7 @@ from google.rpc import status_pb2
 import kvtier
 from kvtier import Cursor, Disconnected, Event, Gap, Heartbeat, Reconnected
 from kvtier.v1 import common_pb2, events_pb2
+from tests.integration.waiting import eventually
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
 Script = list[Any]
@@ -181,7 +182,7 @@ async def test_a_failure_during_a_cancelled_step_is_raised_by_the_next_one(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(watch), 0.01)
         fail.set()
-        await daemon.until(lambda: not watch.live)
+        await eventually(lambda: watch.live, lambda live: not live)
         with pytest.raises(kvtier.KvtierError, match="as scripted"):
             await take(watch, 1)
 
