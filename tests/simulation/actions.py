@@ -75,13 +75,13 @@ def _item(world: World, site: Site, choose: Chooser, slot: SlotId, key: Key) -> 
 def acquire(world: World, choose: Chooser) -> None:
     if world.memory_tiers:
         tier = choose.pick(world.memory_tiers)
-        world.acquire(_session(world, choose), _site(world, choose), tier, _chains(world, choose))
+        world.acquire(_session(world, choose), [_site(world, choose)], tier, _chains(world, choose))
 
 
 def acquire_across(world: World, choose: Chooser) -> None:
     if world.memory_tiers:
         tier = choose.pick(world.memory_tiers)
-        world.acquire_across(_session(world, choose), tier, _chains(world, choose))
+        world.acquire(_session(world, choose), list(world.sites.values()), tier, _chains(world, choose))
 
 
 def _chains(world: World, choose: Chooser) -> list[ChainRequest]:
@@ -149,7 +149,7 @@ def _meanwhile_of(world: World, choose: Chooser, site: Site, keys: Sequence[Key]
     through = [chain for chain in chains if not set(keys).isdisjoint(chain[:-1])]
     if through and world.memory_tiers and choose.chance(50):
         tier = choose.pick(world.memory_tiers)
-        world.acquire(_session(world, choose), site, tier, [ChainRequest(choose.pick(through))])
+        world.acquire(_session(world, choose), [site], tier, [ChainRequest(choose.pick(through))])
     else:
         _meanwhile(world, choose)
 

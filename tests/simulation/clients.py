@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
-from kvtier.abi.attention import Needed
 from kvtierd.core.ids import SEVERAL, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import LeaseRecord, LeftLease
-from kvtierd.core.outcome import Grant, GroupGrant, Refusal
+from kvtierd.core.outcome import Grant, Refusal
 from tests.simulation.memory import Content, Memory
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
@@ -38,26 +37,13 @@ class SlotsRequest(GroupRequest):
 
 
 @dataclass(slots=True, frozen=True)
-class PrefixRequest(GroupRequest):
-    """``found_in``: residencies of the prefix that was stored when the call was made.
-
-    ``readable``: how much of it no failing edge was needed for.
-    """
-
-    keys: tuple[Key, ...]
-    min_blocks: int
-    found_in: tuple[int, ...]
-    readable: int
-
-
-@dataclass(slots=True, frozen=True)
 class MoveRequest(GroupRequest):
     keys: tuple[Key, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class WindowRequest(Request):
-    """Over all groups, or ``alone`` of a sliding one. ``found_in``: residencies of the blocks stored when the call was
+class PrefixRequest(Request):
+    """Over one group or all. ``found_in``: residencies of the blocks stored when the call was
     made, by group. ``readable``, ``stored``: the longest prefix that these could serve, without and with what a failing
     edge may be needed for. ``removed``: blocks that went since; they may have been stored again elsewhere."""
 
@@ -66,7 +52,6 @@ class WindowRequest(Request):
     found_in: Mapping[GroupId, Mapping[Key, int]]
     readable: int
     stored: int
-    alone: bool
     removed: set[tuple[GroupId, Key]] = field(default_factory=set)
 
 
@@ -244,39 +229,22 @@ class Clients:
         return request
 
     def take_slots(self, request: SlotsRequest, grant: Grant) -> None:
-        require(grant.lease is not None, "a reservation is granted without a lease")
-        assert grant.lease is not None
-        require(len(set(grant.slots)) == request.count, f"{request.count} slots are asked, {grant.slots} granted")
+        part = grant.only
+        require(part.lease is not None, "a reservation is granted without a lease")
+        assert part.lease is not None
+        require(len(set(part.slots)) == request.count, f"{request.count} slots are asked, {part.slots} granted")
         leased = self.leased(request.group, request.tier)
-        require(leased.isdisjoint(grant.slots), "a leased slot is granted again")
-        holding = self._lease(request, request.group, grant.lease)
+        require(leased.isdisjoint(part.slots), "a leased slot is granted again")
+        holding = self._lease(request, request.group, part.lease)
         memory = self._memories[request.group][request.tier]
-        holding.blank = {slot: memory.contents[slot] for slot in grant.slots}
+        holding.blank = {slot: memory.contents[slot] for slot in part.slots}
 
     def take_prefix(self, request: PrefixRequest, grant: Grant) -> None:
-        blocks = len(grant.slots)
-        stored = len(request.found_in)
-        require(request.readable <= grant.matched <= stored, "an acquire's match is not what was stored")
-        require(grant.found_in == request.found_in[:blocks], "an acquire says wrongly where its blocks were")
-        require(request.min_blocks <= blocks <= grant.matched, f"{blocks} blocks are granted")
-        require((grant.lease is None) == (blocks == 0), "a lease holds nothing, or nothing is leased")
-        if grant.lease is not None:
-            self._hold(request, request.group, grant.lease, request.keys[:blocks], grant.slots)
-
-    def take_window(self, request: WindowRequest, grant: Grant) -> None:
         """In every group just what the prefix needs there, by the definition."""
         require(request.readable <= grant.matched <= request.stored, "a match of windows is not what was stored")
         require(request.min_blocks <= grant.blocks <= grant.matched, f"{grant.blocks} blocks are granted")
-        parts = grant.groups
-        if request.alone:
-            require(parts == (), "an answer of one group is none across groups")
-            (group,) = request.found_in
-            needed_alone = Needed(grant.sinks, grant.blocks - len(grant.slots) + grant.sinks, grant.blocks)
-            parts = (GroupGrant(group, needed_alone, grant.lease, grant.slots, grant.found_in),)
-        else:
-            require((grant.lease, grant.slots) == (None, ()), "an answer across groups is none of one group")
-        require([part.group for part in parts] == list(request.found_in), "a group is missing from an answer")
-        for part in parts:
+        require([part.group for part in grant.groups] == list(request.found_in), "a group is missing from an answer")
+        for part in grant.groups:
             needed = self._plans[part.group].needed(grant.blocks)
             given = part.needed.pick(range(grant.blocks))
             require(list(given) == list(needed), f"a prefix of {grant.blocks} needs blocks {needed}, not {given}")

@@ -15,15 +15,15 @@ from unittest.mock import patch
 
 from kvtier.abi.attention import Attention
 from kvtierd.core import outcome, removal
+from kvtierd.core.acquires import Acquires, AcquireTicket
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.eviction import LEAF, Lfuda
 from kvtierd.core.group import GroupState
-from kvtierd.core.groups import AcrossGroups, AcrossTicket
 from kvtierd.core.holds import Holding
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
-from kvtierd.core.leases import FetchTicket, Lease, LeftLease, ReserveTicket
+from kvtierd.core.leases import Lease, LeftLease, ReserveTicket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Ledger, Move, MoveResult, Recorder
 from kvtierd.core.policy import GroupShape
@@ -134,9 +134,9 @@ def _shows_the_youngest_first(right: Method, window: WindowManager, ticket: Rese
     window._queues[ticket.tier].rotate(1)
 
 
-def _wants_nothing(right: Method, window: WindowManager, ticket: FetchTicket) -> None:
+def _wants_nothing(right: Method, acquires: Acquires, ticket: AcquireTicket, now: int) -> None:
     ticket.min_blocks = 0
-    right(window, ticket)
+    right(acquires, ticket, now)
 
 
 # -- the tree ------------------------------------------------------------------------------------------------------
@@ -229,12 +229,13 @@ def _asks_for_parents(right: Method, state: GroupState, parent_key: Key | None) 
     return parent_key is not None and state.index.get(parent_key) is None
 
 
-def _lets_go_of_one_part(right: Method, across: AcrossGroups, ticket: AcrossTicket) -> None:
-    right(across, replace(ticket, parts=ticket.parts[:1]))
+def _lets_go_of_one_part(right: Method, acquires: Acquires, ticket: AcquireTicket) -> None:
+    right(acquires, replace(ticket, parts=ticket.parts[:1]))
 
 
-def _grants_what_failed(right: Method, across: AcrossGroups, ticket: AcrossTicket, now: int) -> None:
-    across._grant(ticket)
+def _grants_what_failed(right: Method, acquires: Acquires, ticket: AcquireTicket, now: int) -> bool:
+    acquires._grant(ticket)
+    return False
 
 
 def _slides_from_the_front(right: Method, holding: Holding, lease: Lease, block: Block) -> None:
@@ -328,7 +329,7 @@ FAULTS: Final = {
         ),
         Fault("waiting_forgotten", ((BlockManager, "_pump_all", _does_nothing),)),
         Fault("cancelled_but_granted", ((WindowManager, "withdraw", _does_nothing),)),
-        Fault("minimum_ignored", ((WindowManager, "fetch", _wants_nothing),)),
+        Fault("minimum_ignored", ((Acquires, "queue", _wants_nothing),)),
         Fault(
             "parent_dropped_before_child",
             ((GroupState, "_lists", _takes_parents_for_leaves), (GroupState, "remove", _leaves_children_behind)),
@@ -355,9 +356,9 @@ FAULTS: Final = {
         Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
         Fault("partial_blocks_take_children", ((GroupState, "is_partial", _answers(False)),)),
         Fault("outgrown_blocks_stay", ((Holding, "_outgrow", _does_nothing),)),
-        Fault("part_left_behind", ((AcrossGroups, "_let_go", _lets_go_of_one_part),)),
-        Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
-        Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
+        Fault("part_left_behind", ((Acquires, "_let_go", _lets_go_of_one_part),)),
+        Fault("failed_part_granted", ((Acquires, "_finish", _grants_what_failed),)),
+        Fault("lost_block_waited_for", ((Acquires, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((Holding, "give_back", _lets_go_of_all),)),
         Fault("joined_slot_reused", ((Holding, "_let_go", _gives_back_for_all),)),
         Fault("joined_slot_is_of_one", ((Holding, "_restate", _is_owned_by_one),)),

@@ -80,16 +80,6 @@ class Site:
 
     # -- what can be told beforehand ---------------------------------------------------------------------------------
 
-    def stored_prefix(self, keys: Sequence[Key]) -> tuple[int, ...]:
-        """Residencies of the longest stored prefix, as the events tell."""
-        found: list[int] = []
-        for key in keys:
-            change = self.mirror.blocks.get(key)
-            if change is None:
-                break
-            found.append(change.residency)
-        return tuple(found)
-
     def residency(self, key: Key) -> int:
         change = self.mirror.blocks.get(key)
         return change.residency if change is not None else 0

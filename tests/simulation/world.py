@@ -33,7 +33,6 @@ from tests.simulation.clients import (
     PrefixRequest,
     Request,
     SlotsRequest,
-    WindowRequest,
 )
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.memory import Memory
@@ -177,35 +176,10 @@ class World:
             self.clients.release(holding.id)
         self._carry_out(outcome)
 
-    def acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
+    def acquire(self, session: SessionId, sites: Sequence[Site], tier: Tier, chains: Sequence[ChainRequest]) -> None:
+        requests = [self._prefix_request(session, tier, chain, sites) for chain in chains]
         try:
-            self._acquire(session, site, tier, chains)
-        except TierOffline:
-            self._refused(tier)
-
-    def _acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
-        if site.plan.sliding:
-            requests = [self._window_request(session, tier, chain, [site], alone=True) for chain in chains]
-            tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
-            self._wait_for(tickets, chains, requests, outcome)
-            return
-        found = [self._stored_prefix(site, chain.keys) for chain in chains]
-        sound = [next((n for n, key in enumerate(c.keys) if key in site.mover.spoiled), len(c.keys)) for c in chains]
-        readable = [min(self._readable(found_in, tier), most) for found_in, most in zip(found, sound, strict=True)]
-        tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
-        for ticket, chain, found_in, length in zip(tickets, chains, found, readable, strict=True):
-            request = PrefixRequest(
-                ticket, session, tier, site.group, tuple(chain.keys), chain.min_blocks, found_in, length
-            )
-            self.clients.requests[ticket] = request
-            self._retained(site, chain, range(length), range(len(found_in)))
-        self._carry_out(outcome)
-
-    def acquire_across(self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest]) -> None:
-        sites = list(self.sites.values())
-        requests = [self._window_request(session, tier, chain, sites, alone=False) for chain in chains]
-        try:
-            tickets, outcome = self.core.acquire_across(session, tier, chains, self.now)
+            tickets, outcome = self.core.acquire(session, [site.group for site in sites], tier, chains, self.now)
         except TierOffline:
             self._refused(tier)
             return
@@ -215,7 +189,7 @@ class World:
         self,
         tickets: Sequence[TicketId],
         chains: Sequence[ChainRequest],
-        requests: Sequence[WindowRequest],
+        requests: Sequence[PrefixRequest],
         outcome: Outcome,
     ) -> None:
         for ticket, chain, request in zip(tickets, chains, requests, strict=True):
@@ -229,9 +203,9 @@ class World:
                 self._retained(site, chain, certain, possible)
         self._carry_out(outcome)
 
-    def _window_request(
-        self, session: SessionId, tier: Tier, chain: ChainRequest, sites: Sequence[Site], *, alone: bool
-    ) -> WindowRequest:
+    def _prefix_request(
+        self, session: SessionId, tier: Tier, chain: ChainRequest, sites: Sequence[Site]
+    ) -> PrefixRequest:
         keys = tuple(chain.keys)
         found = {site.group: {key: r for key in keys if (r := site.residency(key))} for site in sites}
         failing = self._failing(tier)
@@ -241,14 +215,14 @@ class World:
             for group, known in found.items()
         }
         stored = self._longest(keys, found)
-        if alone:
+        if len(sites) == 1:
             match = self.core.match(sites[0].group, keys)
             told = tuple(map(sites[0].residency, keys[:stored]))
             require((match.blocks, match.residency) == (stored, told), "a match and the events disagree")
         else:
             require(self.core.match_across(keys).blocks == stored, "a match across groups and the events disagree")
         readable = self._longest(keys, sure)
-        return WindowRequest(TicketId(0), session, tier, keys, chain.min_blocks, found, readable, stored, alone)
+        return PrefixRequest(TicketId(0), session, tier, keys, chain.min_blocks, found, readable, stored)
 
     def _longest(self, keys: Sequence[Key], usable: Mapping[GroupId, Collection[Key]]) -> int:
         """The definition: the greatest length of which every group can use all that it needs."""
@@ -548,7 +522,7 @@ class World:
 
     def awaits_disk(self) -> bool:
         """A request for windows that waits has a block that is only on disk."""
-        asked = [request for request in self.clients.requests.values() if isinstance(request, WindowRequest)]
+        asked = [request for request in self.clients.requests.values() if isinstance(request, PrefixRequest)]
         return any(
             site.residency(key) == Tier.DISK.bit
             for request in asked
@@ -723,7 +697,7 @@ class World:
         (slot,) = holding.blank
         self.commit(holding, [CommitItem(slot, new, None, MAX_PRIORITY, 0, label_of(new))])
         if policy.write_policy is WritePolicy.SELECTIVE:
-            self.acquire(session, site, tier, [ChainRequest([new])])
+            self.acquire(session, [site], tier, [ChainRequest([new])])
         self.drain(choose)
         there = site.residency(new)
         written = bool(there & low.bit) or new in site.written_down  # it may have had to go again
@@ -799,7 +773,7 @@ class World:
             self.sites[event.group].settled -= {change.key for change in event.blocks}
             gone = {(event.group, change.key) for change in event.blocks}
             for request in self.clients.requests.values():
-                if isinstance(request, WindowRequest):
+                if isinstance(request, PrefixRequest):
                     request.removed.update(gone)
             for removed in self._watchers:
                 removed.update(gone)
@@ -812,10 +786,10 @@ class World:
         expired: TicketId | None,
     ) -> Request:
         request = self.clients.take_answer(grant)
-        assert isinstance(request, GroupRequest | WindowRequest)
-        nothing = isinstance(request, PrefixRequest | WindowRequest) and not grant.leases
+        assert isinstance(request, GroupRequest | PrefixRequest)
+        nothing = isinstance(request, PrefixRequest) and not grant.leases
         if self.inspect and grant.ticket != expired and not nothing:
-            groups = list(request.found_in) if isinstance(request, WindowRequest) else [request.group]
+            groups = list(request.found_in) if isinstance(request, PrefixRequest) else [request.group]
             queued = [ticket for group in groups for ticket in self.core.windows[group].queued(request.tier)]
             older = [ticket for ticket in queued if ticket.id < grant.ticket and not _may_be_back(ticket)]
             require(not older, f"{request.tier}: the queue was overtaken")
@@ -823,16 +797,14 @@ class World:
             self.seen["granted slots"] += 1
             self.clients.take_slots(request, grant)
         elif isinstance(request, PrefixRequest):
-            self.seen[
-                "granted a whole prefix" if len(grant.slots) == grant.matched else "granted a shorter prefix"
-            ] += 1
-            self.clients.take_prefix(request, grant)
-        elif isinstance(request, WindowRequest):
             what = "nothing" if not grant.blocks else "all" if grant.blocks == grant.matched else "less than"
             several = len({len(part.slots) for part in grant.groups}) > 1
-            where = "in a window" if request.alone else f"across groups{', of a window' if several else ''}"
+            where = f"across groups{', of a window' if several else ''}"
+            if len(request.found_in) == 1:
+                (group,) = request.found_in
+                where = "in a window" if self.sites[group].plan.sliding else "in a full group"
             self.seen[f"granted {what} matched {where}"] += 1
-            self.clients.take_window(request, grant)
+            self.clients.take_prefix(request, grant)
         elif isinstance(request, MoveRequest):
             self.seen["granted a move"] += 1
             require(len(grant.results) == len(request.keys), "a move answers for other blocks than asked")
@@ -861,8 +833,6 @@ class World:
             retentions.held(self._held(holding, holding.plan.group), self.now)
         for request in self.clients.requests.values():
             if isinstance(request, PrefixRequest):
-                self.sites[request.group].retentions.wanted(request.keys, self.now)
-            elif isinstance(request, WindowRequest):
                 for group in request.found_in:
                     self.sites[group].retentions.wanted(request.keys, self.now)
 
@@ -875,24 +845,11 @@ class World:
 
     # -- what the world can tell beforehand ----------------------------------------------------------------------------
 
-    def _stored_prefix(self, site: Site, keys: Sequence[Key]) -> tuple[int, ...]:
-        match = self.core.match(site.group, keys)
-        require(match.residency == site.stored_prefix(keys), "match and the events disagree")
-        return match.residency
-
     def _failing(self, tier: Tier) -> int:
         """Tiers from which a failing edge leads there, and those that are lost, as a bit set."""
         edges = self.core.stats().edges
         lost = sum(tier.bit for tier in self.lost)
         return lost | sum({src.bit for (src, dst), e in edges.items() if dst is tier and e.degraded_until > self.now})
-
-    def _readable(self, found_in: Sequence[int], tier: Tier) -> int:
-        """How much of a prefix is in the tier, or comes from somewhere that no failing edge leads from."""
-        failing = self._failing(tier)
-        for length, residency in enumerate(found_in):
-            if not residency & tier.bit and residency & failing:
-                return length
-        return len(found_in)
 
     def _refused(self, tier: Tier) -> None:
         require(tier in self.lost, f"{tier} is called lost and is not")
@@ -902,8 +859,8 @@ class World:
 
 
 def _may_be_back(ticket: Ticket) -> bool:
-    """A request for windows whose copy failed queues again, in its old place."""
-    return isinstance(ticket, FetchTicket) and ticket.turn is not None
+    """An acquire whose copy failed queues again, in its old place."""
+    return isinstance(ticket, FetchTicket) and ticket.hold
 
 
 def _ever_in(request: MoveRequest, before: Mapping[Key, BlockChange], outcome: Outcome) -> set[Key]:

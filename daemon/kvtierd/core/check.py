@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from kvtierd.core.acquires import AcquireTicket
 from kvtierd.core.block import DOWNWARDS, UPWARDS, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
-from kvtierd.core.groups import AcrossTicket
 from kvtierd.core.ids import NO_LABEL, TIERS, GroupId, SlotId, Tier
 from kvtierd.core.leases import FetchTicket, Lease, Ticket
 from kvtierd.core.manager import BlockManager
@@ -33,15 +33,15 @@ def check(manager: BlockManager) -> None:
     for group, window in manager.windows.items():
         leases = [lease for lease in manager.leases.values() if lease.group == group]
         fetches = [t for w, t in manager.tickets.values() if w is window and isinstance(t, FetchTicket)]
-        parts = [part for ticket in manager.across.tickets.values() for part in ticket.parts]
+        parts = [part for ticket in manager.acquires.tickets.values() for part in ticket.parts]
         fetches += [part.fetch for part in parts if part.window is window]
         _Checker(group, window, leases, fetches).run()
-    for ticket in manager.across.tickets.values():
-        _across(ticket)
+    for ticket in manager.acquires.tickets.values():
+        _acquire(ticket)
 
 
-def _across(ticket: AcrossTicket) -> None:
-    """4: a request over several groups has in each what one length needs there, claimed or held everywhere, and waits
+def _acquire(ticket: AcquireTicket) -> None:
+    """4: an acquire has in each what one length needs there, claimed or held everywhere, and waits
     for something."""
     states = {part.fetch.waiting for part in ticket.parts}
     if len(states) != 1:
@@ -57,12 +57,12 @@ def _across(ticket: AcrossTicket) -> None:
         queued = part.fetch in part.window.queued(ticket.tier)
         if queued != ticket.waiting:
             raise _broken(4, f"request {ticket.id} is in a queue or not, wrongly")
-    turns = [part.turn for part in ticket.parts if part.window.heads(part.fetch)]
+    heads = [part.fetch for part in ticket.parts if part.window.heads(part.fetch)]
     if ticket.waiting:
-        going = len(turns) == len(ticket.parts) and all(turn.able for turn in turns)
+        going = len(heads) == len(ticket.parts) and all(head.able for head in heads)
         if going:
             raise _broken(4, f"request {ticket.id} waits and has room everywhere")
-        if not all(turn.room is None for turn in turns):
+        if not all(head.room is None for head in heads):
             raise _broken(4, f"request {ticket.id} waits for room that never comes")
     else:
         if not any(part.fetch.pending for part in ticket.parts):
@@ -375,4 +375,4 @@ class _Checker:
 
     def _waits_elsewhere(self, head: Ticket) -> bool:
         """It has its room here and is part of a request that does not everywhere."""
-        return isinstance(head, FetchTicket) and head.turn is not None and head.turn.able
+        return isinstance(head, FetchTicket) and head.hold and head.able

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from kvtierd.core.acquires import Acquires
 from kvtierd.core.block import Block, Phase
 from kvtierd.core.group import GroupState
-from kvtierd.core.groups import AcrossGroups
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.leases import Lease, LeaseRecord
 from kvtierd.core.policy import Edge
@@ -78,8 +78,7 @@ def _holds(lease: Lease, block: Block) -> bool:
     return copy is not None and copy is block.copies[lease.tier]
 
 
-def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], across: AcrossGroups) -> ManagerStats:
-    """``across``: the requests over all groups."""
+def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], acquires: Acquires) -> ManagerStats:
     groups = {group: _group(window) for group, window in windows.items()}
     counts = list(groups.values())
     tiers = sorted({tier for one in counts for tier in one.tiers})
@@ -95,7 +94,7 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], a
         found=sum(one.found for one in counts),
         stored=sum(one.stored for one in counts),
         removed=sum(one.removed for one in counts),
-        waiting=sum(window.waiting for window in windows.values()) + across.waiting,
+        waiting=sum(window.waiting for window in windows.values()) + acquires.waiting,
         held_by=held_by,
         groups=groups,
         leases=len(leases),

@@ -163,35 +163,22 @@ class ReserveTicket:
     count: int
 
 
-@dataclass(slots=True)
-class Turn:
-    """How a part of a request over several groups stands in its group's queue; looked at where it is the head.
-
-    ``able``: its slots are free. ``room``: nothing can be waited for and so many slots are all it can have.
-    """
-
-    able: bool = False
-    room: int | None = None
-
-
 @dataclass(slots=True, eq=False)
 class FetchTicket:
-    """Wants blocks READY in a tier.
+    """Wants blocks READY in a tier: a move, or one group's part of an acquire (``core/acquires.py``).
 
-    ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose
-    blocks stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are
-    the copies it got, held if ``hold``, and ``pending`` those of them still being filled. ``turn``: it is one
-    group's part of a request over several (``core/groups.py``), which takes, answers and ends all of them together.
+    waiting (blocks claimed, in a queue) --slots--> taken (``copies``, of which ``pending`` are FILLING) --> answered.
     """
 
     id: TicketId
     session: SessionId
     tier: Tier
-    hold: bool
     blocks: list[Block]
-    min_blocks: int = 0
+    hold: bool = False
+    """A part of an acquire: it holds its copies, and the acquire answers for it."""
+    alone: bool = False
+    """The only part of its acquire: it takes its slots without waiting for other parts."""
     found_in: tuple[int, ...] = ()
-    matched: int = 0
     wanted: tuple[Block | None, ...] = ()
     """A move's blocks in the order asked; None where the key is not indexed."""
     waiting: bool = True
@@ -199,7 +186,10 @@ class FetchTicket:
     failed: set[Block] = field(default_factory=set)
     """Blocks whose copies for it have failed."""
     pending: int = 0
-    turn: Turn | None = None
+    able: bool = False
+    """Of a part at the head of its queue: its slots are free."""
+    room: int | None = None
+    """Of a part at the head of its queue: the slots it can have where no copy in flight will free more."""
 
 
 Ticket = ReserveTicket | FetchTicket

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvtierd.core import explain, lookup, reclaim, removal
+from kvtierd.core.acquires import Acquires, AcquireTicket
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
-from kvtierd.core.groups import AcrossGroups, AcrossTicket
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, Lease, LeaseRecord, Leases, LeftLease, ReserveTicket, Ticket, holders_of
 from kvtierd.core.lookup import Cover, indexed, match
@@ -67,7 +67,7 @@ class BlockManager:
             shape.group: WindowManager(shape, self._recorder, policy, self._leases.grant, self._refusal)
             for shape in shapes
         }
-        self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)
+        self.acquires = Acquires(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)
         self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
         states = {group: window.state for group, window in self.windows.items()}
         self.beyond = Beyond(states, self._recorder, self._take)
@@ -118,7 +118,7 @@ class BlockManager:
         for window in self.windows.values():
             window.close()
         self.windows.clear()
-        del self.across, self.beyond
+        del self.acquires, self.beyond
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class BlockManager:
         return explain.explain(self._window(group).state, self.leases.values(), key)
 
     def stats(self) -> ManagerStats:
-        return explain.stats(self.windows, self.leases.values(), self.across)
+        return explain.stats(self.windows, self.leases.values(), self.acquires)
 
     def session_leases(self, session: SessionId) -> int:
         return self._leases.count(session)
@@ -224,40 +224,26 @@ class BlockManager:
         return results, self._take(now)
 
     def acquire(
-        self, session: SessionId, group: GroupId, tier: Tier, chains: Sequence[ChainRequest], now: int
+        self,
+        session: SessionId,
+        groups: Sequence[GroupId],
+        tier: Tier,
+        chains: Sequence[ChainRequest],
+        now: int,
     ) -> tuple[tuple[TicketId, ...], Outcome]:
-        """Asks for the longest stored prefix of each chain, READY and held in a tier; of a sliding group, for what its
-        window needs of that. All matches of the call are claimed before room is made for any, so none evicts another's
-        hit."""
-        window = self._window(group)
-        if window.state.attention.span:
-            return self._acquire_over(window, session, tier, chains, now)
-        window.state.require(tier)
-        tickets = []
-        for chain in chains:
-            ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
-            self.tickets[ticket.id] = (window, ticket)
-            window.match_for(ticket, chain, now)
-            tickets.append(ticket)
-        for ticket in tickets:
-            window.fetch(ticket)
-        self._pump(now, window)
-        return tuple(ticket.id for ticket in tickets), self._take(now)
+        """Asks for the longest prefix of each chain that ``groups`` can serve, READY and held in a tier.
 
-    def acquire_across(
-        self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest], now: int
-    ) -> tuple[tuple[TicketId, ...], Outcome]:
-        """Asks for the longest prefix of each chain that all groups can serve, with all that each of them needs for
-        that READY and held in a tier. One answer a chain; all matches of the call are claimed before room is made."""
-        return self._acquire_over(None, session, tier, chains, now)
+        All matches of the call are claimed before room is made for any, so none evicts another's hit.
 
-    def _acquire_over(
-        self, window: WindowManager | None, session: SessionId, tier: Tier, chains: Sequence[ChainRequest], now: int
-    ) -> tuple[tuple[TicketId, ...], Outcome]:
-        next(iter(self.windows.values())).state.require(tier)  # a tier is lost for all groups
-        tickets = [self.across.match(self._next_ticket(), session, window, tier, chain, now) for chain in chains]
+        Args:
+            groups: window groups; none = all. Each holds the blocks that attention over it needs of the prefix.
+        Returns: One ticket a chain.
+        """
+        windows = [self._window(group) for group in groups or self.windows]
+        windows[0].state.require(tier)  # a tier is lost for all groups
+        tickets = [self.acquires.match(self._next_ticket(), session, windows, tier, chain, now) for chain in chains]
         for ticket in tickets:
-            self.across.queue(ticket, now)
+            self.acquires.queue(ticket, now)
         self._pump_all(now)
         return tuple(ticket.id for ticket in tickets), self._take(now)
 
@@ -326,13 +312,13 @@ class BlockManager:
         window.state.require(to)
         wanted = tuple(window.state.index.get(key) for key in keys)
         blocks = [block for block in wanted if block is not None]
-        ticket = FetchTicket(self._next_ticket(), session, to, False, blocks, wanted=wanted)
+        ticket = FetchTicket(self._next_ticket(), session, to, blocks, wanted=wanted)
         self.tickets[ticket.id] = (window, ticket)
         for block in blocks:
             window.state.claim(block)
         upwards = [block for block in blocks if not block.residency & (2 * to.bit - 1)]
         window.state.touch(reversed(upwards))
-        window.fetch(ticket)
+        window.move(ticket)
         self._pump(now, window)
         return ticket.id, self._take(now)
 
@@ -395,9 +381,9 @@ class BlockManager:
         held = ((block, lease.tier, copy) for lease in self.leases.values() for block, copy in lease.held.items())
         leased = [block for block, tier, copy in held if block.copies[tier] is copy]
         waited = [b for _, t in self.tickets.values() if isinstance(t, FetchTicket) for b in t.blocks]
-        across = [b for ticket in self.across.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
+        acquired = [b for ticket in self.acquires.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
         pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]
-        kept = removal.kept([*leased, *waited, *across, *pinned])
+        kept = removal.kept([*leased, *waited, *acquired, *pinned])
         return ResetReport(blocks - kept, kept)
 
     def _require_unheld(self) -> None:
@@ -436,8 +422,8 @@ class BlockManager:
             window, request = self.tickets[ticket]
             window.expire(request)
             self._pump(now, window)
-        elif ticket in self.across.tickets:
-            self.across.expire(self.across.tickets[ticket])
+        elif ticket in self.acquires.tickets:
+            self.acquires.expire(self.acquires.tickets[ticket])
             self._pump_all(now)
         return self._take(now)
 
@@ -447,8 +433,8 @@ class BlockManager:
             window, request = self.tickets.pop(ticket)
             window.withdraw(request)
             self._pump(now, window)
-        elif ticket in self.across.tickets:
-            self.across.withdraw(self.across.tickets[ticket])
+        elif ticket in self.acquires.tickets:
+            self.acquires.withdraw(self.acquires.tickets[ticket])
             self._pump_all(now)
         return self._take(now)
 
@@ -520,9 +506,9 @@ class BlockManager:
         for window, ticket in list(self.tickets.values()):
             if ticket.tier is tier:
                 window.refuse_offline(ticket)
-        for across in list(self.across.tickets.values()):
-            if across.tier is tier:
-                self.across.refuse(across, RefusalReason.TIER_OFFLINE)
+        for acquire in list(self.acquires.tickets.values()):
+            if acquire.tier is tier:
+                self.acquires.refuse(acquire, RefusalReason.TIER_OFFLINE)
         states = {group: window.state for group, window in self.windows.items() if tier in window.state.slots}
         left = following or {group: removal.lose_tier(state, tier) for group, state in states.items()}
         left = {group: steps for group, steps in left.items() if not removal.advance(states[group], steps)}
@@ -555,20 +541,20 @@ class BlockManager:
 
     def _pump(self, now: int, window: WindowManager) -> None:
         """Serves those who wait in one group, whose state has changed."""
-        if self.across.tickets:
+        if self.acquires.tickets:
             self._pump_all(now)
         else:
             window.pump(now)
 
     def _pump_all(self, now: int) -> None:
         """Serves those who wait, until nobody gets anywhere."""
-        across = self.across
-        if across.tickets:
-            across.refresh(now)
+        acquires = self.acquires
+        if acquires.tickets:
+            acquires.refresh(now)
         while True:
             for window in self.windows.values():
                 window.pump(now)
-            if not across.tickets or not across.advance(now):
+            if not acquires.tickets or not acquires.advance(now):
                 return
 
     def _next_ticket(self) -> TicketId:
@@ -584,11 +570,11 @@ class BlockManager:
             if request.session == session:
                 del self.tickets[ticket]
                 window.withdraw(request)
-        for joint in [joint for joint in self.across.tickets.values() if joint.session == session]:
-            self.across.withdraw(joint)
+        for acquire in [acquire for acquire in self.acquires.tickets.values() if acquire.session == session]:
+            self.acquires.withdraw(acquire)
 
     def _refusal(
-        self, ticket: Ticket | AcrossTicket, reason: RefusalReason, wanted: int, free: int, matched: int
+        self, ticket: Ticket | AcquireTicket, reason: RefusalReason, wanted: int, free: int, matched: int
     ) -> Refusal:
         holders = holders_of(lease for lease in self.leases.values() if lease.tier is ticket.tier)
         return Refusal(ticket.id, reason, ticket.tier, wanted, free, holders, matched)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kvtier.abi.attention import Needed
+from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
 from kvtierd.core.events import REMOVED, STORED, Cause, Changes, Event, EventSequencer, EventType
 from kvtierd.core.ids import (
@@ -143,43 +143,44 @@ class Holder:
 
 @dataclass(slots=True, frozen=True)
 class GroupGrant:
-    """What is held of a prefix in one group: the blocks needed, in ``slots`` of the tier asked for."""
+    """One group's part of a grant: ``slots`` of the requested tier, for the ``needed`` blocks of a prefix or blank.
+
+    ``found_in``: the residency set of each block at the match. ``lease``: None where no slot is held.
+    """
 
     group: GroupId
-    needed: Needed
     lease: LeaseId | None
     slots: tuple[SlotId, ...]
-    found_in: tuple[int, ...]
+    found_in: tuple[int, ...] = ()
+    needed: Needed = NOTHING
 
 
 @dataclass(slots=True, frozen=True)
 class Grant:
     """A ticket's answer.
 
-    ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked
-    for: for an acquire, those of so many ``sinks`` and of the last blocks of the prefix, which in a full group are all.
-    ``found_in``: each such block's residency set at the match; ``blocks``: the length of the prefix. ``groups``: for an
-    acquire over all groups, what is held in each; ``lease``, ``slots`` and ``found_in`` are empty then. ``results`` for
-    a move: True for each requested block that is READY in the tier asked for; ``failed``: places of those of the others
-    whose copies failed.
+    ``groups``: the slots that a reserve or an acquire got, by window group; empty for a move. ``matched``: the length of
+    the prefix that an acquire found; ``blocks``: of the prefix that it holds. ``results`` for a move: True for each
+    requested block that is READY in the requested tier; ``failed``: places of the other blocks whose copies failed.
     """
 
     ticket: TicketId
-    lease: LeaseId | None
-    slots: tuple[SlotId, ...] = ()
-    found_in: tuple[int, ...] = ()
+    groups: tuple[GroupGrant, ...] = ()
     matched: int = 0
+    blocks: int = 0
     results: tuple[bool, ...] = ()
     failed: frozenset[int] = frozenset()
-    blocks: int = 0
-    sinks: int = 0
-    groups: tuple[GroupGrant, ...] = ()
+
+    @property
+    def only(self) -> GroupGrant:
+        """The part of the only group that the request named."""
+        (part,) = self.groups
+        return part
 
     @property
     def leases(self) -> tuple[LeaseId, ...]:
         """All that it leases."""
-        of_groups = (part.lease for part in self.groups)
-        return tuple(lease for lease in (self.lease, *of_groups) if lease is not None)
+        return tuple(part.lease for part in self.groups if part.lease is not None)
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,14 +13,12 @@ from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holding, Uses
 from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, Lease, ReserveTicket, Ticket
-from kvtierd.core.lookup import prefix
-from kvtierd.core.outcome import Grant, MoveResult, Recorder, Refusal, RefusalReason
+from kvtierd.core.outcome import Grant, GroupGrant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
 from kvtierd.core.reclaim import COMING, LAST, NEVER, NOW, Background, Room
 from kvtierd.core.recovery import Recovered, recover
-from kvtierd.core.retention import pairs
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
-from kvtierd.core.transfers import BlockResult, ChainRequest, Flights
+from kvtierd.core.transfers import BlockResult, Flights
 
 
 class WindowManager:
@@ -59,9 +57,9 @@ class WindowManager:
 
     @property
     def waiting(self) -> int:
-        """Requests that are this group's alone."""
+        """Reserves and moves that wait; the acquires are counted by ``core/acquires.py``."""
         tickets = (ticket for queue in self._queues.values() for ticket in queue)
-        return sum(not isinstance(ticket, FetchTicket) or ticket.turn is None for ticket in tickets)
+        return sum(not isinstance(ticket, FetchTicket) or not ticket.hold for ticket in tickets)
 
     def queued(self, tier: Tier) -> tuple[Ticket, ...]:
         """For the checker."""
@@ -75,20 +73,6 @@ class WindowManager:
             self._refuse(ticket, RefusalReason.TIER_FULL)
         else:
             self._queues[tier].append(ticket)
-
-    def match_for(self, ticket: FetchTicket, wanted: ChainRequest, now: int) -> None:
-        """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`.
-
-        What only a failing edge leads from is a miss.
-        """
-        keys = wanted.keys
-        blocks = list(takewhile(lambda block: self.readable(block, ticket.tier, now), prefix(self.state, keys)))
-        ticket.matched = len(blocks)
-        self.claim(ticket, blocks)
-        if not wanted.counted:
-            self.uses.asked(len(keys), len(blocks))
-        self.uses.acquired(ticket.blocks, ticket.found_in)
-        self.retain(blocks, pairs(wanted.priorities, wanted.durations_ms))
 
     def retain(self, blocks: Sequence[Block], given: Sequence[tuple[int, int]]) -> None:
         """These get the retention that comes with them, if any does."""
@@ -114,15 +98,10 @@ class WindowManager:
         ticket.found_in = tuple(found_in.get(block, block.residency) for block in blocks)
         ticket.waiting = True
 
-    def fetch(self, ticket: FetchTicket) -> None:
-        """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best, and a move to
-        disk to what one call may take there, ancestors included."""
-        if ticket.hold:
-            self._shorten(ticket, self._holdable(ticket))
-            if len(ticket.blocks) < max(ticket.min_blocks, 1):
-                self._give_up(ticket)
-                return
-        elif ticket.tier is DISK:
+    def move(self, ticket: FetchTicket) -> None:
+        """Queues a move whose blocks are claimed; to disk, of no more blocks than one call may take there, ancestors
+        included."""
+        if ticket.tier is DISK:
             self._thin_out(ticket, self.state.policy.blocks_a_call)
         self._queues[ticket.tier].append(ticket)
 
@@ -134,7 +113,7 @@ class WindowManager:
             self.let_go(ticket)
 
     def expire(self, ticket: Ticket) -> None:
-        """The request's deadline passed: it gets what there is, or a refusal."""
+        """The request's deadline passed: a move ends with the blocks that are there, a reserve is refused."""
         if ticket in self._queues[ticket.tier]:
             self._queues[ticket.tier].remove(ticket)
         if isinstance(ticket, ReserveTicket):
@@ -142,13 +121,13 @@ class WindowManager:
             return
         if ticket.waiting:
             self._take(ticket, present_only=True)
-        self._finish(ticket, RefusalReason.DEADLINE)
+        self._answer_move(ticket)
 
     def completed(self, result: MoveResult, now: int) -> None:
         for ticket in self.flights.complete(result, now):
             ticket.pending -= 1
-            if ticket.pending == 0 and ticket.copies and ticket.turn is None:
-                self._finish(ticket, RefusalReason.TOO_SHORT)
+            if ticket.pending == 0 and ticket.copies and not ticket.hold:
+                self._answer_move(ticket)
 
     def pump(self, now: int) -> None:
         """Serves the queues as far as room is there or can be made, the highest tier first, then the background."""
@@ -161,7 +140,7 @@ class WindowManager:
         self.room.refill_disk()
         self.room.end()
 
-    # -- parts of requests over several groups -----------------------------------------------------------------------
+    # -- parts of acquires -------------------------------------------------------------------------------------------
 
     def enqueue(self, ticket: FetchTicket) -> None:
         """Behind everybody older: a part may come back into the queue."""
@@ -200,12 +179,12 @@ class WindowManager:
         losing = bool(self.state.losing)  # on disk perhaps what must be there first, elsewhere slots come of it
         coming = prospect is COMING or (prospect is NEVER and (losing or self.flights.active > 0))
         waits = coming or (losing and tier is DISK)
-        turn = ticket.turn if isinstance(ticket, FetchTicket) else None
-        if turn is not None:
-            turn.able = prospect is NOW
-            turn.room = self.room.available(tier) if prospect is NEVER and not waits else None
-        if waits or turn is not None:
-            return False  # a part of a request over several groups starts with the other parts
+        if isinstance(ticket, FetchTicket) and ticket.hold:
+            ticket.able = prospect is NOW
+            ticket.room = self.room.available(tier) if prospect is NEVER and not waits else None
+            waits = not (ticket.able and ticket.alone)  # a part starts with the other parts of its acquire
+        if waits:
+            return False
         if prospect is NEVER and not self._settle_for_less(ticket):
             return True
         self._queues[tier].popleft()
@@ -217,26 +196,21 @@ class WindowManager:
             lease = self._new_lease(ticket.session, self.state, ticket.tier)
             slots = self.state.take_blanks(ticket.tier, ticket.session, ticket.count)
             lease.blank = dict.fromkeys(slots)
-            self._recorder.grant(Grant(ticket.id, lease.id, tuple(slots)))
+            self._recorder.grant(Grant(ticket.id, (GroupGrant(self.state.group, lease.id, tuple(slots)),)))
         elif isinstance(ticket, FetchTicket):
             self._take(ticket, present_only=False)
-            if ticket.pending == 0:
-                self._finish(ticket, RefusalReason.TOO_SHORT)
+            if ticket.pending == 0 and not ticket.hold:
+                self._answer_move(ticket)
         else:
             assert_never(ticket)
 
     def _settle_for_less(self, ticket: Ticket) -> bool:
-        """Nothing more can be had and nothing is in flight: a fetch does with less, anything else is refused."""
-        tier = ticket.tier
+        """Nothing more can be had and nothing is in flight: a move does with less, a reserve is refused."""
         if isinstance(ticket, FetchTicket):
-            free = self.room.available(tier)
-            if ticket.hold:
-                self._shorten(ticket, self._fits(ticket, free))
-            else:
-                self._thin_out(ticket, free)
-            if len(ticket.blocks) >= max(ticket.min_blocks, 1):
+            self._thin_out(ticket, self.room.available(ticket.tier))
+            if ticket.blocks:
                 return True
-        self._queues[tier].popleft()
+        self._queues[ticket.tier].popleft()
         self._give_up(ticket)
         return False
 
@@ -259,13 +233,9 @@ class WindowManager:
         return ticket.blocks
 
     def _forget_lost(self, ticket: FetchTicket) -> None:
-        """Blocks may have been lost against policy while the request waited."""
-        lost = [self.lost(block, ticket.tier) for block in ticket.blocks]
-        if not any(lost):
-            return
-        if ticket.hold:
-            self._shorten(ticket, lost.index(True))
-        else:
+        """Blocks of a move may have been lost against policy while it waited; an acquire is matched anew."""
+        lost = [] if ticket.hold else [self.lost(block, ticket.tier) for block in ticket.blocks]
+        if any(lost):
             for block in compress(ticket.blocks, lost):
                 self.state.unclaim(block)
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
@@ -279,16 +249,9 @@ class WindowManager:
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""
         self._forget_lost(ticket)
-        tier = ticket.tier
-        claimed = ticket.blocks
-        if present_only:
-            if ticket.hold:
-                absent = (n for n, block in enumerate(claimed) if block.copies[tier] is None)
-                self._shorten(ticket, next(absent, len(claimed)))
-            claimed = ticket.blocks
-            members = [block for block in claimed if block.copies[tier] is not None]
-        else:
-            members = self._to_place(ticket)
+        tier, claimed = ticket.tier, ticket.blocks
+        there = [block for block in claimed if block.copies[tier] is not None] if present_only else None
+        members = self._to_place(ticket) if there is None else there
         asked = set(claimed)
         ticket.waiting = False
         for block in members:
@@ -338,27 +301,6 @@ class WindowManager:
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, ticket: FetchTicket, otherwise: RefusalReason) -> None:
-        """Answers a fetch with what is READY now; ``otherwise`` is why, where that is too little."""
-        if not ticket.hold:
-            self._answer_move(ticket)
-            return
-        ready, tier = 0, ticket.tier
-        for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not self.state.stands(block, tier, copy):
-                break
-            ready += 1
-        if ready < max(ticket.min_blocks, 1):
-            self.let_go(ticket)
-            self._refuse(ticket, otherwise)
-            return
-        self._drop_holds(ticket, ready)
-        lease = self._new_lease(ticket.session, self.state, ticket.tier)
-        lease.held = dict(zip(ticket.blocks, ticket.copies, strict=True))
-        slots = tuple(copy.slot for copy in ticket.copies)
-        self._recorder.grant(Grant(ticket.id, lease.id, slots, ticket.found_in[:ready], ticket.matched, blocks=ready))
-        ticket.blocks, ticket.copies = [], []
-
     def _answer_move(self, ticket: FetchTicket) -> None:
         tier = ticket.tier
         results = tuple(
@@ -368,49 +310,34 @@ class WindowManager:
         places = zip(ticket.wanted, results, strict=True)
         failed = frozenset(n for n, (block, there) in enumerate(places) if block in ticket.failed and not there)
         self.let_go(ticket)
-        self._recorder.grant(Grant(ticket.id, None, results=results, failed=failed))
+        self._recorder.grant(Grant(ticket.id, results=results, failed=failed))
 
     def _give_up(self, ticket: Ticket) -> None:
-        """Refuses a request that is in no queue, and forgets what it claimed."""
+        """Ends a request that is in no queue and can have nothing."""
         if isinstance(ticket, FetchTicket):
-            if not ticket.hold:
-                self._answer_move(ticket)
-                return
-            reason = RefusalReason.TIER_FULL if ticket.matched >= max(ticket.min_blocks, 1) else RefusalReason.TOO_SHORT
-            if ticket.matched == 0 and ticket.min_blocks == 0:
-                self._recorder.grant(Grant(ticket.id, None))
-                return
-            self.let_go(ticket)
-            self._refuse(ticket, reason)
+            self._answer_move(ticket)
         else:
             self._refuse(ticket, RefusalReason.TIER_FULL)
 
     def _refuse(self, ticket: Ticket, reason: RefusalReason) -> None:
-        wanted = ticket.count if isinstance(ticket, ReserveTicket) else max(ticket.min_blocks, 1)
-        free = self.state.slots[ticket.tier].free
-        matched = ticket.matched if isinstance(ticket, FetchTicket) else 0
-        self._recorder.refuse(self._refusal(ticket, reason, wanted, free, matched))
+        wanted = ticket.count if isinstance(ticket, ReserveTicket) else 1
+        self._recorder.refuse(self._refusal(ticket, reason, wanted, self.state.slots[ticket.tier].free, 0))
 
     def let_go(self, ticket: FetchTicket) -> None:
-        """Drops the claims or holds of a fetch, whichever it has."""
+        """Drops the claims or holds of a fetch, whichever it has; holds tail first."""
         if ticket.waiting:
             for block in ticket.blocks:
                 self.state.unclaim(block)
         else:
             for copy in ticket.copies:
                 self.flights.forget(copy, ticket)
-            self._drop_holds(ticket, 0)
+            held = list(zip(ticket.blocks, ticket.copies, strict=True)) if ticket.hold else []
+            for block, copy in reversed(held):
+                if copy.holds > 0:
+                    self.state.unhold(block, ticket.tier, copy)
         ticket.blocks, ticket.copies = [], []
         ticket.pending = 0
         ticket.waiting = False
-
-    def _drop_holds(self, ticket: FetchTicket, keep: int) -> None:
-        """Gives up the holds of all blocks but the first ``keep``, tail first."""
-        if ticket.hold:
-            for block, copy in reversed(list(zip(ticket.blocks, ticket.copies, strict=True))[keep:]):
-                if copy.holds > 0:
-                    self.state.unhold(block, ticket.tier, copy)
-        del ticket.blocks[keep:], ticket.copies[keep:]
 
     def plan(self, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
         """What a move could do: a slot for each block that is not there, as far as what nobody holds goes."""
@@ -442,25 +369,6 @@ class WindowManager:
             return False
         return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
 
-    def _holdable(self, ticket: FetchTicket) -> int:
-        """Length of the prefix that the tier could hold at best."""
-        tier = ticket.tier
-        budget = self.obtainable(tier)
-        for length, block in enumerate(ticket.blocks):
-            copy = block.copies[tier]
-            budget -= copy is None or copy.holds == 0
-            if budget < 0:
-                return length
-        return len(ticket.blocks)
-
-    def _fits(self, ticket: FetchTicket, free: int) -> int:
-        """Length of the prefix that these free slots suffice for."""
-        for length, block in enumerate(ticket.blocks):
-            free -= block.copies[ticket.tier] is None
-            if free < 0:
-                return length
-        return len(ticket.blocks)
-
     def _thin_out(self, ticket: FetchTicket, free: int) -> None:
         """Of a move, the blocks that these free slots do not suffice for go; on disk they are for ancestors, too."""
         tier = ticket.tier
@@ -482,11 +390,6 @@ class WindowManager:
             placed.update(missing)
             kept.append(block)
         ticket.blocks = kept
-
-    def _shorten(self, ticket: FetchTicket, length: int) -> None:
-        for block in ticket.blocks[length:]:
-            self.state.unclaim(block)
-        del ticket.blocks[length:]
 
     # -- existence ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.leases import Lease, LeftLease
 from kvtierd.core.manager import BlockManager, TierLoss
-from kvtierd.core.outcome import Grant, Outcome, Refusal
+from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal
 from kvtierd.core.removal import DropReport
 from kvtierd.core.transfers import (
     BlockResult,
@@ -129,31 +129,28 @@ class Engine:
 
     async def reserve(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, timeout_s: float | None
-    ) -> Grant:
+    ) -> GroupGrant:
         """``count`` blank slots, all or nothing. Raises :class:`Refused`."""
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
         self._begin(cache, [waiting], outcome, timeout_s)
         await self._answers(cache, [waiting])
-        return _granted(waiting)
+        return _granted(waiting).only
 
     async def acquire(
         self,
         cache_id: CacheId,
         session: SessionId,
-        group: GroupId | None,
+        groups: Sequence[GroupId],
         tier: Tier,
         chains: Sequence[ChainRequest],
         timeout_s: float | None,
     ) -> list[Grant | Refusal]:
-        """One answer a chain, in order: the longest prefix READY in ``tier`` and held. ``group``: None = over all
-        window groups, the longest prefix that every one can serve."""
+        """One answer a chain, in order: the longest prefix that ``groups`` (none = all) can serve, READY in ``tier``
+        and held."""
         cache = self._accepting(cache_id)
-        if group is None:
-            tickets, outcome = cache.manager.acquire_across(session, tier, chains, self._clock())
-        else:
-            tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
+        tickets, outcome = cache.manager.acquire(session, groups, tier, chains, self._clock())
         waiting = [
             cache.tickets.open(ticket, session, tier, len(wanted.keys))
             for ticket, wanted in zip(tickets, chains, strict=True)

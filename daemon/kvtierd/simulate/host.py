@@ -55,15 +55,15 @@ class Host:
         if len(chain) > self._longest:
             raise BadArgument("chain", len(chain), f"at most {self._longest} blocks, which the {self._tier} tier has")
         self._events.clear()
-        _, outcome = self.core.acquire(_CLIENT, GROUP, self._tier, [ChainRequest(chain)], 0)
+        _, outcome = self.core.acquire(_CLIENT, [GROUP], self._tier, [ChainRequest(chain)], 0)
         prefix = self._granted(outcome)
-        found = len(prefix.slots)
+        found = prefix.blocks
         leases = list(prefix.leases)
         if found < len(chain):
             _, outcome = self.core.reserve(_CLIENT, GROUP, self._tier, len(chain) - found, 0)
             blank = self._granted(outcome)
             parents = [None, *chain[:-1]]
-            rows = zip(blank.slots, chain[found:], parents[found:], strict=True)
+            rows = zip(blank.only.slots, chain[found:], parents[found:], strict=True)
             items = [CommitItem(slot, key, parent, DEFAULT_PRIORITY) for slot, key, parent in rows]
             (lease,) = blank.leases
             self._take(self.core.commit(_CLIENT, lease, items, 0)[1])

@@ -10,7 +10,7 @@ from kvtierd.core.check import check
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import TIERS, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal
+from kvtierd.core.outcome import Grant, GroupGrant, Move, MoveResult, Outcome, Refusal
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
 from kvtierd.core.slots import SlotState
@@ -100,13 +100,13 @@ class Bench:
         self.apply(outcome)
         return ticket
 
-    def blank(self, tier: Tier, count: int, session: SessionId = ALICE) -> Grant:
+    def blank(self, tier: Tier, count: int, session: SessionId = ALICE) -> GroupGrant:
         """Slots that are there without waiting."""
-        return self.grants[self.reserve(tier, count, session)]
+        return self.grants[self.reserve(tier, count, session)].only
 
     def commit(
         self,
-        grant: Grant,
+        grant: GroupGrant,
         items: Sequence[tuple[str, str | None, int]],
         session: SessionId = ALICE,
         duration_ms: int = 0,
@@ -155,7 +155,7 @@ class Bench:
         self, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0, session: SessionId = ALICE
     ) -> tuple[TicketId, ...]:
         requests = [ChainRequest(keys(chain), min_blocks) for chain in chains]
-        tickets, outcome = self.core.acquire(session, GROUP, tier, requests, self.now)
+        tickets, outcome = self.core.acquire(session, [GROUP], tier, requests, self.now)
         self.apply(outcome)
         return tickets
 
@@ -283,8 +283,7 @@ class Bench:
         return "".join(sorted(name_of(row.key) for row in self.core.listing(GROUP, 0, 1000).rows))
 
     def lease(self, ticket: TicketId) -> LeaseId:
-        lease = self.grants[ticket].lease
-        assert lease is not None
+        (lease,) = self.grants[ticket].leases
         return lease
 
     def answered(self, ticket: TicketId) -> bool:

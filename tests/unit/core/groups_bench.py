@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.abi.attention import Needed
 from kvtier.abi.words import TIERS
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
@@ -49,7 +48,7 @@ class GroupsBench(Bench):
         """Commits these blocks of a chain, in this order, and keeps the lease."""
         ticket, outcome = self.core.reserve(ALICE, group, tier, len(names), self.now)
         self.apply(outcome)
-        grant = self.grants[ticket]
+        grant = self.grants[ticket].only
         assert grant.lease is not None
         above = dict(zip(chain[1:], chain, strict=False))
         items = [
@@ -69,28 +68,24 @@ class GroupsBench(Bench):
         self, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0, session: SessionId = ALICE
     ) -> tuple[TicketId, ...]:
         requests = [ChainRequest(keys(chain), min_blocks) for chain in chains]
-        tickets, outcome = self.core.acquire_across(session, tier, requests, self.now)
+        tickets, outcome = self.core.acquire(session, [], tier, requests, self.now)
         self.apply(outcome)
         return tickets
 
     def alone(self, group: GroupId, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0) -> tuple[TicketId, ...]:
         requests = [ChainRequest(keys(chain), min_blocks) for chain in chains]
-        tickets, outcome = self.core.acquire(ALICE, group, tier, requests, self.now)
+        tickets, outcome = self.core.acquire(ALICE, [group], tier, requests, self.now)
         self.apply(outcome)
         return tickets
 
     def granted_alone(self, ticket: TicketId, group: GroupId, chain: str) -> str:
         """What is held of the chain, after its slots have been looked at."""
-        grant = self.grants[ticket]
-        assert grant.groups == ()
-        needed = Needed(grant.sinks, grant.blocks - len(grant.slots) + grant.sinks, grant.blocks)
-        return self._held(GroupGrant(group, needed, grant.lease, grant.slots, grant.found_in), chain)
+        assert self.grants[ticket].only.group == group
+        return self._held(self.grants[ticket].only, chain)
 
     def granted(self, ticket: TicketId, chain: str) -> list[str]:
         """What each group holds of the chain, after its slots have been looked at."""
-        grant = self.grants[ticket]
-        assert (grant.lease, grant.slots) == (None, ())
-        return [self._held(part, chain) for part in grant.groups]
+        return [self._held(part, chain) for part in self.grants[ticket].groups]
 
     def _held(self, part: GroupGrant, chain: str) -> str:
         names = "".join(part.needed.pick(chain))

@@ -43,7 +43,7 @@ def test_at_its_deadline_an_acquire_gets_the_prefix_that_is_ready() -> None:
     assert not bench.answered(ticket)
     bench.expire(ticket)
     grant = bench.grants[ticket]
-    assert (len(grant.slots), grant.matched) == (1, 3)
+    assert (grant.blocks, grant.matched) == (1, 3)
     bench.land()
     assert bench.where("c") == {DEVICE}
     assert bench.tier(DEVICE).held == 1

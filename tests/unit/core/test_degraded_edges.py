@@ -58,7 +58,7 @@ def test_an_acquire_over_a_degraded_edge_is_shortened_at_once() -> None:
         bench.land(failed="b")
         bench.end()
     (ticket,) = bench.acquire("ab")
-    assert len(bench.grants[ticket].slots) == 1
+    assert len(bench.grants[ticket].only.slots) == 1
     assert bench.in_flight() == []
 
 
@@ -70,7 +70,7 @@ def test_what_only_a_degraded_edge_leads_from_is_a_miss() -> None:
         bench.land(failed="b")
     before = bench.core.stats()
     (ticket,) = bench.acquire("b")
-    assert (bench.grants[ticket].lease, bench.grants[ticket].matched) == (None, 0)
+    assert (bench.grants[ticket].only.lease, bench.grants[ticket].matched) == (None, 0)
     after = bench.core.stats()
     asked = (after.queried - before.queried, after.found - before.found)
     assert (asked, after.hits) == ((1, 0), before.hits)

@@ -65,7 +65,7 @@ def test_a_hit_during_a_demotion_keeps_both() -> None:
     waiting = bench.reserve(DEVICE, 1)
     bench.cancel(waiting)
     (ticket,) = bench.acquire("a")
-    assert bench.grants[ticket].found_in == (DEVICE.bit,)
+    assert bench.grants[ticket].only.found_in == (DEVICE.bit,)
     bench.land()
     assert bench.where("a") == {DEVICE, HOST}
 

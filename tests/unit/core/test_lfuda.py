@@ -21,7 +21,7 @@ def fill(bench: Bench, names: str) -> None:
     for name in names:
         bench.reserve(DEVICE, 1)
         bench.land()
-        bench.commit(list(bench.grants.values())[-1], [(name, None, 35)])
+        bench.commit(list(bench.grants.values())[-1].only, [(name, None, 35)])
         bench.release(*bench.core.leases)
 
 

@@ -20,7 +20,7 @@ def test_promotion_from_host_frees_the_source() -> None:
     bench.land()
     assert bench.where("a") == {DEVICE}
     assert bench.states(HOST) == {SlotState.FREE: 1}
-    assert bench.grants[ticket].found_in == (HOST.bit,)
+    assert bench.grants[ticket].only.found_in == (HOST.bit,)
 
 
 def test_promotion_from_host_keeps_a_leased_source() -> None:
@@ -47,7 +47,7 @@ def test_two_who_want_the_same_block_share_one_copy() -> None:
     (second,) = bench.acquire("a", session=BOB)
     assert len(bench.in_flight()) == 1
     bench.land()
-    assert bench.grants[first].slots == bench.grants[second].slots
+    assert bench.grants[first].only.slots == bench.grants[second].only.slots
     bench.release(bench.lease(first))
     assert bench.tier(DEVICE).held == 1
 
@@ -69,7 +69,7 @@ def test_a_failed_promotion_shortens_the_answer_and_leaves_the_source() -> None:
     on_host(bench, "ab")
     (ticket,) = bench.acquire("ab")
     bench.land(failed="b")
-    assert len(bench.grants[ticket].slots) == 1
+    assert len(bench.grants[ticket].only.slots) == 1
     assert bench.grants[ticket].matched == 2
     assert (bench.where("a"), bench.where("b")) == ({DEVICE}, {HOST})
 

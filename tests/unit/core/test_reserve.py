@@ -15,7 +15,7 @@ def test_all_or_nothing() -> None:
     assert not bench.answered(waiting)
     assert bench.states(DEVICE) == {SlotState.FREE: 1, SlotState.RETIRING: 1}
     bench.land()
-    assert len(bench.grants[waiting].slots) == 2
+    assert len(bench.grants[waiting].only.slots) == 2
 
 
 def test_tiers_have_queues_of_their_own() -> None:

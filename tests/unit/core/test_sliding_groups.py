@@ -105,7 +105,7 @@ def test_a_reader_of_one_group_holds_what_its_window_needs() -> None:
     bench.land()
     assert bench.granted_alone(ticket, SLIDING, "abcdefg") == "def"
     grant = bench.grants[ticket]
-    assert (grant.blocks, grant.matched, grant.found_in) == (6, 6, (HOST.bit,) * 3)
+    assert (grant.blocks, grant.matched, grant.only.found_in) == (6, 6, (HOST.bit,) * 3)
     stats = bench.core.stats()
     assert (stats.hits[HOST], stats.queried - stats.found, stats.held_by) == (3, 1, {ALICE: 3})
 

@@ -216,7 +216,7 @@ def test_copies_ahead_make_no_room_of_each_other() -> None:
     for name, tier in (("a", DEVICE), ("b", DEVICE), ("c", HOST)):
         ticket = bench.reserve(tier, 1)
         land_some(bench)
-        bench.commit(bench.grants[ticket], [(name, None, 35)])
+        bench.commit(bench.grants[ticket].only, [(name, None, 35)])
         bench.release(bench.lease(ticket))
         land_some(bench)
     assert not bench.moves, "copies beget copies"
@@ -258,7 +258,7 @@ def test_an_edge_that_fails_does_not_hold_anything_up(policy: Policy) -> None:
         for _ in range(8):
             bench.fail_all()
         grant = bench.grants[ticket]
-        bench.commit(grant, [(name, None, 35)])
+        bench.commit(grant.only, [(name, None, 35)])
         bench.release(bench.lease(ticket))
     assert bench.core.match(GROUP, keys("f")).blocks == 1
 

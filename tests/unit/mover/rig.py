@@ -18,7 +18,7 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.events import Cause, Event, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Grant, Move, MoveItem, Refusal
+from kvtierd.core.outcome import Grant, GroupGrant, Move, MoveItem, Refusal
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.transfers import ChainRequest, CommitItem
 from kvtierd.mover.engine import Engine
@@ -117,7 +117,7 @@ class Client:
         self.session = session
         self.cache = cache
 
-    async def reserve(self, count: int, tier: Tier = Tier.DEVICE, timeout_s: float | None = 30.0) -> Grant:
+    async def reserve(self, count: int, tier: Tier = Tier.DEVICE, timeout_s: float | None = 30.0) -> GroupGrant:
         return await self.engine.reserve(self.cache, self.session, GROUP, tier, count, timeout_s)
 
     async def put(self, chain: Sequence[Key], tier: Tier = Tier.DEVICE, *, after: Key | None = None) -> None:
@@ -126,7 +126,7 @@ class Client:
         self.commit(grant, chain, tier, after=after)
         self.release(grant)
 
-    def commit(self, grant: Grant, chain: Sequence[Key], tier: Tier, *, after: Key | None = None) -> None:
+    def commit(self, grant: GroupGrant, chain: Sequence[Key], tier: Tier, *, after: Key | None = None) -> None:
         assert grant.lease is not None
         runtime = self.engine.runtime(self.cache)
         for slot, block in zip(grant.slots, chain, strict=True):
@@ -141,7 +141,7 @@ class Client:
         self, chain: Sequence[Key], tier: Tier = Tier.DEVICE, min_blocks: int = 0, timeout_s: float | None = 30.0
     ) -> Grant | Refusal:
         wanted = [ChainRequest(tuple(chain), min_blocks)]
-        (answer,) = await self.engine.acquire(self.cache, self.session, GROUP, tier, wanted, timeout_s)
+        (answer,) = await self.engine.acquire(self.cache, self.session, [GROUP], tier, wanted, timeout_s)
         return answer
 
     async def get(self, chain: Sequence[Key], tier: Tier = Tier.DEVICE) -> int:
@@ -150,16 +150,16 @@ class Client:
         if isinstance(answer, Refusal):
             return 0
         runtime = self.engine.runtime(self.cache)
-        for slot, block in zip(answer.slots, chain, strict=False):
+        for slot, block in zip(answer.only.slots, chain, strict=False):
             assert holds(runtime, tier, slot, block)
             assert ready(runtime, tier, slot)
-        self.release(answer)
-        return len(answer.slots)
+        self.release(answer.only)
+        return answer.blocks
 
     async def move(self, chain: Sequence[Key], to: Tier, timeout_s: float | None = 30.0) -> Grant:
         return await self.engine.move(self.cache, self.session, GROUP, to, chain, timeout_s)
 
-    def release(self, grant: Grant) -> None:
+    def release(self, grant: GroupGrant) -> None:
         if grant.lease is not None:
             self.engine.release(self.cache, self.session, [grant.lease])
 

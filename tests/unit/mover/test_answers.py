@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.core.ids import CacheId, SessionId, Tier
-from kvtierd.core.outcome import Grant, Refusal, RefusalReason
+from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.core.transfers import ChainRequest
 from kvtierd.mover.engine import MOVE_SLICE
 from kvtierd.mover.executor import Refused, UnknownCache
@@ -31,7 +31,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         yield house
 
 
-async def waiting_reserve(house: House, count: int, session: int) -> asyncio.Task[Grant]:
+async def waiting_reserve(house: House, count: int, session: int) -> asyncio.Task[GroupGrant]:
     task = asyncio.create_task(house.client(session).reserve(count))
     await asyncio.sleep(0)  # it is asked
     await asyncio.sleep(0)  # what can make room is planned
@@ -47,7 +47,7 @@ def assert_nothing_held(house: House) -> None:
 
 
 @pytest.fixture
-async def line(house: House) -> list[asyncio.Task[Grant]]:
+async def line(house: House) -> list[asyncio.Task[GroupGrant]]:
     """Two reserves in a line: one slot is free and three are on their way to the disk.
 
     The first wants all four. When it is cancelled, the second is granted its one slot in that very turn.
@@ -56,14 +56,14 @@ async def line(house: House) -> list[asyncio.Task[Grant]]:
     return [await waiting_reserve(house, 4, session=2), await waiting_reserve(house, 1, session=3)]
 
 
-async def test_cancelling_the_first_in_line_lets_the_next_one_in(house: House, line: list[asyncio.Task[Grant]]) -> None:
+async def test_cancelling_the_first_in_line_lets_the_next_one_in(house: House, line: list[asyncio.Task[GroupGrant]]) -> None:
     line[0].cancel()
     assert len((await line[1]).slots) == 1
     assert house.engine.manager(CACHE).stats().held_by == {3: 1}
 
 
 async def test_a_grant_that_meets_a_waiter_cancelled_in_the_same_turn_goes_back(
-    house: House, line: list[asyncio.Task[Grant]]
+    house: House, line: list[asyncio.Task[GroupGrant]]
 ) -> None:
     line[0].cancel()
     line[1].cancel()  # it sees this only after the first one's end has granted it the slot
@@ -73,7 +73,7 @@ async def test_a_grant_that_meets_a_waiter_cancelled_in_the_same_turn_goes_back(
 
 
 async def test_a_grant_set_but_not_delivered_goes_back_when_the_call_is_cancelled(
-    house: House, line: list[asyncio.Task[Grant]]
+    house: House, line: list[asyncio.Task[GroupGrant]]
 ) -> None:
     granted: list[int] = []
 
@@ -90,7 +90,7 @@ async def test_a_grant_set_but_not_delivered_goes_back_when_the_call_is_cancelle
 
 
 async def test_a_killed_client_whose_call_is_cancelled_after_its_session_ended(
-    house: House, line: list[asyncio.Task[Grant]]
+    house: House, line: list[asyncio.Task[GroupGrant]]
 ) -> None:
     def die() -> None:
         house.engine.end_session(SessionId(3))
@@ -124,7 +124,7 @@ async def test_cancelling_an_acquire_of_several_chains_gives_back_those_answered
     house.disk.close_gate()
 
     chains = [ChainRequest(above), ChainRequest(below)]
-    task = asyncio.create_task(house.engine.acquire(CACHE, SessionId(2), GROUP, DEVICE, chains, 30.0))
+    task = asyncio.create_task(house.engine.acquire(CACHE, SessionId(2), [GROUP], DEVICE, chains, 30.0))
     await asyncio.sleep(0)
     assert house.engine.manager(CACHE).stats().held_by == {2: 1}
     task.cancel()
@@ -143,8 +143,8 @@ async def test_an_acquire_gets_at_its_deadline_what_is_there(house: House) -> No
 
     answer = await house.client(2).acquire(tail, timeout_s=0.02)
     assert isinstance(answer, Grant)
-    assert (len(answer.slots), answer.matched) == (1, 2)
-    house.client(2).release(answer)
+    assert (answer.blocks, answer.matched) == (1, 2)
+    house.client(2).release(answer.only)
 
     answer = await house.client(2).acquire(tail, min_blocks=2, timeout_s=0.02)
     assert isinstance(answer, Refusal)

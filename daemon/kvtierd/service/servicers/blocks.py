@@ -249,10 +249,12 @@ class BlocksService:
             keys = [chain.keys for chain in chains]
             if bring:
                 wait_s = await self._bring(cache, of, keys, wait_s, request.recompute_ns_per_block / 1e9)
-            answers = await self._engine.acquire(cache.id, session.id, of, tier, chains, wait_s)
+            groups = () if request.across_groups else (group,)
+            answers = await self._engine.acquire(cache.id, session.id, groups, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
-            chains=[self._acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
+            chains=[self._acquired(cache, tier, answer, request.across_groups) for answer in answers],
+            as_of_event=self._now_cursor(),
         )
 
     async def join(self, session: Session, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
@@ -421,20 +423,19 @@ class BlocksService:
             blocks=found.blocks, groups=spans, as_of_event=self._now_cursor(), remote_blocks=remote
         )
 
-    def _acquired(self, cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
+    def _acquired(self, cache: Cache, tier: Tier, answer: Grant | Refusal, across: bool) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):
             reason = answer.reason.name
             return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=reason, detail=self._describe(answer))
-        return blocks_pb2.AcquiredChain(
-            lease_id=answer.lease or 0,
-            slots=answer.slots,
-            generations=_generations(cache, tier, group, answer.slots),
-            found_in=bytes(answer.found_in),
-            matched=answer.matched,
-            groups=[_acquired_group(cache, tier, part) for part in answer.groups],
-            blocks=answer.blocks,
-            sink_blocks=answer.sinks,
-        )
+        told = blocks_pb2.AcquiredChain(matched=answer.matched, blocks=answer.blocks)
+        if across:
+            told.groups.extend(_acquired_group(cache, tier, part) for part in answer.groups)
+            return told
+        part = answer.only
+        told.lease_id, told.sink_blocks, told.found_in = part.lease or 0, part.needed.sinks, bytes(part.found_in)
+        told.slots.extend(part.slots)
+        told.generations.extend(_generations(cache, tier, part.group, part.slots))
+        return told
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
         cache = self._catalog.opened(session, cache_id)

@@ -1,10 +1,10 @@
-"""Requests over all window groups of a cache, or over a sliding one: one prefix, with what every group needs for it
-READY and held there, or nothing in any.
+"""Acquires: one prefix over one or more window groups, with the blocks that each group needs for it READY and held
+there, or nothing in any.
 
-Such a request has a part in each group's queue, which waits there like any other. It takes its slots in all groups in
-one step, when all of its parts are at the head of their queues and have room. Where a group cannot make room, or loses
-a block, or a copy fails, the whole request is matched anew, for a shorter prefix: what a sliding group needs of that is
-other blocks, not fewer of the same.
+An acquire has a part in each group's queue, which waits there like any other request. It takes its slots in all groups
+in one step, when all of its parts are at the head of their queues and have room. Where a group cannot make room, or
+loses a block, or a copy fails, the whole acquire is matched anew, for a shorter prefix: a sliding group needs other
+blocks for a shorter prefix, not fewer of the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, TicketId, Tier
-from kvtierd.core.leases import FetchTicket, Lease, Turn
+from kvtierd.core.leases import FetchTicket, Lease
 from kvtierd.core.lookup import Cover, Limit, Usable, longest, match
 from kvtierd.core.outcome import Grant, GroupGrant, Recorder, Refusal, RefusalReason
 from kvtierd.core.retention import pairs
@@ -31,7 +31,7 @@ class NewLease(Protocol):
 
 class MakeRefusal(Protocol):
     def __call__(
-        self, ticket: AcrossTicket, reason: RefusalReason, wanted: int, free: int, matched: int, /
+        self, ticket: AcquireTicket, reason: RefusalReason, wanted: int, free: int, matched: int, /
     ) -> Refusal: ...
 
 
@@ -41,14 +41,13 @@ class Part:
 
     window: WindowManager
     fetch: FetchTicket
-    turn: Turn
     needed: Needed = NOTHING
 
 
 @dataclass(slots=True, eq=False)
-class AcrossTicket:
+class AcquireTicket:
     """``length``: of the prefix it is after now. ``spoiled``: blocks whose copies for it have failed; it does not try
-    them again. ``alone``: it is of one group, and answered as such."""
+    them again."""
 
     id: TicketId
     session: SessionId
@@ -56,7 +55,6 @@ class AcrossTicket:
     keys: Sequence[Key]
     min_blocks: int
     parts: tuple[Part, ...]
-    alone: bool = False
     length: int = 0
     matched: int = 0
     spoiled: set[Block] = field(default_factory=set)
@@ -72,8 +70,8 @@ class AcrossTicket:
         return max(self.min_blocks, 1)
 
 
-class AcrossGroups:
-    """All such requests of a cache. None waits that could go on: see :meth:`advance`."""
+class Acquires:
+    """The acquires of a cache. None waits that could go on: see :meth:`advance`."""
 
     def __init__(
         self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal
@@ -82,7 +80,7 @@ class AcrossGroups:
         self._recorder = recorder
         self._new_lease = new_lease
         self._refusal = refusal
-        self.tickets: dict[TicketId, AcrossTicket] = {}
+        self.tickets: dict[TicketId, AcquireTicket] = {}
         self._removed = 0
 
     @property
@@ -92,15 +90,20 @@ class AcrossGroups:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def match(
-        self, id: TicketId, session: SessionId, window: WindowManager | None, tier: Tier, chain: ChainRequest, now: int
-    ) -> AcrossTicket:
-        """Claims what the longest usable prefix needs in every group, or in that of ``window`` alone; room for it is
-        made later, by :meth:`queue`."""
-        parts = []
-        for each in self._windows if window is None else (window,):
-            turn = Turn()
-            parts.append(Part(each, FetchTicket(id, session, tier, True, [], turn=turn), turn))
-        ticket = AcrossTicket(id, session, tier, chain.keys, chain.min_blocks, tuple(parts), alone=window is not None)
+        self,
+        id: TicketId,
+        session: SessionId,
+        windows: Sequence[WindowManager],
+        tier: Tier,
+        chain: ChainRequest,
+        now: int,
+    ) -> AcquireTicket:
+        """Claims the blocks that the longest usable prefix needs in these groups; room for them is made later, by
+        :meth:`queue`. A block whose only copy is behind a failing edge is a miss."""
+        alone = len(windows) == 1
+        fetches = [FetchTicket(id, session, tier, [], hold=True, alone=alone) for _ in windows]
+        parts = tuple(map(Part, windows, fetches))
+        ticket = AcquireTicket(id, session, tier, chain.keys, chain.min_blocks, parts)
         self.tickets[id] = ticket
         ticket.matched, covers = self._match(ticket, len(chain.keys), self._readable(ticket, now))
         self._claim(ticket, ticket.matched, covers)
@@ -111,7 +114,7 @@ class AcrossGroups:
             part.window.retain(part.fetch.blocks, part.needed.pick(pairs(chain.priorities, chain.durations_ms)))
         return ticket
 
-    def queue(self, ticket: AcrossTicket, now: int) -> None:
+    def queue(self, ticket: AcquireTicket, now: int) -> None:
         """Shortens the request to what the tier can hold at best in every group, and lets it wait for that."""
         tier = ticket.tier
 
@@ -132,7 +135,7 @@ class AcrossGroups:
         else:
             self._shorten(ticket, now, RefusalReason.TIER_FULL, within)
 
-    def expire(self, ticket: AcrossTicket) -> None:
+    def expire(self, ticket: AcquireTicket) -> None:
         """The deadline passed: the answer is the longest prefix that is READY by now."""
 
         def ready(state: GroupState, block: Block) -> bool:
@@ -148,7 +151,7 @@ class AcrossGroups:
             part.window.take(part.fetch)
         self._grant(ticket)
 
-    def withdraw(self, ticket: AcrossTicket) -> None:
+    def withdraw(self, ticket: AcquireTicket) -> None:
         """The caller has gone: nothing stays held, nothing is answered."""
         del self.tickets[ticket.id]
         self._let_go(ticket)
@@ -168,26 +171,24 @@ class AcrossGroups:
                 self._shorten(ticket, now, RefusalReason.TOO_SHORT)
 
     def advance(self, now: int) -> bool:
-        """Does the next thing that the queues, which have been served, allow. False where there is none."""
+        """Answers acquires whose copies are READY, and lets others go on as far as the queues, which have been served,
+        allow. Returns whether the queues have changed: then they are to be served again."""
         return any(self._advance(ticket, now) for ticket in list(self.tickets.values()))
 
-    def _advance(self, ticket: AcrossTicket, now: int) -> bool:
+    def _advance(self, ticket: AcquireTicket, now: int) -> bool:
         if not ticket.waiting:
-            if any(part.fetch.pending for part in ticket.parts):
-                return False
-            self._finish(ticket, now)
-            return True
+            return not any(part.fetch.pending for part in ticket.parts) and self._finish(ticket, now)
         heads = [part for part in ticket.parts if part.window.heads(part.fetch)]
-        if any(part.turn.room is not None for part in heads):
+        if any(part.fetch.room is not None for part in heads):
             self._make_do(ticket, now)
             return True
-        if len(heads) == len(ticket.parts) and all(part.turn.able for part in heads):
+        if len(heads) == len(ticket.parts) and all(part.fetch.able for part in heads):
             for part in ticket.parts:
                 part.window.take(part.fetch)
             return True
         return False
 
-    def _make_do(self, ticket: AcrossTicket, now: int) -> None:
+    def _make_do(self, ticket: AcquireTicket, now: int) -> None:
         """Nothing more can be had in some group and nothing is in flight there."""
 
         def missing(block: Block) -> bool:
@@ -195,33 +196,34 @@ class AcrossGroups:
 
         def within(covers: Sequence[Cover]) -> list[Limit]:
             return [
-                cover.affordable(missing, max(0, part.turn.room))
+                cover.affordable(missing, max(0, part.fetch.room))
                 for cover, part in zip(covers, ticket.parts, strict=True)
-                if part.turn.room is not None and part.window.heads(part.fetch)
+                if part.fetch.room is not None and part.window.heads(part.fetch)
             ]
 
         self._shorten(ticket, now, RefusalReason.TIER_FULL, within)
 
-    def _finish(self, ticket: AcrossTicket, now: int) -> None:
-        """All copies have ended, well or not."""
+    def _finish(self, ticket: AcquireTicket, now: int) -> bool:
+        """All copies have ended, well or not. Returns whether it queues again, for a shorter prefix."""
         failed = {
             block
             for part in ticket.parts
             for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
             if not part.window.state.stands(block, ticket.tier, copy)
         }
-        if not failed:
+        if failed:
+            ticket.spoiled |= failed
+            self._shorten(ticket, now, RefusalReason.TOO_SHORT)
+        else:
             self._grant(ticket)
-            return
-        ticket.spoiled |= failed
-        self._shorten(ticket, now, RefusalReason.TOO_SHORT)
+        return bool(failed)
 
     # -- matching ----------------------------------------------------------------------------------------------------
 
-    def _match(self, ticket: AcrossTicket, bound: int, usable: Usable) -> tuple[int, list[Cover]]:
+    def _match(self, ticket: AcquireTicket, bound: int, usable: Usable) -> tuple[int, list[Cover]]:
         return match([part.window.state for part in ticket.parts], ticket.keys[:bound], usable)
 
-    def _readable(self, ticket: AcrossTicket, now: int) -> Usable:
+    def _readable(self, ticket: AcquireTicket, now: int) -> Usable:
         """In the tier, on its way there, or behind a usable edge."""
         windows = {part.window.state: part.window for part in ticket.parts}
 
@@ -232,7 +234,7 @@ class AcrossGroups:
 
     def _shorten(
         self,
-        ticket: AcrossTicket,
+        ticket: AcquireTicket,
         now: int,
         reason: RefusalReason,
         limits: Callable[[Sequence[Cover]], list[Limit]] = lambda covers: [],
@@ -246,7 +248,7 @@ class AcrossGroups:
         self._claim(ticket, length, covers)
         self._enqueue(ticket)
 
-    def _claim(self, ticket: AcrossTicket, length: int, covers: Sequence[Cover]) -> None:
+    def _claim(self, ticket: AcquireTicket, length: int, covers: Sequence[Cover]) -> None:
         """Claims what the prefix needs and gives up what was claimed or held before."""
         ticket.length = length
         for part, cover in zip(ticket.parts, covers, strict=True):
@@ -255,12 +257,12 @@ class AcrossGroups:
 
     # -- queues and answers --------------------------------------------------------------------------------------------
 
-    def _enqueue(self, ticket: AcrossTicket) -> None:
+    def _enqueue(self, ticket: AcquireTicket) -> None:
         for part in ticket.parts:
             part.window.dequeue(part.fetch)
             part.window.enqueue(part.fetch)
 
-    def _grant(self, ticket: AcrossTicket) -> None:
+    def _grant(self, ticket: AcquireTicket) -> None:
         del self.tickets[ticket.id]
         groups = []
         for part in ticket.parts:
@@ -271,25 +273,17 @@ class AcrossGroups:
                 lease.held = dict(zip(fetch.blocks, fetch.copies, strict=True))
             slots = tuple(copy.slot for copy in fetch.copies)
             group = part.window.state.group
-            groups.append(GroupGrant(group, part.needed, lease.id if lease else None, slots, fetch.found_in))
-        matched, blocks = ticket.matched, ticket.length
-        if ticket.alone:
-            (held,) = groups
-            sinks = held.needed.sinks
-            self._recorder.grant(
-                Grant(ticket.id, held.lease, held.slots, held.found_in, matched, blocks=blocks, sinks=sinks)
-            )
-        else:
-            self._recorder.grant(Grant(ticket.id, None, matched=matched, blocks=blocks, groups=tuple(groups)))
+            groups.append(GroupGrant(group, lease.id if lease else None, slots, fetch.found_in, part.needed))
+        self._recorder.grant(Grant(ticket.id, tuple(groups), ticket.matched, ticket.length))
 
-    def refuse(self, ticket: AcrossTicket, reason: RefusalReason) -> None:
+    def refuse(self, ticket: AcquireTicket, reason: RefusalReason) -> None:
         """Nothing stays held."""
         del self.tickets[ticket.id]
         self._let_go(ticket)
         free = min(part.window.state.slots[ticket.tier].free for part in ticket.parts)
         self._recorder.refuse(self._refusal(ticket, reason, ticket.least, free, ticket.matched))
 
-    def _let_go(self, ticket: AcrossTicket) -> None:
+    def _let_go(self, ticket: AcquireTicket) -> None:
         for part in ticket.parts:
             part.window.dequeue(part.fetch)
             part.window.let_go(part.fetch)
