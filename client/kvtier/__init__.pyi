@@ -70,7 +70,6 @@ from kvtier.types import (
 from kvtier.memory.planes import Planes as Planes
 from kvtier.watch import Watch as Watch
 from kvtier.wire import (
-    AcrossMatch as AcrossMatch,
     Location as Location,
     Locations as Locations,
     Match as Match,

@@ -15,7 +15,7 @@ from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Arena, Binder, send
 from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
-from kvtier.chains import Prompt
+from kvtier.chains import Piece, Prompt
 from kvtier.copies import Streamed
 from kvtier.deadline import in_turn
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_within
@@ -95,7 +95,8 @@ class Cache(GroupVerbs):
     @property
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
-        return AcrossGroups(self, self._binder, self._holdings, self.reader, self._deadline)
+        caches = [self.in_group(group) for group in range(len(self.spec.groups))]
+        return AcrossGroups(caches, self._binder, self._holdings, self.reader, self._default_timeout)
 
     @property
     def spec(self) -> CacheSpec:
@@ -206,8 +207,8 @@ class Cache(GroupVerbs):
 
         async def take() -> ReadLease:
             packed = packed_keys(keys, "chains[0].keys")
-            (lease,) = await self._holdings.acquire(
-                self,
+            ((lease,),) = await self._holdings.acquire(
+                [self],
                 [packed],
                 self.lease_tier(tier),
                 min_blocks,
@@ -241,7 +242,9 @@ class Cache(GroupVerbs):
 
         async def take() -> list[ReadLease]:
             packed = packed_chains(chains)
-            return await self._holdings.acquire(self, packed, self.lease_tier(tier), min_blocks, retention, timeout)
+            place = self.lease_tier(tier)
+            found = await self._holdings.acquire([self], packed, place, min_blocks, retention, timeout)
+            return [lease for (lease,) in found]
 
         return Held(take, release)
 
@@ -318,10 +321,9 @@ class Cache(GroupVerbs):
             prompt: what the keys are of, for events that tell more. ``retention``: instead of ``priorities``.
         Raises: :class:`InvalidArgument`, :class:`TierFull`.
         """
-        packed = packed_keys(keys)
-        place = self.lease_tier(tier)
+        chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
         way, reach = self.way(place), self.reach(place)
-        return await self._put(way, reach, packed, blocks, parent, place, priorities, retention, prompt, timeout)
+        return await self._put(way, reach, chain, blocks, parent, place, priorities, retention, prompt, timeout)
 
     async def stream_put(
         self,
@@ -340,8 +342,9 @@ class Cache(GroupVerbs):
         Each piece is checked against its checksums and stored whole or not at all. Raises also
         :class:`DamagedTransfer`.
         """
-        packed, way = packed_keys(keys), self._streamed
-        return await self._put(way, None, packed, blocks, parent, tier, priorities, retention, prompt, timeout)
+        chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
+        way = self._streamed
+        return await self._put(way, None, chain, blocks, parent, place, priorities, retention, prompt, timeout)
 
     async def get(
         self,
@@ -492,22 +495,20 @@ class Cache(GroupVerbs):
         self,
         way: copies.Way,
         reach: Reach | None,
-        keys: Keys,
+        chain: Sequence[bytes],
         blocks: Blocks,
         parent: bytes | None,
-        tier: Tier | None,
+        tier: Tier,
         priorities: int | Sequence[int] | None,
         retention: Retention | None,
         prompt: Prompt | None,
         timeout: float | None,
     ) -> list[BlockResult]:
-        chain = split_keys(packed_keys(keys))
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
         sources = buffers.readable(blocks, len(chain), self.block_bytes, reach)
-        whole = copies.Piece.whole(chain, sources, parent, kept, prompt)
-        place = self.lease_tier(tier)
-        return await copies.put(self.slots(place), way, place, whole, self.absent, timeout)
+        whole = Piece.whole(chain, sources, parent, kept, prompt)
+        return await copies.put(self.slots(tier), way, tier, whole, self.absent, timeout)
 
     def absent(self, chain: Sequence[bytes]) -> Sequence[int] | None:
         """See :data:`kvtier.copies.Absent`."""

@@ -9,20 +9,23 @@ shorter one is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier import buffers
 from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.key_index import Asked, Found, IndexReader, Presence
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec, FieldError
+from kvtier.buffers import Rows
 from kvtier.errors import InvalidArgument
-from kvtier.types import CacheOptions, Cursor, Tier
-from kvtier.wire import AcrossMatch, GroupSpan, Locations, Match, split_keys
+from kvtier.retention import BlockRetention
+from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
+from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
 
 _LEAST_LOOKED_UP: Final = 64
 """Keys of a sliding group that are looked up at a time, or its window, or as many again, whichever is more."""
@@ -221,6 +224,38 @@ _TRIES: Final = 3
 """How often a match is made anew whose blocks leave while it is made."""
 
 
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """A chain, or some keys of one, to be stored. ``blocks``: flat, one a key, as all but the prompt."""
+
+    chain: Sequence[bytes]
+    blocks: Rows
+    parents: Sequence[bytes]
+    kept: BlockRetention
+    prompt: Prompt | None
+
+    @classmethod
+    def whole(
+        cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
+    ) -> Piece:
+        """Of a chain. ``parent``: the first one's; None: as the prompt says, else it is a root. Raises
+        :class:`kvtier.errors.InvalidArgument`."""
+        if parent is None and prompt is not None and chain:
+            parent = prompt.parent_of(chain[0])
+        first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
+        return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
+
+    def only(self, places: Sequence[int]) -> Piece:
+        """The keys at these places."""
+        return Piece(
+            [self.chain[place] for place in places],
+            buffers.picked(self.blocks, np.array(places, np.intp)),
+            [self.parents[place] for place in places],
+            self.kept.only(places),
+            self.prompt,
+        )
+
+
 class Chains:
     """Lookups of one mapped cache; ``keys`` are packed. Threads may share it.
 
@@ -248,8 +283,14 @@ class Chains:
             return found
         return replace(found, residency=found.residency & self._bits, sure=np.ones_like(found.sure))
 
-    def prefix_length(self, keys: bytes, group: int) -> int | None:
-        """The longest prefix of the chain that the group can serve."""
+    def prefix_length(self, keys: bytes, groups: Sequence[int]) -> int | None:
+        """The longest prefix of the chain that these groups can serve together."""
+        if len(groups) == 1:
+            return self._length_in(keys, groups[0])
+        walked = self._walk(keys, groups)
+        return None if walked is None else walked[0]
+
+    def _length_in(self, keys: bytes, group: int) -> int | None:
         bound, attention = len(keys) // KEY_BYTES, self.attentions[group]
         if attention.span:
             return Window(self._look_up(keys, group), attention, bound).unbroken(bound)
@@ -259,36 +300,23 @@ class Chains:
         length = count_leading(found.residency != 0)
         return length if length == bound or found.sure[length] else None
 
-    def match(self, keys: bytes, group: int) -> Match | None:
-        as_of, bound = self._as_of(), self.prefix_length(keys, group)
-        if bound is None:
-            return None
-        found = self.presence(keys[: bound * KEY_BYTES], group)
-        here = Window(
-            lambda start, stop: (found.residency[start:stop], found.sure[start:stop]), self.attentions[group], bound
-        )
-        length = here.unbroken(bound)  # shorter, where blocks have left meanwhile
-        if length is None or not found.sure[:length].all():
-            return None
-        return Match(length, found.residency[:length].tobytes(), as_of)
+    def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
+        """See :meth:`kvtier.Cache.match`."""
+        for _ in range(_TRIES):
+            as_of = self._as_of()
+            found = self._spans_of(keys, groups)
+            if found is None:
+                return None
+            if all(all(span.residency) for span in found):
+                return Match(found[0].blocks, found, as_of)
+        return None
 
     def wanted(self, keys: bytes, group: int) -> Needed | None:
         """Of a chain, the blocks to be copied: of a full-attention group all that are there, else what the longest
         prefix needs."""
         attention = self.attentions[group]
-        length = self.prefix_length(keys, group) if attention.span else len(keys) // KEY_BYTES
+        length = self._length_in(keys, group) if attention.span else len(keys) // KEY_BYTES
         return None if length is None else attention.needs(length)
-
-    def match_across(self, keys: bytes) -> AcrossMatch | None:
-        """See :meth:`kvtier.groups.AcrossGroups.match`."""
-        for _ in range(_TRIES):
-            as_of = self._as_of()
-            found = self._spans_of(keys)
-            if found is None:
-                return None
-            if all(all(span.residency) for span in found):
-                return AcrossMatch(found[0].blocks, found, as_of)
-        return None
 
     def probe(self, keys: bytes, group: int) -> bytes | None:
         found = self.presence(keys, group)
@@ -306,29 +334,24 @@ class Chains:
         shown = self._index.shown()
         return Cursor(shown.epoch, shown.event)
 
-    def length_across(self, keys: bytes) -> int | None:
-        """The longest prefix that all groups can serve."""
-        walked = self._walk(keys)
-        return None if walked is None else walked[0]
-
-    def _walk(self, keys: bytes) -> tuple[int, dict[int, Window]] | None:
+    def _walk(self, keys: bytes, groups: Sequence[int]) -> tuple[int, dict[int, Window]] | None:
         bound: int | None = len(keys) // KEY_BYTES
-        for group, attention in enumerate(self.attentions):
-            if not attention.span and bound:
-                bound = self.prefix_length(keys[: bound * KEY_BYTES], group)
+        for group in groups:
+            if not self.attentions[group].span and bound:
+                bound = self._length_in(keys[: bound * KEY_BYTES], group)
         if bound is None:
             return None
         windows = {
-            group: Window(self._look_up(keys, group), attention, bound)
-            for group, attention in enumerate(self.attentions)
-            if attention.span
+            group: Window(self._look_up(keys, group), self.attentions[group], bound)
+            for group in groups
+            if self.attentions[group].span
         }
         length = longest(bound, windows.values())
         return None if length is None else (length, windows)
 
-    def _spans_of(self, keys: bytes) -> tuple[GroupSpan, ...] | None:
-        """What each group has of the longest prefix. A residency of 0: the block has left meanwhile."""
-        walked = self._walk(keys)
+    def _spans_of(self, keys: bytes, groups: Sequence[int]) -> tuple[GroupSpan, ...] | None:
+        """Each group's part of the longest prefix. A residency of 0: the block has left meanwhile."""
+        walked = self._walk(keys, groups)
         if walked is None:
             return None
         length, windows = walked
@@ -336,7 +359,8 @@ class Chains:
             GroupSpan(group, needed.first, windows[group].residency(length), needed.sinks)
             if group in windows
             else GroupSpan(group, 0, self.presence(keys[: length * KEY_BYTES], group).residency.tobytes())
-            for group, needed in enumerate(attention.needs(length) for attention in self.attentions)
+            for group in groups
+            for needed in [self.attentions[group].needs(length)]
         )
 
     def _look_up(self, keys: bytes, group: int) -> LookUp:

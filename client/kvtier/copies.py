@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -17,57 +16,20 @@ from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
+from kvtier.chains import Piece
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
-from kvtier.lease import Owner, ReadLease, granted
+from kvtier.lease import Holdings, Owner, ReadLease, granted
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
-from kvtier.retention import BlockRetention
 from kvtier.transport.link import Link
-from kvtier.types import ROOT_PARENT, BlockResult, Tier
+from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
-from kvtier.wire import packed_keys, split_keys, tier_to_wire
-
-if TYPE_CHECKING:
-    from kvtier.chains import Prompt
-    from kvtier.lease import Holdings
-
+from kvtier.wire import tier_to_wire
 
 MAX_PIECE: Final = 1_024
 """Blocks that one call brings into the daemon's core."""
-
-
-@dataclass(slots=True, frozen=True)
-class Piece:
-    """A chain, or some keys of one, to be stored. ``blocks``: flat, one a key, as all but the prompt."""
-
-    chain: Sequence[bytes]
-    blocks: Rows
-    parents: Sequence[bytes]
-    kept: BlockRetention
-    prompt: Prompt | None
-
-    @classmethod
-    def whole(
-        cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
-    ) -> Piece:
-        """Of a chain. ``parent``: the first one's; None: as the prompt says, else it is a root. Raises
-        :class:`kvtier.errors.InvalidArgument`."""
-        if parent is None and prompt is not None and chain:
-            parent = prompt.parent_of(chain[0])
-        first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
-        return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
-
-    def only(self, places: Sequence[int]) -> Piece:
-        """The keys at these places."""
-        return Piece(
-            [self.chain[place] for place in places],
-            buffers.picked(self.blocks, np.array(places, np.intp)),
-            [self.parents[place] for place in places],
-            self.kept.only(places),
-            self.prompt,
-        )
 
 
 class Way(Protocol):
@@ -106,7 +68,7 @@ class Mapped:
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         cache = self._cache
-        (lease,) = await self._holdings.acquire(cache, [b"".join(chain)], tier, 1, None, timeout, for_read=True)
+        ((lease,),) = await self._holdings.acquire([cache], [b"".join(chain)], tier, 1, None, timeout, for_read=True)
         if lease.error is not None:
             raise lease.error
         try:
@@ -268,7 +230,7 @@ class Streamed:
             binding = await self._binder.bind(link)
             acquire = blocks_pb2.AcquireRequest(
                 cache_id=binding.cache_id,
-                group=self._cache.group,
+                groups=[self._cache.group],
                 tier=tier_to_wire(tier),
                 chains=wanted,
                 timeout_ns=deadline.wait_ns(),
@@ -318,9 +280,9 @@ async def _download(
     found = first.header.found
     if found.refusal:
         raise chain_error(found, 1)
-    needed = granted(found, len(found.found_in))
+    needed, count = granted(found, found.groups[0]), len(found.groups[0].found_in)
     into = None if targets is None else needed.pick(targets)
-    rows = list(np.empty((len(found.found_in), block_bytes), np.uint8) if into is None else into)
+    rows = list(np.empty((count, block_bytes), np.uint8) if into is None else into)
     progress = Progress(len(rows), block_bytes)
     checksums = b""
     async for chunk in chunks:

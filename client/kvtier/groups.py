@@ -6,44 +6,36 @@ blocks from the first on, a sliding one only those that its window covers at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
 from kvtier import buffers, copies
-from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.arena import Binder, Binding
-from kvtier.buffers import Blocks, Rows
-from kvtier.chains import Prompt
+from kvtier.arena import Binder
+from kvtier.buffers import Blocks, Reach, Rows
+from kvtier.chains import Piece, Prompt
 from kvtier.copies import copied_out
-from kvtier.deadline import Deadline, in_turn
-from kvtier.errors import InvalidArgument, KvtierError, TooShort, chain_error
-from kvtier.lease import Holdings, ReadLease
+from kvtier.deadline import in_turn
+from kvtier.errors import InvalidArgument, TooShort
+from kvtier.lease import Holdings, Owner, ReadLease
 from kvtier.memory.gpu import PASSED, Stream
 from kvtier.reading import Read, Reader
-from kvtier.retention import Retention, block_retention, chain_message, each_priority
+from kvtier.retention import Retention, block_retention, each_priority
 from kvtier.types import BlockResult, Tier
-from kvtier.v1 import blocks_pb2
+from kvtier.verbs import PrefixVerbs
 from kvtier.wire import (
-    AcrossMatch,
-    GroupSpan,
     Held,
     Keys,
-    cursor_from_wire,
     packed_chains,
     packed_keys,
     recompute_to_wire,
     split_keys,
-    tier_to_wire,
 )
-
-if TYPE_CHECKING:
-    from kvtier.cache import Cache
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,6 +80,25 @@ def all_whole(reads: Iterable[Read]) -> bool:
     return all(read.whole for read in reads)
 
 
+class Group(Owner, Protocol):
+    """A cache in one of its window groups: see :class:`kvtier.Cache`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def slots(self, tier: Tier) -> int: ...
+
+    def lease_tier(self, tier: Tier | None = None) -> Tier: ...
+
+    def way(self, tier: Tier) -> copies.Way: ...
+
+    def reach(self, tier: Tier | None) -> Reach | None: ...
+
+    def absent(self, chain: Sequence[bytes]) -> Sequence[int] | None: ...
+
+    async def stream_get(self, keys: Keys, out: Blocks | None = None, *, tier: Tier | None = None) -> list[Any]: ...
+
+
 class AcrossLease:
     """A prefix held in every window group.
 
@@ -95,18 +106,19 @@ class AcrossLease:
     and :meth:`ReadLease.give_back` for what a sequence has left behind its window.
     """
 
-    def __init__(self, cache: Cache, keys: Sequence[bytes], groups: Sequence[ReadLease], matched: int) -> None:
-        self._cache: Final = cache
-        self.keys: Final = tuple(keys)
-        """The prefix that is held."""
+    def __init__(self, packed: bytes, groups: Sequence[ReadLease]) -> None:
         self.groups: Final = tuple(groups)
-        self.matched: Final = matched
+        first = self.groups[0]
+        self.keys: Final = tuple(split_keys(packed[: first.prefix_length * KEY_BYTES]))
+        """The prefix that is held."""
+        self.matched: Final = first.matched
         """Length of the stored prefix at the moment of the match; more than :attr:`blocks` where room was short."""
-        self.error: KvtierError | None = None
-        """What ``acquire`` of this chain alone would have raised; None where it was not refused."""
+        self.error: Final = first.error
+        """The error that ``acquire`` of this chain alone would have raised; None where it was not refused."""
 
     def __repr__(self) -> str:
-        return f"<AcrossLease of cache {self._cache.name}: {self.blocks} blocks in {len(self.groups)} groups>"
+        name = self.groups[0].binding.info.name
+        return f"<AcrossLease of cache {name}: {self.blocks} blocks in {len(self.groups)} groups>"
 
     @property
     def blocks(self) -> int:
@@ -125,7 +137,7 @@ class AcrossLease:
     async def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives the slots of all groups back, in one call; nothing, where that was done before. ``stream``: see
         :meth:`kvtier.Cache.release`."""
-        await self._cache.release(*self.groups, stream=stream, timeout=timeout)
+        await self.groups[0].cache.release(*self.groups, stream=stream, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,45 +148,15 @@ class AcrossLease:
         await self.release()
 
 
-class AcrossGroups:
+class AcrossGroups(PrefixVerbs):
     """Made by :attr:`kvtier.Cache.across`; verbs, arguments and errors as those of one group."""
 
     def __init__(
-        self,
-        cache: Cache,
-        binder: Binder,
-        holdings: Holdings,
-        reader: Reader,
-        deadline: Callable[[float | None], Deadline],
+        self, caches: Sequence[Group], binder: Binder, holdings: Holdings, reader: Reader, default_timeout: float
     ) -> None:
-        self.reader: Final = reader
-        """Reads without a call: for the synchronous client."""
-        self._cache: Final = cache
-        self._groups: Final = [cache.in_group(group) for group in range(len(cache.spec.groups))]
-        self._binder: Final = binder
+        super().__init__(binder, reader, range(len(caches)), default_timeout)
+        self._caches: Final = caches
         self._holdings: Final = holdings
-        self._deadline: Final = deadline
-
-    async def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> AcrossMatch:
-        """The longest prefix that all groups can serve together. No side effect.
-
-        The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w
-        tokens those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block). ``remote``: as in
-        :meth:`kvtier.Cache.match`.
-        """
-        packed = packed_keys(keys)
-        await in_turn(timeout)
-        found = None if remote else self.reader.match_across(packed)
-        if found is not None:
-            return found
-        self.reader.count(calls=1)
-        request = blocks_pb2.MatchRequest(keys=packed, across_groups=True, remote=remote, counted=True)
-        reply = await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
-        self.reader.looked_up(packed, 0, reply.blocks)
-        spans = tuple(
-            GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
-        )
-        return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event), reply.remote_blocks)
 
     def acquire(
         self,
@@ -213,7 +195,7 @@ class AcrossGroups:
         """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
 
         async def release(leases: list[AcrossLease]) -> None:
-            await self._cache.release(*(part for lease in leases for part in lease.groups))
+            await self._caches[0].release(*(part for lease in leases for part in lease.groups))
 
         async def take() -> list[AcrossLease]:
             packed = packed_chains(chains)
@@ -246,15 +228,15 @@ class AcrossGroups:
         ranks = each_priority(len(chain), priorities) or None
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
-        place = self._cache.lease_tier(tier)
+        place = self._caches[0].lease_tier(tier)
         sources = self.sources(blocks, len(chain), place)
         results: dict[int, list[BlockResult]] = {group: [] for group in sources}
-        for group in sorted(sources, key=lambda group: self._cache.spec.groups[group].window_tokens > 0):
-            rows, cache = sources[group], self._groups[group]
+        for group in sorted(sources, key=lambda group: self._caches[0].spec.groups[group].window_tokens > 0):
+            rows, cache = sources[group], self._caches[group]
             first, step = len(chain) - len(rows), cache.spec.tokens_per_block
             later = retention and retention.after(first, step)
             kept = block_retention(len(rows), step, ranks and ranks[first:], later)
-            piece = copies.Piece.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
+            piece = Piece.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
             way = cache.way(place)
             results[group] = await copies.put(cache.slots(place), way, place, piece, cache.absent, timeout)
         return results
@@ -263,14 +245,14 @@ class AcrossGroups:
         """The bytes of what is put of a chain of so many keys: for the synchronous client, whose caller's streams are
         another thread's. Raises :class:`InvalidArgument`."""
         for group, rows in blocks.items():
-            if group not in range(len(self._groups)):
-                raise InvalidArgument("blocks", group, f"groups 0 to {len(self._groups) - 1}")
+            if group not in range(len(self._caches)):
+                raise InvalidArgument("blocks", group, f"groups 0 to {len(self._caches) - 1}")
             if len(rows) > count:
                 raise InvalidArgument(f"blocks[{group}]", f"{len(rows)} blocks", f"at most {count}, one a key")
         return {
             group: buffers.readable(rows, len(rows), cache.block_bytes, cache.reach(tier))
             for group, rows in blocks.items()
-            for cache in [self._groups[group]]
+            for cache in [self._caches[group]]
         }
 
     async def get(
@@ -302,14 +284,14 @@ class AcrossGroups:
 
     def targets(self, out: Mapping[int, Blocks] | None, count: int, tier: Tier | None) -> dict[int, Rows]:
         """Where the caller wants so many blocks, by group. Raises :class:`InvalidArgument`."""
-        self._cache.lease_tier(tier)
+        self._caches[0].lease_tier(tier)
         for group in out or ():
-            if group not in range(len(self._groups)):
-                raise InvalidArgument("out", group, f"groups 0 to {len(self._groups) - 1}")
+            if group not in range(len(self._caches)):
+                raise InvalidArgument("out", group, f"groups 0 to {len(self._caches) - 1}")
         return {
             group: buffers.writable(blocks, count, cache.block_bytes, cache.reach(tier))
             for group, blocks in (out or {}).items()
-            for cache in [self._groups[group]]
+            for cache in [self._caches[group]]
         }
 
     async def end_get(
@@ -320,7 +302,7 @@ class AcrossGroups:
         try:
             lease = await self.acquire(packed, tier, min_blocks=1, timeout=timeout)
         except TooShort:
-            return AcrossBlocks(0, {group.group: [] for group in self._groups})
+            return AcrossBlocks(0, {group.group: [] for group in self._caches})
         try:
             copied = {part.cache.group: await self._copied(part, targets) for part in lease.groups}
             return AcrossBlocks(lease.blocks, copied)
@@ -334,7 +316,7 @@ class AcrossGroups:
             return []
         if lease.memory is None:
             self._binder.asked.looked_up(b"".join(lease.keys), lease.blocks)  # the acquire has counted it
-            streamed = await self._groups[group].stream_get(lease.keys, into, tier=lease.tier)
+            streamed = await self._caches[group].stream_get(lease.keys, into, tier=lease.tier)
             return _tail(lease.needed.spread(streamed))
         rows: Rows = np.empty((lease.blocks, lease.cache.block_bytes), np.uint8) if into is None else into
         await copied_out(lease, rows)
@@ -342,7 +324,7 @@ class AcrossGroups:
 
     def begin_get(self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None) -> AcrossRead | None:
         """A get without a call, to be tried. None: only the daemon can tell."""
-        match = self.reader.match_across(packed, for_read=True)
+        match = self.reader.match(packed, self.groups, for_read=True)
         if match is None:
             return None
         reads = [
@@ -367,49 +349,9 @@ class AcrossGroups:
         timeout: float | None,
         recompute_ns: int = 0,
     ) -> list[AcrossLease]:
-        place, deadline = self._cache.lease_tier(tier), self._deadline(timeout)
-        request = blocks_pb2.AcquireRequest(
-            tier=tier_to_wire(place),
-            chains=[chain_message(keys, min_blocks, retention, self._cache.spec.tokens_per_block) for keys in packed],
-            timeout_ns=deadline.wait_ns(),
-            across_groups=True,
-            recompute_ns_per_block=recompute_ns,
-        )
-        for chain in request.chains:
-            chain.counted = not self._binder.asked.read(chain.keys)
-        binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
-        leases = [
-            self._lease(binding, place, keys, chain, min_blocks)
-            for keys, chain in zip(packed, reply.chains, strict=True)
-        ]
-        self._holdings.keep(part for lease in leases for part in lease.groups if part.id)
-        return leases
-
-    def _lease(
-        self, binding: Binding, tier: Tier, packed: bytes, chain: blocks_pb2.AcquiredChain, min_blocks: int
-    ) -> AcrossLease:
-        keys = split_keys(packed[: chain.blocks * KEY_BYTES])
-        parts = [
-            ReadLease(
-                self._groups[part.group],
-                self._holdings,
-                binding,
-                tier,
-                part.lease_id,
-                part.slots,
-                keys=needed.pick(keys),
-                generations=part.generations,
-                found_in=part.found_in,
-                matched=chain.matched,
-                error=None,
-                needed=needed,
-            )
-            for part in chain.groups
-            for needed in [Needed(part.sink_blocks, part.first_block, chain.blocks)]
-        ]
-        lease = AcrossLease(self._cache, keys, parts, chain.matched)
-        lease.error = chain_error(chain, min_blocks) if chain.refusal else None
-        return lease
+        place = self._caches[0].lease_tier(tier)
+        found = await self._holdings.acquire(self._caches, packed, place, min_blocks, retention, timeout, recompute_ns)
+        return [AcrossLease(keys, leases) for keys, leases in zip(packed, found, strict=True)]
 
 
 def _tail(rows: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Arena, Binder, Binding, send
-from kvtier.chains import Prompt
+from kvtier.chains import Piece, Prompt
 from kvtier.deadline import Deadline
 from kvtier.errors import (
     DaemonError,
@@ -40,8 +40,6 @@ from kvtier.wire import Keys, commit_request, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     import torch
-
-    from kvtier.copies import Piece
 
 
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
@@ -324,9 +322,9 @@ class ReadLease(Lease):
         return bool(np.array_equal(now, self.generations[held]))
 
 
-def granted(chain: blocks_pb2.AcquiredChain, count: int) -> Needed:
-    """Which blocks of a chain the ``count`` that are held are."""
-    return Needed(chain.sink_blocks, chain.blocks - count + chain.sink_blocks, chain.blocks)
+def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> Needed:
+    """The blocks of a chain that a group's part of an acquire holds."""
+    return Needed(part.sink_blocks, chain.blocks - len(part.found_in) + part.sink_blocks, chain.blocks)
 
 
 _touched: Final[Counter[Memory | None]] = Counter()
@@ -365,7 +363,7 @@ class Holdings:
 
     async def acquire(
         self,
-        cache: Owner,
+        owners: Sequence[Owner],
         packed: Sequence[bytes],
         tier: Tier,
         min_blocks: int,
@@ -374,34 +372,61 @@ class Holdings:
         recompute_ns: int = 0,
         *,
         for_read: bool = False,
-    ) -> list[ReadLease]:
-        """See :meth:`kvtier.Cache.acquire_many`. ``for_read``: of a read, which counts itself."""
+    ) -> list[list[ReadLease]]:
+        """Holds a prefix of each chain in the window groups of ``owners``: see :meth:`kvtier.Cache.acquire_many`.
+
+        Args:
+            for_read: the acquire is part of a read, which counts itself.
+        Returns: One list a chain, of one lease a group.
+        """
         deadline = self._deadline(timeout)
         request = blocks_pb2.AcquireRequest(
-            group=cache.group,
+            groups=[owner.group for owner in owners],
             tier=tier_to_wire(tier),
-            chains=[chain_message(keys, min_blocks, retention, cache.spec.tokens_per_block) for keys in packed],
+            chains=[chain_message(keys, min_blocks, retention, owners[0].spec.tokens_per_block) for keys in packed],
             timeout_ns=deadline.wait_ns(),
             recompute_ns_per_block=recompute_ns,
         )
         for chain in request.chains:
             chain.counted = for_read or not self._binder.asked.read(chain.keys)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
-        leases = [
-            ReadLease(
-                *(cache, self, binding, tier, chain.lease_id, chain.slots),
-                keys=split_keys(needed.cut(keys, KEY_BYTES)),
-                generations=chain.generations,
-                found_in=chain.found_in,
-                matched=chain.matched,
-                error=chain_error(chain, min_blocks) if chain.refusal else None,
-                needed=needed,
-            )
-            for keys, chain in zip(packed, reply.chains, strict=True)
-            for needed in [granted(chain, len(chain.slots))]
-        ]
-        self.keep(lease for lease in leases if lease.id)
-        return leases
+        acquired = []
+        for keys, answer in zip(packed, reply.chains, strict=True):
+            error = chain_error(answer, min_blocks) if answer.refusal else None
+            parts = answer.groups or [blocks_pb2.AcquiredGroup() for _ in owners]
+            leases = [
+                self._acquired(owner, binding, tier, keys, answer, part, error)
+                for owner, part in zip(owners, parts, strict=True)
+            ]
+            self.keep(lease for lease in leases if lease.id)
+            acquired.append(leases)
+        return acquired
+
+    def _acquired(
+        self,
+        owner: Owner,
+        binding: Binding,
+        tier: Tier,
+        packed: bytes,
+        chain: blocks_pb2.AcquiredChain,
+        part: blocks_pb2.AcquiredGroup,
+        error: KvtierError | None,
+    ) -> ReadLease:
+        needed = granted(chain, part)
+        return ReadLease(
+            owner,
+            self,
+            binding,
+            tier,
+            part.lease_id,
+            part.slots,
+            keys=split_keys(needed.cut(packed, KEY_BYTES)),
+            generations=part.generations,
+            found_in=part.found_in,
+            matched=chain.matched,
+            error=error,
+            needed=needed,
+        )
 
     async def join(self, cache: Owner, ticket: LeaseTicket, timeout: float | None) -> Lease:
         """See :meth:`kvtier.Cache.join`."""

@@ -36,7 +36,7 @@ from kvtier.memory.arrays import Bytes
 from kvtier.transport.link import Link
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import AcrossMatch, Locations, Match, ReadCounts
+from kvtier.wire import Locations, Match, ReadCounts
 
 _TRIES: Final = 2
 """How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
@@ -102,34 +102,22 @@ class Reader:
         with self._lock:
             self._counts.update(more)
 
-    def prefix_length(self, keys: bytes, group: int) -> int | None:
-        length = self._look_up(keys, lambda chains: chains.prefix_length(keys, group))
-        if length is not None:
-            self.looked_up(keys, group, length)
-        return length
-
-    def match(self, keys: bytes, group: int) -> Match | None:
-        found = self._look_up(keys, lambda chains: chains.match(keys, group), distinct=True)
-        if found is not None:
-            self.looked_up(keys, group, found.blocks)
-        return found
-
-    def match_across(self, keys: bytes, *, for_read: bool = False) -> AcrossMatch | None:
-        """``for_read``: of a read that follows and counts itself."""
-        found = self._look_up(keys, lambda chains: chains.match_across(keys), distinct=True)
-        if found is not None and not for_read:
-            self.looked_up(keys, 0, found.blocks)
-        return found
-
-    def length_across(self, keys: bytes, *, for_save: bool = False) -> int | None:
+    def prefix_length(self, keys: bytes, groups: Sequence[int], *, for_save: bool = False) -> int | None:
         """``for_save``: to store the rest; no question of a request."""
-        length = self._look_up(keys, lambda chains: chains.length_across(keys))
+        length = self._look_up(keys, lambda chains: chains.prefix_length(keys, groups))
         if length is not None and not for_save:
-            self.looked_up(keys, 0, length)
+            self.looked_up(keys, groups[0], length)
         return length
+
+    def match(self, keys: bytes, groups: Sequence[int], *, for_read: bool = False) -> Match | None:
+        """``for_read``: of a read that follows and counts itself."""
+        found = self._look_up(keys, lambda chains: chains.match(keys, groups), distinct=True)
+        if found is not None and not for_read:
+            self.looked_up(keys, groups[0], found.blocks)
+        return found
 
     def looked_up(self, keys: bytes, group: int, found: int) -> None:
-        """Counts a lookup, whoever answered it. Over all groups a chain counts once, in group 0."""
+        """Counts a lookup, whoever answered it. Over several groups a chain counts once, in the first of them."""
         if keys and self._binder.asked.looked_up(keys, found):
             self.recency.note(group, (), len(keys) // KEY_BYTES, found)
 

@@ -19,6 +19,7 @@ from kvtier.v1 import blocks_pb2
 from kvtier.wire import (
     MAX_COUNT,
     DropReport,
+    GroupSpan,
     Keys,
     ListedBlock,
     Locations,
@@ -80,23 +81,75 @@ class PagedBlocks:
         return block
 
 
-class GroupVerbs:
-    """What a :class:`kvtier.Cache` does without leases and arrays.
+class PrefixVerbs:
+    """Lookups of a prefix that one or more window groups serve together.
 
     Args:
-        group: index of the window group.
+        groups: indices of the window groups.
     """
 
-    def __init__(self, binder: Binder, group: int, default_timeout: float) -> None:
-        self.group = group
-        """The window group whose verbs these are."""
-        self.reader: Final = Reader(binder)
+    def __init__(self, binder: Binder, reader: Reader, groups: Sequence[int], default_timeout: float) -> None:
+        self.groups: Final = tuple(groups)
+        """The window groups whose verbs these are."""
+        self.reader: Final = reader
         """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
         self._binder: Final = binder
         self._default_timeout: Final = default_timeout
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
+
+    async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
+        """How long a prefix of a chain is stored: :meth:`match` without the rest. No side effect."""
+        packed = packed_keys(keys)
+        await in_turn(timeout)
+        length = self.reader.prefix_length(packed, self.groups)
+        return length if length is not None else (await self._ask_match(packed, timeout)).blocks
+
+    async def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
+        """The longest stored prefix of a chain that the groups can serve together. No side effect.
+
+        The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w
+        tokens its sinks and the blocks of tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
+
+        Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
+        block was, or would be, committed under the block before. While the daemon does not answer, only blocks in
+        mapped tiers count. ``remote``: asks the remote store, too, by a call.
+        """
+        packed = packed_keys(keys)
+        await in_turn(timeout)
+        found = None if remote else self.reader.match(packed, self.groups)
+        if found is not None:
+            return found
+        reply = await self._ask_match(packed, timeout, remote=remote)
+        spans = (GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups)
+        return Match(reply.blocks, tuple(spans), cursor_from_wire(reply.as_of_event), reply.remote_blocks)
+
+    async def _ask_match(
+        self, packed: bytes, timeout: float | None, *, remote: bool = False
+    ) -> blocks_pb2.MatchResponse:
+        request = blocks_pb2.MatchRequest(groups=self.groups, keys=packed, remote=remote)
+        reply = await self._call_match(request, timeout)
+        self.reader.looked_up(packed, self.groups[0], reply.blocks)
+        return reply
+
+    async def _call_match(self, request: blocks_pb2.MatchRequest, timeout: float | None) -> blocks_pb2.MatchResponse:
+        self.reader.count(calls=1)
+        request.counted = True
+        return await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))
+
+
+class GroupVerbs(PrefixVerbs):
+    """The verbs of a :class:`kvtier.Cache` that need no leases and no arrays.
+
+    Args:
+        group: index of the window group.
+    """
+
+    def __init__(self, binder: Binder, group: int, default_timeout: float) -> None:
+        super().__init__(binder, Reader(binder), [group], default_timeout)
+        self.group = group
+        """The window group whose verbs these are."""
 
     @property
     def lookups(self) -> str:
@@ -107,29 +160,6 @@ class GroupVerbs:
     def reads(self) -> ReadCounts:
         """How they went so far, whichever way."""
         return self.reader.counts
-
-    async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        """How long a prefix of a chain is stored: :meth:`match` without the rest. No side effect."""
-        packed = packed_keys(keys)
-        await in_turn(timeout)
-        length = self.reader.prefix_length(packed, self.group)
-        return length if length is not None else (await self._ask_match(packed, timeout)).blocks
-
-    async def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
-        """The longest stored prefix of a chain, the last blocks of which a sliding group needs: those that its window
-        covers at the end. Residency 0: absent, before the window. No side effect.
-
-        Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
-        one's block was, or would be, committed under the one before. While the daemon does not answer, only blocks in
-        mapped tiers count. ``remote``: asks the store beyond the host, too, by a call.
-        """
-        packed = packed_keys(keys)
-        await in_turn(timeout)
-        found = None if remote else self.reader.match(packed, self.group)
-        if found is not None:
-            return found
-        reply = await self._ask_match(packed, timeout, remote=remote)
-        return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event), reply.remote_blocks)
 
     async def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
         """The residency of each key by itself, one byte each, 0 = absent; a key may come twice. No side effect."""
@@ -159,7 +189,7 @@ class GroupVerbs:
         if following and kept and not (partial or group.window_tokens or group.flat):
             scope = prompt.scope
             request = blocks_pb2.MatchRequest(
-                group=self.group,
+                groups=self.groups,
                 keys=keys[-KEY_BYTES:],
                 tokens=following,
                 lora_id=scope.lora_id,
@@ -290,16 +320,3 @@ class GroupVerbs:
         self.reader.count(calls=1)
         request = blocks_pb2.LocateRequest(group=self.group, keys=packed)
         return await self._binder.call(lambda stubs: stubs.blocks.Locate, request, self._deadline(timeout))
-
-    async def _ask_match(
-        self, packed: bytes, timeout: float | None, *, remote: bool = False
-    ) -> blocks_pb2.MatchResponse:
-        request = blocks_pb2.MatchRequest(group=self.group, keys=packed, remote=remote)
-        reply = await self._call_match(request, timeout)
-        self.reader.looked_up(packed, self.group, reply.blocks)
-        return reply
-
-    async def _call_match(self, request: blocks_pb2.MatchRequest, timeout: float | None) -> blocks_pb2.MatchResponse:
-        self.reader.count(calls=1)
-        request.counted = True
-        return await self._binder.call(lambda stubs: stubs.blocks.Match, request, self._deadline(timeout))

@@ -82,14 +82,39 @@ class Held(Generic[T]):
 
 
 @dataclass(slots=True, frozen=True)
+class GroupSpan:
+    """One window group's part of a prefix, a residency byte a block: the ``sink_blocks`` first blocks of the chain, and
+    the blocks from ``first_block`` to the end of the prefix."""
+
+    group: int
+    first_block: int
+    residency: bytes
+    sink_blocks: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Length of the prefix."""
+        return self.first_block + len(self.residency) - self.sink_blocks
+
+
+@dataclass(slots=True, frozen=True)
 class Match:
-    """A stored prefix: ``blocks`` long, one residency byte a block. ``remote_blocks``: how long with what the store
-    beyond the host has, where that was asked; it may turn out shorter."""
+    """A stored prefix of ``blocks`` blocks, with a span for each window group that the request named.
+
+    ``as_of``: the last event that the answer includes. ``remote_blocks``: the length of the prefix with the blocks of
+    the remote store, where the request asked for it; it may turn out shorter.
+    """
 
     blocks: int
-    residency: bytes
+    groups: tuple[GroupSpan, ...]
     as_of: Cursor
     remote_blocks: int = 0
+
+    @property
+    def residency(self) -> bytes:
+        """Of a match of one group, one byte a block; 0 = absent, or not needed before a sliding window."""
+        (span,) = self.groups
+        return span.residency[: span.sink_blocks].ljust(span.first_block, b"\0") + span.residency[span.sink_blocks :]
 
 
 @dataclass(slots=True, frozen=True)
@@ -161,32 +186,6 @@ class Locations(Sequence[Location]):
 
     def __repr__(self) -> str:
         return f"Locations({list(self)!r})"
-
-
-@dataclass(slots=True, frozen=True)
-class GroupSpan:
-    """What one window group has of a prefix, a residency byte a block: ``sink_blocks`` first blocks of the chain, and
-    those from ``first_block`` to its end."""
-
-    group: int
-    first_block: int
-    residency: bytes
-    sink_blocks: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Length of the prefix."""
-        return self.first_block + len(self.residency) - self.sink_blocks
-
-
-@dataclass(slots=True, frozen=True)
-class AcrossMatch:
-    """A prefix of ``blocks`` blocks that every window group can serve, and what each has of it, by index."""
-
-    blocks: int
-    groups: tuple[GroupSpan, ...]
-    as_of: Cursor
-    remote_blocks: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -128,7 +128,7 @@ async def hold(
         slots = {tier: list((await client.reserve(cache_id, Tier[tier], n)).slots) for tier, n in reserve.items()}
         for tier, (name, length) in acquire.items():
             (got,) = (await client.acquire(cache_id, Tier[tier], chain(name, length))).chains
-            assert len(got.slots) == length
+            assert len(got.groups[0].slots) == length
         if detach:
             client.detach()
         _say(session=client.welcome.session_id, token=client.welcome.token, slots=slots)

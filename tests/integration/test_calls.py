@@ -62,7 +62,7 @@ async def test_every_verb_that_changes_something_does_so_once(raw, name):
     assert (await twice(raw, wire.Commit, commit)).results == bytes([common_pb2.BLOCK_RESULT_OK] * 2)
     acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=[blocks_pb2.Chain(keys=PACKED)], seq=4)
     acquired = await twice(raw, wire.Acquire, acquire)
-    leases = [reserved.lease_id, acquired.chains[0].lease_id]
+    leases = [reserved.lease_id, acquired.chains[0].groups[0].lease_id]
     # Executed again these leases would be unknown.
     await twice(raw, wire.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=leases, seq=5))
     move = blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=PACKED, seq=6)

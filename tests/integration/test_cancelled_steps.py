@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ async def test_a_quiet_watch_goes_on_after_any_number_of_cancelled_steps(client,
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(watch), 0.05)
         assert await cache.put(KEYS, blocks(KEYS)) == OK
-        stored = []
+        stored: list[bytes] = []
         while len(stored) < len(KEYS):
             item = await asyncio.wait_for(anext(watch), PATIENCE_S)
             assert isinstance(item, Event)
@@ -59,7 +60,7 @@ async def test_a_watch_that_is_closed_ends_for_a_task_that_waits(client, cache):
 async def test_a_listing_repeats_a_cancelled_step(cache, listing):
     assert await cache.put(KEYS, blocks(KEYS)) == OK
     rows = cache.pages(page_blocks=1) if listing == "pages" else cache.blocks()
-    found = []
+    found: list[Any] = []
     for _ in range(2):
         await cancelled(anext(rows))
         found.append(await anext(rows))

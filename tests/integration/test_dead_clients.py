@@ -154,7 +154,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     arena = Arena(fds, write=True, spec=SPEC)
     close_all(fds)
     reserved = await raw.reserve(cache_id, Tier.HOST, 3)
-    read = (await raw.acquire(cache_id, Tier.DEVICE, KEYS)).chains[0]
+    read = (await raw.acquire(cache_id, Tier.DEVICE, KEYS)).chains[0].groups[0]
     write_into(arena.view(Tier.HOST, 0, reserved.slots[0], write=True), block(keys[0]))
 
     raw.detach()

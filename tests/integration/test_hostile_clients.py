@@ -360,7 +360,7 @@ async def test_many_keys_of_which_none_is_stored_hold_nobody_up(client, bystande
     flood = [asyncio.create_task(raw.call(raw.stubs.blocks.Acquire, request)) for _ in range(8)]
     assert (await client.stats()).problems == ()
     for reply in await asyncio.gather(*flood):
-        assert (reply.chains[0].lease_id, reply.chains[0].matched) == (0, 0)
+        assert (reply.chains[0].groups[0].lease_id, reply.chains[0].matched) == (0, 0)
 
 
 READS_HERE = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor")

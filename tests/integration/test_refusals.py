@@ -38,10 +38,10 @@ async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw, name
         chains=[blocks_pb2.Chain(keys=PACKED, min_blocks=2), blocks_pb2.Chain(keys=PACKED_NEW, min_blocks=1)],
     )
     full, short = (await raw.call(raw.stubs.blocks.Acquire, request)).chains
-    assert (full.lease_id, full.matched, full.refusal) == (0, 3, "TIER_FULL")
+    assert (len(full.groups), full.matched, full.refusal) == (0, 3, "TIER_FULL")
     assert full.detail.tier == tier_to_wire(Tier.DEVICE)
     assert [(holder.pid, holder.slots) for holder in full.detail.holders] == [(os.getpid(), 2)]
-    assert (short.lease_id, short.matched, short.refusal) == (0, 0, "TOO_SHORT")
+    assert (len(short.groups), short.matched, short.refusal) == (0, 0, "TOO_SHORT")
 
 
 def with_pools(*pools):
@@ -185,8 +185,8 @@ async def test_a_wait_ends_at_its_deadline_with_nothing_held(client, raw, name):
         )
         (answer,) = (await raw.call(raw.stubs.blocks.Acquire, fetch)).chains
         answers.append((answer.matched, answer.refusal))
-        if answer.lease_id:
-            release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[answer.lease_id])
+        if answer.groups:
+            release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[answer.groups[0].lease_id])
             await raw.call(raw.stubs.blocks.Release, release)
         else:
             break

@@ -255,7 +255,7 @@ async def test_a_cache_of_others_is_refused(daemon, raw, name):
 
 def acquire(cache_id, keys, **more):
     wanted = blocks_pb2.Chain(keys=b"".join(keys), min_blocks=1)
-    fields: dict[str, Any] = {"tier": tier_to_wire(Tier.HOST), "chains": [wanted]} | more
+    fields: dict[str, Any] = {"groups": [0], "tier": tier_to_wire(Tier.HOST), "chains": [wanted]} | more
     return blocks_pb2.AcquireRequest(cache_id=cache_id, **fields)
 
 
@@ -269,8 +269,9 @@ async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw, client, name)
     await (await client.open_cache(name, SPEC)).put(KEYS, blocks(KEYS))
     first, *rest = [chunk async for chunk in get(raw, transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS)))]
     found = first.header.found
-    assert (found.blocks, found.matched, found.found_in, found.refusal) == (2, 2, bytes([Tier.HOST.bit] * 2), "")
-    assert (found.lease_id, list(found.slots), list(found.generations)) == (0, [], [])
+    (part,) = found.groups
+    assert (found.blocks, found.matched, part.found_in, found.refusal) == (2, 2, bytes([Tier.HOST.bit] * 2), "")
+    assert (part.lease_id, list(part.slots), list(part.generations)) == (0, [], [])
     assert b"".join(chunk.bytes.data for chunk in rest) == ALL
     assert b"".join(chunk.checksums for chunk in rest) == header(0, KEYS).header.checksums
     request = transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, chain("nowhere", 1)))
@@ -283,8 +284,9 @@ async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw, client, name)
     ("more", "field"),
     [
         ({"chains": []}, "acquire.chains"),
-        ({"across_groups": True}, "acquire.across_groups"),
-        ({"group": 3}, "acquire.group"),
+        ({"groups": []}, "acquire.groups"),
+        ({"groups": [0, 0]}, "acquire.groups"),
+        ({"groups": [3]}, "acquire.groups[0]"),
         ({"tier": common_pb2.TIER_DISK}, "acquire.tier"),
     ],
 )

@@ -215,12 +215,11 @@ class World:
             for group, known in found.items()
         }
         stored = self._longest(keys, found)
-        if len(sites) == 1:
-            match = self.core.match(sites[0].group, keys)
-            told = tuple(map(sites[0].residency, keys[:stored]))
-            require((match.blocks, match.residency) == (stored, told), "a match and the events disagree")
-        else:
-            require(self.core.match_across(keys).blocks == stored, "a match across groups and the events disagree")
+        match = self.core.match([site.group for site in sites], keys)
+        require(match.blocks == stored, "a match and the events disagree")
+        for site, span in zip(sites, match.groups, strict=True):
+            told = tuple(site.residency(keys[place]) for place in site.plan.needed(stored))
+            require((span.group, span.residency) == (site.group, told), "a match and the events disagree")
         readable = self._longest(keys, sure)
         return PrefixRequest(TicketId(0), session, tier, keys, chain.min_blocks, found, readable, stored)
 

@@ -144,8 +144,10 @@ class Leader:
         """The longest prefix of a chain that all groups can serve, looked up in mapped memory. While the daemon does
         not answer, of memory alone. ``for_save``: to store the rest, which counts as no question."""
         cache = self._cache
-        few = keys[: MAX_KEYS * KEY_BYTES]
-        return 0 if cache is None or self._reset.due else cache.reader.length_across(few, for_save=for_save) or 0
+        if cache is None or self._reset.due:
+            return 0
+        few, groups = keys[: MAX_KEYS * KEY_BYTES], range(len(cache.spec.groups))
+        return cache.reader.prefix_length(few, groups, for_save=for_save) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """For each block of a group a byte, which is not 0 where the block is there for certain."""

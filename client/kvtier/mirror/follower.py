@@ -19,7 +19,7 @@ from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import TIERS, CacheInfo, Cursor, Tier, fastest
 from kvtier.watch import Watch
-from kvtier.wire import AcrossMatch, GroupSpan, Keys, packed_keys
+from kvtier.wire import GroupSpan, Keys, Match, packed_keys
 
 DEFAULT_MIRROR_HEARTBEAT_S: Final = 1.0
 DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
@@ -110,7 +110,7 @@ class MirrorView:
 
     def match(
         self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = (), group: int | None = None
-    ) -> AcrossMatch:
+    ) -> Match:
         """As :meth:`kvtier.groups.AcrossGroups.match` at :attr:`cursor`, without a call.
 
         Args:
@@ -122,7 +122,7 @@ class MirrorView:
         bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
         groups = self.content.index.match(self._named(cache), packed_keys(keys), bits, group)
         blocks = groups[0].blocks if groups else 0
-        return AcrossMatch(blocks, groups, cursor)
+        return Match(blocks, groups, cursor)
 
     def fingerprint(self, cache: str | None = None) -> bytes | None:
         """Of the cache's specification there; None where it is not known to exist, or to have existed."""

@@ -28,7 +28,8 @@ from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
 from kvtier.sync.loop import LoopThread, Work
 from kvtier.types import BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
-from kvtier.wire import AcrossMatch, Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
+from kvtier.verbs import PrefixVerbs
+from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
 
 if TYPE_CHECKING:
     import torch
@@ -219,18 +220,33 @@ class Leases(list[H]):
             self._owner.release(*parts)
 
 
-class AcrossGroups(Twin[groups.AcrossGroups]):
+V = TypeVar("V", bound=PrefixVerbs)
+
+
+class PrefixTwin(Twin[V]):
+    """Lookups of a prefix that one or more window groups serve together."""
+
+    groups = Fact[tuple[int, ...]]()
+
+    @like(PrefixVerbs.prefix_length)
+    def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
+        packed = _asked(self.thread, keys, timeout)
+        found = self.inner.reader.prefix_length(packed, self.inner.groups)
+        return _or_ask(self.thread, found, lambda: self.inner.prefix_length(packed, timeout=timeout))
+
+    @like(PrefixVerbs.match)
+    def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
+        packed = _asked(self.thread, keys, timeout)
+        found = None if remote else self.inner.reader.match(packed, self.inner.groups)
+        return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
+
+
+class AcrossGroups(PrefixTwin[groups.AcrossGroups]):
     """Made by :attr:`Cache.across`."""
 
     def __init__(self, owner: Cache, inner: groups.AcrossGroups) -> None:
         super().__init__(owner.thread, inner)
         self._owner = owner
-
-    @like(groups.AcrossGroups.match)
-    def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> AcrossMatch:
-        packed = _asked(self.thread, keys, timeout)
-        found = None if remote else self.inner.reader.match_across(packed)
-        return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
     @like(groups.AcrossGroups.acquire)
     def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> AcrossLease:
@@ -272,7 +288,7 @@ class AcrossGroups(Twin[groups.AcrossGroups]):
         return AcrossBlocks(found.blocks, groups)
 
 
-class Cache(Twin[cache.Cache]):
+class Cache(PrefixTwin[cache.Cache]):
     """Made by :meth:`kvtier.Client.open_cache`."""
 
     name = Fact[str]()
@@ -308,18 +324,6 @@ class Cache(Twin[cache.Cache]):
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
         return AcrossGroups(self, self.inner.across)
-
-    @like(cache.Cache.prefix_length)
-    def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        packed = _asked(self.thread, keys, timeout)
-        found = self.inner.reader.prefix_length(packed, self.group)
-        return _or_ask(self.thread, found, lambda: self.inner.prefix_length(packed, timeout=timeout))
-
-    @like(cache.Cache.match)
-    def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
-        packed = _asked(self.thread, keys, timeout)
-        found = None if remote else self.inner.reader.match(packed, self.group)
-        return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
     @like(cache.Cache.probe)
     def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:

@@ -47,20 +47,16 @@ class MatchRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CACHE_ID_FIELD_NUMBER: builtins.int
-    GROUP_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
-    ACROSS_GROUPS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     LORA_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
     REMOTE_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
-    group: builtins.int
     keys: builtins.bytes
     """a chain, the root first"""
-    across_groups: builtins.bool
-    """over all window groups; group must be 0"""
     tokens: builtins.bytes
     """Of a full-attention group in a cache that keeps tokens: token ids that follow the keys, u32 little-endian, fewer than
     a block's. None of them has an extra id or belongs to a multimodal item.
@@ -72,13 +68,16 @@ class MatchRequest(google.protobuf.message.Message):
     """the client tells by Touch, or the request that it is for was counted before"""
     remote: builtins.bool
     """also asks the store beyond the host, if there is one"""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """window groups that serve the prefix together, each once; none = all"""
+
     def __init__(
         self,
         *,
         cache_id: builtins.int = ...,
-        group: builtins.int = ...,
+        groups: collections.abc.Iterable[builtins.int] | None = ...,
         keys: builtins.bytes = ...,
-        across_groups: builtins.bool = ...,
         tokens: builtins.bytes = ...,
         lora_id: builtins.int | None = ...,
         cache_salt: builtins.str | None = ...,
@@ -86,7 +85,7 @@ class MatchRequest(google.protobuf.message.Message):
         remote: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "across_groups", b"across_groups", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "counted", b"counted", "group", b"group", "keys", b"keys", "lora_id", b"lora_id", "remote", b"remote", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "counted", b"counted", "groups", b"groups", "keys", b"keys", "lora_id", b"lora_id", "remote", b"remote", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -96,7 +95,7 @@ global___MatchRequest = MatchRequest
 
 @typing.final
 class GroupMatch(google.protobuf.message.Message):
-    """What a window group holds of a match across groups: blocks [0, sink_blocks) and those from first_block to its end."""
+    """A window group's part of a match: blocks [0, sink_blocks) and the blocks from first_block to the end of the prefix."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -127,7 +126,6 @@ class MatchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: builtins.int
-    RESIDENCY_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     PARTIAL_KEY_FIELD_NUMBER: builtins.int
@@ -136,8 +134,6 @@ class MatchResponse(google.protobuf.message.Message):
     REMOTE_BLOCKS_FIELD_NUMBER: builtins.int
     blocks: builtins.int
     """length of the prefix"""
-    residency: builtins.bytes
-    """one byte a block of the prefix, 0 = absent, before a sliding window; empty across groups"""
     partial_key: builtins.bytes
     """Where all keys match: the block under the last of them, or the root, that begins with the longest run of the request's
     tokens, among the newest 1,024. Blocks with extra ids or multimodal items are passed over. No key: there is none.
@@ -151,13 +147,12 @@ class MatchResponse(google.protobuf.message.Message):
     def as_of_event(self) -> global___Cursor: ...
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupMatch]:
-        """across groups: one a group"""
+        """one a group of the request"""
 
     def __init__(
         self,
         *,
         blocks: builtins.int = ...,
-        residency: builtins.bytes = ...,
         as_of_event: global___Cursor | None = ...,
         groups: collections.abc.Iterable[global___GroupMatch] | None = ...,
         partial_key: builtins.bytes = ...,
@@ -166,7 +161,7 @@ class MatchResponse(google.protobuf.message.Message):
         remote_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "partial_key", b"partial_key", "partial_residency", b"partial_residency", "partial_tokens", b"partial_tokens", "remote_blocks", b"remote_blocks", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "partial_key", b"partial_key", "partial_residency", b"partial_residency", "partial_tokens", b"partial_tokens", "remote_blocks", b"remote_blocks"]) -> None: ...
 
 global___MatchResponse = MatchResponse
 
@@ -542,46 +537,47 @@ class AcquireRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CACHE_ID_FIELD_NUMBER: builtins.int
-    GROUP_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     CHAINS_FIELD_NUMBER: builtins.int
     TIMEOUT_NS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
-    ACROSS_GROUPS_FIELD_NUMBER: builtins.int
     RECOMPUTE_NS_PER_BLOCK_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
-    group: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
     """device or host"""
     timeout_ns: builtins.int
     seq: builtins.int
-    across_groups: builtins.bool
-    """matched and held over all window groups; group must be 0"""
     recompute_ns_per_block: builtins.int
     """What a block costs the caller to compute, 0 = unknown. Blocks come from a store beyond the host only where that is
     cheaper, as far as it has been measured.
     """
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """as in MatchRequest"""
+
     @property
     def chains(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Chain]: ...
     def __init__(
         self,
         *,
         cache_id: builtins.int = ...,
-        group: builtins.int = ...,
+        groups: collections.abc.Iterable[builtins.int] | None = ...,
         tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
         chains: collections.abc.Iterable[global___Chain] | None = ...,
         timeout_ns: builtins.int = ...,
         seq: builtins.int = ...,
-        across_groups: builtins.bool = ...,
         recompute_ns_per_block: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["across_groups", b"across_groups", "cache_id", b"cache_id", "chains", b"chains", "group", b"group", "recompute_ns_per_block", b"recompute_ns_per_block", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "chains", b"chains", "groups", b"groups", "recompute_ns_per_block", b"recompute_ns_per_block", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 
 @typing.final
 class AcquiredGroup(google.protobuf.message.Message):
-    """What is held of a chain in one window group: blocks [0, sink_blocks) and those from first_block to the prefix's end."""
+    """The blocks of a prefix that are held in one window group: blocks [0, sink_blocks), which a window keeps, and the blocks
+    from first_block to the end of the prefix; in a full group all.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -597,9 +593,12 @@ class AcquiredGroup(google.protobuf.message.Message):
     lease_id: builtins.int
     """0 = nothing is held"""
     found_in: builtins.bytes
+    """residency of each block at the moment of the match"""
     sink_blocks: builtins.int
     @property
-    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """one a block, in the tier of the request"""
+
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -619,61 +618,40 @@ global___AcquiredGroup = AcquiredGroup
 
 @typing.final
 class AcquiredChain(google.protobuf.message.Message):
-    """One chain's answer. lease_id 0 = nothing is held: an empty prefix, or refused."""
+    """One chain's answer."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LEASE_ID_FIELD_NUMBER: builtins.int
-    SLOTS_FIELD_NUMBER: builtins.int
-    GENERATIONS_FIELD_NUMBER: builtins.int
-    FOUND_IN_FIELD_NUMBER: builtins.int
     MATCHED_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
-    SINK_BLOCKS_FIELD_NUMBER: builtins.int
-    lease_id: builtins.int
-    found_in: builtins.bytes
-    """residency of these at the moment of the match"""
     matched: builtins.int
-    """length of the stored prefix at that moment"""
+    """length of the stored prefix at the moment of the match"""
     refusal: builtins.str
-    """why less than min_blocks was to be had; empty = not refused"""
+    """why fewer than min_blocks blocks were to be had; empty = not refused"""
     blocks: builtins.int
     """length of the prefix"""
-    sink_blocks: builtins.int
-    """so many first blocks of the sequence are held though its window has left them"""
-    @property
-    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """in the tier asked for: of sink_blocks first blocks, and of the last ones of the prefix; in a full group of all"""
-
-    @property
-    def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def detail(self) -> kvtier.v1.common_pb2.ErrorDetail:
         """of a refusal: tier, wanted, free, holders"""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AcquiredGroup]:
-        """across groups: one a group; lease_id to found_in above are empty"""
+        """one a group of the request; none of a refused chain"""
 
     def __init__(
         self,
         *,
-        lease_id: builtins.int = ...,
-        slots: collections.abc.Iterable[builtins.int] | None = ...,
-        generations: collections.abc.Iterable[builtins.int] | None = ...,
-        found_in: builtins.bytes = ...,
         matched: builtins.int = ...,
         refusal: builtins.str = ...,
         detail: kvtier.v1.common_pb2.ErrorDetail | None = ...,
         groups: collections.abc.Iterable[global___AcquiredGroup] | None = ...,
         blocks: builtins.int = ...,
-        sink_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["detail", b"detail"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "detail", b"detail", "found_in", b"found_in", "generations", b"generations", "groups", b"groups", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "sink_blocks", b"sink_blocks", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "detail", b"detail", "groups", b"groups", "matched", b"matched", "refusal", b"refusal"]) -> None: ...
 
 global___AcquiredChain = AcquiredChain
 

@@ -139,7 +139,7 @@ class GetRequest(google.protobuf.message.Message):
     """with what a block's object in a store has besides its bytes: see GetChunk"""
     @property
     def acquire(self) -> kvtier.v1.blocks_pb2.AcquireRequest:
-        """as for Blocks.Acquire, with one chain in one group; its seq is not used"""
+        """as for Blocks.Acquire, with one chain and one group; its seq is not used"""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class GetHeader(google.protobuf.message.Message):
     FOUND_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> kvtier.v1.blocks_pb2.AcquiredChain:
-        """without lease, slots and generations: as many blocks follow as found_in has bytes"""
+        """without lease, slots and generations; as many blocks follow as found_in of its group has bytes"""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key, Traits
 from kvtierd.core.index import Pins
-from kvtierd.core.transfers import Listing, ListingRow, Location, PartialMatch
+from kvtierd.core.transfers import GroupSpan, Listing, ListingRow, Location, PartialMatch
 
 Limit = Callable[[int], int]
 """Of a length: that length, where it will do, else the greatest lower one that may. Asked for falling lengths only."""
@@ -108,7 +108,7 @@ def indexed(state: GroupState, block: Block) -> bool:
     return True
 
 
-def prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
+def _prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
     """The blocks of the longest indexed prefix of a chain."""
     found: list[Block] = []
     for key in keys:
@@ -119,22 +119,35 @@ def prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
     return found
 
 
+def spans(states: Sequence[GroupState], keys: Sequence[Key]) -> tuple[int, tuple[GroupSpan, ...]]:
+    """The longest prefix that these groups can serve together, and each group's part of it."""
+    if len(states) == 1 and states[0].attention.chained:
+        (state,) = states
+        found = residencies(state, keys)
+        return len(found), (GroupSpan(state.group, state.attention.needs(len(found)), found),)
+    length, covers = match(states, keys, indexed)
+    return length, tuple(
+        GroupSpan(
+            cover.state.group,
+            cover.state.attention.needs(length),
+            tuple(block.residency for block in cover.blocks(length)),
+        )
+        for cover in covers
+    )
+
+
 def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
-    """Of the longest prefix of a chain that the group can serve; 0 = absent, before a sliding window. Where the keys
-    are not a chain: of nothing in particular.
+    """Of the longest prefix of a chain that the full group has. Where the keys are not a chain: of nothing in
+    particular.
 
     In a full group whatever an indexed block stands on is indexed, so the prefix ends where bisection says, and its
     blocks are found from parent to parent: a look-up in an index of a million keys misses the caches three times.
     """
-    if not state.attention.chained:
-        length, _ = match([state], keys, indexed)
-        blocks = map(state.index.get, islice(keys, length))
-        return tuple(0 if block is None else block.residency for block in blocks)
     length, last = _longest(state, keys)
     found = [0] * length
     for place in range(length - 1, -1, -1):
         if last is None:
-            return tuple(block.residency for block in prefix(state, keys))
+            return tuple(block.residency for block in _prefix(state, keys))
         found[place] = last.residency
         last = last.parent
     return tuple(found)

@@ -17,7 +17,6 @@ from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.leases import FetchTicket, Lease, LeaseRecord, Leases, LeftLease, ReserveTicket, Ticket, holders_of
-from kvtierd.core.lookup import Cover, indexed, match
 from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
@@ -25,11 +24,9 @@ from kvtierd.core.remote import Beyond
 from kvtierd.core.removal import NEWEST, Drop
 from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import (
-    AcrossMatch,
     BlockResult,
     ChainRequest,
     CommitItem,
-    GroupSpan,
     Listing,
     Location,
     ManagerStats,
@@ -122,23 +119,17 @@ class BlockManager:
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 
-    def match(self, group: GroupId, keys: Sequence[Key], tokens: bytes = b"", scope: bytes = b"") -> Match:
-        """The longest prefix of a chain. Of a full group, where that is the whole chain, also the block that begins
-        with the longest run of ``tokens``, which follow it."""
-        state = self._window(group).state
-        residencies = lookup.residencies(state, keys)
-        whole = tokens and len(residencies) == len(keys)
-        partial = lookup.partial(state, keys[-1] if keys else None, tokens, scope) if whole else None
-        return Match(len(residencies), residencies, partial)
+    def match(self, groups: Sequence[GroupId], keys: Sequence[Key], tokens: bytes = b"", scope: bytes = b"") -> Match:
+        """The longest prefix of a chain that ``groups`` (none = all) can serve together.
 
-    def match_across(self, keys: Sequence[Key]) -> AcrossMatch:
-        """The longest prefix of a chain that every group can serve, each with the blocks that it needs for that."""
-        length, covers = match([window.state for window in self.windows.values()], keys, indexed)
-        return AcrossMatch(length, tuple(self._span(cover, length) for cover in covers))
-
-    def _span(self, cover: Cover, length: int) -> GroupSpan:
-        residency = tuple(block.residency for block in cover.blocks(length))
-        return GroupSpan(cover.state.group, cover.state.attention.needs(length), residency)
+        ``tokens`` follow the keys: of one full group, where the prefix is the whole chain, the match names the block
+        that begins with the longest run of them.
+        """
+        states = [self._window(group).state for group in groups or self.windows]
+        length, spans = lookup.spans(states, keys)
+        whole = tokens and length == len(keys)
+        partial = lookup.partial(states[0], keys[-1] if keys else None, tokens, scope) if whole else None
+        return Match(length, spans, partial)
 
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
         return lookup.locate(self._window(group).state, keys)

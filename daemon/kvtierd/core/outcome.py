@@ -159,7 +159,7 @@ class GroupGrant:
 class Grant:
     """A ticket's answer.
 
-    ``groups``: the slots that a reserve or an acquire got, by window group; empty for a move. ``matched``: the length of
+    ``groups``: the slots that a reserve or an acquire got, by window group; none for a move. ``matched``: the length of
     the prefix that an acquire found; ``blocks``: of the prefix that it holds. ``results`` for a move: True for each
     requested block that is READY in the requested tier; ``failed``: places of the other blocks whose copies failed.
     """

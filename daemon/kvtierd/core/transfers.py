@@ -248,20 +248,8 @@ class PartialMatch:
 
 
 @dataclass(slots=True, frozen=True)
-class Match:
-    """The longest stored prefix: its length and each block's residency set, 0 = absent, before a sliding window.
-
-    ``partial``: what continues it, where that was asked for.
-    """
-
-    blocks: int
-    residency: tuple[int, ...]
-    partial: PartialMatch | None = None
-
-
-@dataclass(slots=True, frozen=True)
 class GroupSpan:
-    """What a group holds of a match over several: the blocks needed, each with its residency set."""
+    """A group's part of a match: the blocks that it needs of the prefix, each with its residency set."""
 
     group: GroupId
     needed: Needed
@@ -269,11 +257,15 @@ class GroupSpan:
 
 
 @dataclass(slots=True, frozen=True)
-class AcrossMatch:
-    """The longest prefix that all groups can serve together, and what each has of it."""
+class Match:
+    """The longest prefix that the named groups can serve together, with a span for each.
+
+    ``partial``: the block that continues the prefix, where the request asked for it.
+    """
 
     blocks: int
     groups: tuple[GroupSpan, ...]
+    partial: PartialMatch | None = None
 
 
 @dataclass(slots=True, frozen=True)

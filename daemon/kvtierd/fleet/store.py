@@ -145,7 +145,7 @@ async def _get(session: Session, link: Link, place: Place, wanted: Sequence[_Wan
             while left:
                 acquire = blocks_pb2.AcquireRequest(
                     cache_id=opened.cache_id,
-                    group=place.group,
+                    groups=[place.group],
                     tier=tier,
                     chains=[blocks_pb2.Chain(keys=b"".join(one.key for one in left), min_blocks=1, counted=True)],
                 )
@@ -196,7 +196,9 @@ async def _stream(link: Link, acquire: blocks_pb2.AcquireRequest, wanted: Sequen
             if isinstance(error, NotFound):
                 return 0
             raise error
-        there = granted(found, len(found.found_in)).pick(wanted)
+        if len(found.groups) != 1:
+            raise DaemonError(f"{len(found.groups)} groups of a chain in one group", reason="BAD_ANSWER")
+        there = granted(found, found.groups[0]).pick(wanted)
         await _receive(call, there, block_bytes)
         return found.blocks
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
-from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, Key, Label, Tier, rows
+from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.core.transfers import CommitItem
 from kvtierd.service.cache import Cache
@@ -154,15 +154,26 @@ _ONLY_WITH_TOKENS: Final = ("partial_tokens", "token_extra_ids", "mm_digests", "
 _ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
 
 
-def following(cache: Cache, group: int, request: blocks_pb2.MatchRequest) -> tuple[bytes, bytes]:
+def groups(field: str, cache: Cache, numbers: Sequence[int]) -> list[GroupId]:
+    """Window groups of a cache, each once; none = all. Raises INVALID_ARGUMENT."""
+    known = range(len(cache.spec.groups))
+    count(field, len(numbers), 0, len(known))
+    for index, number in enumerate(numbers):
+        count(f"{field}[{index}]", number, 0, len(known) - 1)
+        if number in numbers[:index]:
+            raise bad_argument(f"{field}[{index}]", number, "each group once")
+    return [GroupId(number) for number in numbers or known]
+
+
+def following(cache: Cache, groups: Sequence[GroupId], request: blocks_pb2.MatchRequest) -> tuple[bytes, bytes]:
     """The token ids that follow a match's keys, fewer than a block's, and their scope. Raises INVALID_ARGUMENT."""
     if not request.tokens:
         _require_no_scope(request)
         return b"", b""
     if not cache.options.keep_tokens:
         raise bad_argument("tokens", "some", f"none: cache {cache.name} keeps no tokens")
-    of = cache.spec.groups[group]
-    if request.across_groups or of.window_tokens or of.flat:
+    of = cache.spec.groups[groups[0]]
+    if len(groups) > 1 or of.window_tokens or of.flat:
         raise bad_argument("tokens", "some", "none, except for one full-attention group")
     most = (cache.spec.tokens_per_block - 1) * TOKEN_BYTES
     if len(request.tokens) > most or len(request.tokens) % TOKEN_BYTES:

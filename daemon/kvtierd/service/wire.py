@@ -27,8 +27,7 @@ def granted_leases(reply: Message | None) -> list[LeaseId]:
     if isinstance(reply, blocks_pb2.ReserveResponse | blocks_pb2.JoinResponse):
         return [LeaseId(reply.lease_id)]
     if isinstance(reply, blocks_pb2.AcquireResponse):
-        leases = [chain.lease_id for chain in reply.chains]
-        leases += [part.lease_id for chain in reply.chains for part in chain.groups]
+        leases = [part.lease_id for chain in reply.chains for part in chain.groups]
         return [LeaseId(lease) for lease in leases if lease]
     return []
 

@@ -71,16 +71,17 @@ def test_lookups_answer_as_defined(held: tuple[set[int], ...], length: int) -> N
     packed = PACKED[: length * 32]
     for group in range(len(WINDOWS)):
         expected = longest({group: held[group]}, length)
-        assert index.chains.prefix_length(packed, group) == expected
-        match = index.chains.match(packed, group)
+        assert index.chains.prefix_length(packed, [group]) == expected
+        match = index.chains.match(packed, [group])
         assert match is not None
-        residency = bytes(Tier.HOST.bit if place in held[group] else 0 for place in range(expected))
+        wanted = needed(group, expected)
+        residency = bytes(Tier.HOST.bit if place in wanted else 0 for place in range(expected))
         assert (match.blocks, match.residency, match.as_of) == (expected, residency, Cursor(3, 17))
         places = index.chains.locate(packed, group)
         assert places is not None
         assert [place.host_slot for place in places] == [n if n in held[group] else None for n in range(length)]
         assert index.chains.probe(packed, group) == bytes(place.residency for place in places)
-    across = index.chains.match_across(packed)
+    across = index.chains.match(packed, range(len(WINDOWS)))
     assert across is not None
     blocks = longest(dict(enumerate(held)), length)
     assert (across.blocks, across.as_of) == (blocks, Cursor(3, 17))
@@ -97,11 +98,11 @@ def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
     assert not places.sure.all()
     assert (places.sure == (places.residency != 0)).all()
     assert index.chains.locate(PACKED, FULL) is None
-    assert index.chains.match_across(PACKED) is None
+    assert index.chains.match(PACKED, range(len(WINDOWS))) is None
     for group in range(len(WINDOWS)):
-        assert index.chains.prefix_length(PACKED, group) in (None, LENGTH)
+        assert index.chains.prefix_length(PACKED, [group]) in (None, LENGTH)
     there = KEYS[int(np.flatnonzero(places.residency)[0])]
-    assert index.chains.prefix_length(there, FULL) == 1
+    assert index.chains.prefix_length(there, [FULL]) == 1
     assert index.chains.locate(there, FULL) is not None
 
 
@@ -118,7 +119,7 @@ def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
             return find(keys, group)
 
     chains = Chains(Leaving(), SPEC)  # type: ignore[arg-type]
-    match = chains.match(PACKED[: 8 * 32], FULL)
+    match = chains.match(PACKED[: 8 * 32], [FULL])
     assert match is not None and match.blocks == 5
 
 

@@ -108,9 +108,9 @@ def use(arena: Arena) -> None:
     reader = reader_of(arena)
     count = len(KEYS)
     for group in GROUPS:
-        if (length := reader.prefix_length(PACKED, group)) is not None:
+        if (length := reader.prefix_length(PACKED, [group])) is not None:
             assert 0 <= length <= count
-        if (match := reader.match(PACKED, group)) is not None:
+        if (match := reader.match(PACKED, [group])) is not None:
             assert 0 <= match.blocks == len(match.residency) <= count
         for keys in (PACKED, PACKED[: 3 * KEY_BYTES]):
             if (places := reader.locate(keys, group)) is not None:
@@ -120,7 +120,7 @@ def use(arena: Arena) -> None:
             read.copy()
             assert 0 <= read.blocks == len(read.rows) <= count
             assert read.done in (True, False)
-    if (across := reader.match_across(PACKED)) is not None:
+    if (across := reader.match(PACKED, GROUPS)) is not None:
         assert 0 <= across.blocks <= count
 
 
@@ -226,12 +226,12 @@ def test_buckets_that_stay_odd_are_asked_about(ours: Given) -> None:
         reader = reader_of(Arena(fds, write=False, spec=SPEC))
         for keys in (PACKED, PACKED[:KEY_BYTES]):
             for group in GROUPS:
-                assert reader.prefix_length(keys, group) is None
-                assert reader.match(keys, group) is None
+                assert reader.prefix_length(keys, [group]) is None
+                assert reader.match(keys, [group]) is None
                 assert reader.locate(keys, group) is None
                 read = reader.begin(keys, group, None, None)
                 assert (read.blocks, read.done) == (0, False)
-            assert reader.match_across(keys) is None
+            assert reader.match(keys, GROUPS) is None
 
 
 class Restless(list[int]):

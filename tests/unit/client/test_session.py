@@ -32,7 +32,8 @@ async def cache(client: kvtier.AsyncClient) -> Cache:
 
 
 async def match(request: blocks_pb2.MatchRequest, context: Context) -> blocks_pb2.MatchResponse:
-    return blocks_pb2.MatchResponse(blocks=2, residency=bytes([1, 3]), as_of_event=blocks_pb2.Cursor(epoch=1, id=9))
+    span = blocks_pb2.GroupMatch(residency=bytes([1, 3]))
+    return blocks_pb2.MatchResponse(blocks=2, groups=[span], as_of_event=blocks_pb2.Cursor(epoch=1, id=9))
 
 
 async def reserve(request: blocks_pb2.ReserveRequest, context: Context) -> blocks_pb2.ReserveResponse:

@@ -23,7 +23,8 @@ KEYS = [bytes([n]) * 32 for n in (1, 2)]
 
 
 def found(blocks: int = 2, refusal: str = "") -> transfer_pb2.GetChunk:
-    chain = blocks_pb2.AcquiredChain(blocks=blocks, found_in=bytes(blocks), matched=blocks, refusal=refusal)
+    groups = [] if refusal else [blocks_pb2.AcquiredGroup(found_in=bytes(blocks))]
+    chain = blocks_pb2.AcquiredChain(blocks=blocks, groups=groups, matched=blocks, refusal=refusal)
     return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))
 
 

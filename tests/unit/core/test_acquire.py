@@ -96,7 +96,7 @@ def test_looking_touches_nothing() -> None:
     bench = Bench(device=2)
     bench.put("a")
     bench.put("b")
-    bench.core.match(GROUP, [key("a")])
+    bench.core.match([GROUP], [key("a")])
     bench.core.locate(GROUP, [key("a")])
     bench.core.explain(GROUP, key("a"))
     bench.blank(DEVICE, 1)

@@ -200,7 +200,7 @@ def test_recovery_indexes_what_is_there_and_keeps_its_order_of_use() -> None:
         (EventType.CLEARED, Cause.SHUTDOWN, ""),
         (EventType.STORED, Cause.RECOVERED, "xab"),
     ]
-    assert bench.core.match(GROUP, [key("a"), key("b")]).residency == (DISK.bit, DISK.bit)
+    assert bench.core.match([GROUP], [key("a"), key("b")]).groups[0].residency == (DISK.bit, DISK.bit)
     bench.put("y")
     bench.reserve(DEVICE, 1)
     bench.land()

@@ -145,7 +145,7 @@ def test_who_gets_hold_of_a_part_while_it_goes_keeps_it_with_all_that_it_stands_
     while len(bench.stored()) == 300:
         drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
         bench.apply(outcome)
-    _, outcome = bench.core.acquire(BOB, GROUP, HOST, [ChainRequest(keys(NAMES[:200]))], bench.now)
+    _, outcome = bench.core.acquire(BOB, [GROUP], HOST, [ChainRequest(keys(NAMES[:200]))], bench.now)
     bench.apply(outcome)
     while drop.report is None:
         drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)

@@ -124,7 +124,7 @@ def test_a_reader_of_one_group_gets_a_shorter_prefix_where_room_is_short() -> No
 def test_a_window_with_a_hole_is_too_short_or_an_empty_grant() -> None:
     bench = GroupsBench(host=(8, 8))
     bench.fill(SLIDING, "bcef", "abcdef")
-    assert bench.core.match(SLIDING, [key(name) for name in "abcdef"]).blocks == 0
+    assert bench.core.match([SLIDING], [key(name) for name in "abcdef"]).blocks == 0
     (ticket,) = bench.alone(SLIDING, "abcdef", tier=HOST)
     assert bench.granted_alone(ticket, SLIDING, "abcdef") == ""
     (ticket,) = bench.alone(SLIDING, "abcdef", tier=HOST, min_blocks=1)

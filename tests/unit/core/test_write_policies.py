@@ -260,7 +260,7 @@ def test_an_edge_that_fails_does_not_hold_anything_up(policy: Policy) -> None:
         grant = bench.grants[ticket]
         bench.commit(grant.only, [(name, None, 35)])
         bench.release(bench.lease(ticket))
-    assert bench.core.match(GROUP, keys("f")).blocks == 1
+    assert bench.core.match([GROUP], keys("f")).blocks == 1
 
 
 def test_a_block_that_goes_to_disk_for_its_child_is_not_sent_there_again() -> None:

@@ -56,7 +56,9 @@ async def line(house: House) -> list[asyncio.Task[GroupGrant]]:
     return [await waiting_reserve(house, 4, session=2), await waiting_reserve(house, 1, session=3)]
 
 
-async def test_cancelling_the_first_in_line_lets_the_next_one_in(house: House, line: list[asyncio.Task[GroupGrant]]) -> None:
+async def test_cancelling_the_first_in_line_lets_the_next_one_in(
+    house: House, line: list[asyncio.Task[GroupGrant]]
+) -> None:
     line[0].cancel()
     assert len((await line[1]).slots) == 1
     assert house.engine.manager(CACHE).stats().held_by == {3: 1}
@@ -296,8 +298,8 @@ async def test_others_have_their_turn_while_a_large_subtree_is_dropped() -> None
         drop = asyncio.create_task(house.engine.drop(CACHE, house.client().session, GROUP, many[:1]))
         seen = {len(many)}
         while not drop.done():
-            seen.add(manager.match(GROUP, many).blocks)
+            seen.add(manager.match([GROUP], many).blocks)
             await asyncio.sleep(0)
         assert (await drop).dropped == len(many)
         assert any(0 < left < len(many) for left in seen), "a match in between finds the prefix that is left"
-        assert manager.match(GROUP, many).blocks == 0
+        assert manager.match([GROUP], many).blocks == 0

@@ -172,7 +172,6 @@ FIRST = IDS[0][:-4]
         (NAMED, {"tokens": FIRST}, "tokens"),
         (TOLD, {"tokens": IDS[0]}, "tokens"),
         (TOLD, {"tokens": FIRST[1:]}, "tokens"),
-        (TOLD, {"tokens": FIRST, "across_groups": True}, "tokens"),
         (TOLD, {"tokens": FIRST, "cache_salt": "x" * 1025}, "cache_salt"),
         (TOLD, {"lora_id": 0}, "lora_id"),
         (TOLD, {"cache_salt": ""}, "cache_salt"),

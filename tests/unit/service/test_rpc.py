@@ -171,7 +171,7 @@ async def test_an_acquire_whose_session_broke_off_is_refused_whole_and_may_be_re
     await until(slow, nothing_held)
     again = await slow.call(slow.blocks.Acquire, request)
     assert [held.matched for held in again.chains] == [4, 4]
-    await slow.release(cache, *[held.lease_id for held in again.chains])
+    await slow.release(cache, *[held.groups[0].lease_id for held in again.chains])
 
 
 ATTACHES = """

@@ -109,14 +109,12 @@ class Fetcher:
         self._told: Final[set[str]] = set()
         self.counts: Final[Counter[str]] = Counter()
 
-    async def reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
-        """How long a prefix is with what the store has; ``group`` None: over all groups. It may turn out shorter."""
-        return await self._reach(cache, await self._chains(cache, group, keys), group, keys)
+    async def reach(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
+        """How long a prefix of these groups is with the blocks of the store. It may turn out shorter."""
+        return await self._reach(cache, await self._chains(cache, groups, keys), keys)
 
-    async def _reach(
-        self, cache: Cache, chains: Mapping[GroupId, Chain], group: GroupId | None, keys: Sequence[Key]
-    ) -> int:
-        low, high = self._local(cache, group, keys), len(keys)
+    async def _reach(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key]) -> int:
+        low, high = self._local(cache, list(chains), keys), len(keys)
         length = high  # mostly all of it is there, or nothing
         try:
             while low < high:
@@ -130,7 +128,7 @@ class Fetcher:
         return self._before_holes(cache, chains, keys, low)
 
     async def bring(
-        self, cache: Cache, group: GroupId | None, keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
+        self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
     ) -> None:
         """Makes a prefix in the host tier as long as it can be, within ``wait_s``. Raises nothing: a block that does
         not come is a miss.
@@ -142,11 +140,11 @@ class Fetcher:
             return
         try:
             async with asyncio.timeout(wait_s):
-                local = self._local(cache, group, keys)
+                local = self._local(cache, groups, keys)
                 if local == len(keys):
                     return
-                chains = await self._chains(cache, group, keys)
-                length = await self._reach(cache, chains, group, keys)
+                chains = await self._chains(cache, groups, keys)
+                length = await self._reach(cache, chains, keys)
                 self.counts["absent"] += len(keys) - length
                 missing = {each: self._missing(cache, each, keys, length) for each in chains}
                 if length > local and self._is_worth_it(cache, missing, recompute_s):
@@ -170,16 +168,14 @@ class Fetcher:
                 length = min(length, next(lacks, length))
         return length
 
-    async def _chains(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> dict[GroupId, Chain]:
-        """The chain in the group; ``group`` None: in all groups."""
+    async def _chains(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> dict[GroupId, Chain]:
+        """The chain in each group."""
         in_store = await self._teller.hear(cache.prefix)
-        groups = [GroupId(number) for number in range(len(cache.spec.groups))] if group is None else [group]
         past = self._forgotten.of(cache.prefix)
         return {each: Chain.of(cache, each, keys, past, in_store=in_store) for each in groups}
 
-    def _local(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
-        manager = self._engine.manager(cache.id)
-        return manager.match_across(keys).blocks if group is None else manager.match(group, keys).blocks
+    def _local(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
+        return self._engine.manager(cache.id).match(groups, keys).blocks
 
     def _missing(self, cache: Cache, group: GroupId, keys: Sequence[Key], length: int) -> list[Key]:
         """What the group lacks of what a prefix of so many blocks needs."""

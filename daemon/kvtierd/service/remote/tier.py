@@ -143,10 +143,15 @@ class RemoteTier:
             self._tasks.append(asyncio.create_task(self._keep_probing(self._store), name="remote-probe"))
 
     async def bring(
-        self, cache: Cache, group: GroupId | None, chains: Sequence[Sequence[Key]], wait_s: float, recompute_s: float
+        self,
+        cache: Cache,
+        groups: Sequence[GroupId],
+        chains: Sequence[Sequence[Key]],
+        wait_s: float,
+        recompute_s: float,
     ) -> None:
         """See :meth:`Fetcher.bring`, for chains side by side."""
-        await asyncio.gather(*(self.fetcher.bring(cache, group, keys, wait_s, recompute_s) for keys in chains))
+        await asyncio.gather(*(self.fetcher.bring(cache, groups, keys, wait_s, recompute_s) for keys in chains))
 
     async def stop(self) -> None:
         """Writes and deletes no more: blocks that have not reached the store have not."""

@@ -178,8 +178,8 @@ class AdminService:
         for cache in caches if len(keys) == 1 or not by_prefix else ():
             for group in map(GroupId, range(len(cache.spec.groups))):
                 with suppress(UnknownCache):  # removed meanwhile
-                    here = self._engine.manager(cache.id).match(group, keys)
-                    found.append(_holding("", cache, group, here.blocks, here.residency))
+                    here = self._engine.manager(cache.id).match([group], keys)
+                    found.append(_holding("", cache, group, here.blocks, here.groups[0].residency))
                 if self._remote is not None and (known := self._remote.reach(cache, group, keys)):
                     found.append(_holding(self._remote.url, cache, group, known, ()))
                 for peer in () if self._fleet is None else self._fleet.peers:

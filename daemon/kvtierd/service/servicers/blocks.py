@@ -21,7 +21,7 @@ from kvtierd.core.errors import ForeignLease, UnknownLease
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.core.removal import DropReport
-from kvtierd.core.transfers import BlockResult, ChainRequest, Location, ResetReport
+from kvtierd.core.transfers import BlockResult, ChainRequest, GroupSpan, Location, ResetReport
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import Refused, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
@@ -161,32 +161,24 @@ class BlocksService:
         """One call at a time hashes blocks."""
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
-        cache, group = self._place(session, request.cache_id, request.group)
+        cache = self._catalog.opened(session, request.cache_id)
+        groups = validation.groups("groups", cache, request.groups)
         keys = validation.keys("keys", request.keys)
-        tokens, scope = validation.following(cache, group, request)
-        remote = await self._reach(cache, None if request.across_groups else group, keys) if request.remote else 0
-        response = (
-            self._match_across(cache, group, keys, remote)
-            if request.across_groups
-            else self._match_alone(cache, group, keys, tokens, scope, remote)
-        )
-        if not request.counted:
-            self._engine.manager(cache.id).asked(group, len(keys), response.blocks)
-        return response
-
-    def _match_alone(
-        self, cache: Cache, group: GroupId, keys: Sequence[Key], tokens: bytes, scope: bytes, remote: int
-    ) -> blocks_pb2.MatchResponse:
-        found = self._engine.manager(cache.id).match(group, keys, tokens, scope)
+        tokens, scope = validation.following(cache, groups, request)
+        remote = await self._reach(cache, groups, keys) if request.remote else 0
+        manager = self._engine.manager(cache.id)
+        found = manager.match(groups, keys, tokens, scope)
         response = blocks_pb2.MatchResponse(
             blocks=found.blocks,
-            residency=bytes(found.residency),
+            groups=map(_matched_group, found.groups),
             as_of_event=self._now_cursor(),
             remote_blocks=remote,
         )
         if found.partial is not None:
             response.partial_key, response.partial_tokens = found.partial.key, found.partial.tokens
             response.partial_residency = found.partial.residency
+        if not request.counted:
+            manager.asked(groups[0], len(keys), found.blocks)
         return response
 
     async def locate(self, session: Session, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
@@ -238,23 +230,19 @@ class BlocksService:
         self, session: Session, request: blocks_pb2.AcquireRequest, *, bring: bool = True
     ) -> blocks_pb2.AcquireResponse:
         """``bring``: from beyond the host, too; a peer that asks has looked for what it wants here."""
-        cache, group = self._place(session, request.cache_id, request.group)
+        cache = self._catalog.opened(session, request.cache_id)
+        groups = validation.groups("groups", cache, request.groups)
         tier = validation.tier("tier", request.tier, _leasable(cache))
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         chains = _chains(request.chains)
         with self._caps.leasing(session, len(chains)):
-            if request.across_groups:
-                _require_no_group(group)
-            of = None if request.across_groups else group
             keys = [chain.keys for chain in chains]
             if bring:
-                wait_s = await self._bring(cache, of, keys, wait_s, request.recompute_ns_per_block / 1e9)
-            groups = () if request.across_groups else (group,)
+                wait_s = await self._bring(cache, groups, keys, wait_s, request.recompute_ns_per_block / 1e9)
             answers = await self._engine.acquire(cache.id, session.id, groups, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
-            chains=[self._acquired(cache, tier, answer, request.across_groups) for answer in answers],
-            as_of_event=self._now_cursor(),
+            chains=[self._acquired(cache, tier, answer) for answer in answers], as_of_event=self._now_cursor()
         )
 
     async def join(self, session: Session, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
@@ -296,7 +284,7 @@ class BlocksService:
             planned = self._engine.manager(cache.id).plan_move(group, to, keys)
             return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())
         if to in MEMORY_TIERS:
-            wait_s = await self._bring(cache, group, [keys], wait_s)
+            wait_s = await self._bring(cache, [group], [keys], wait_s)
         grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
         return blocks_pb2.MoveResponse(
             results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()
@@ -389,13 +377,13 @@ class BlocksService:
             as_of_event=self._now_cursor(),
         )
 
-    async def _reach(self, cache: Cache, group: GroupId | None, keys: Sequence[Key]) -> int:
-        return 0 if self._remote is None else await self._remote.fetcher.reach(cache, group, keys)
+    async def _reach(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
+        return 0 if self._remote is None else await self._remote.fetcher.reach(cache, groups, keys)
 
     async def _bring(
         self,
         cache: Cache,
-        group: GroupId | None,
+        groups: Sequence[GroupId],
         chains: Sequence[Sequence[Key]],
         wait_s: float,
         recompute_s: float = 0.0,
@@ -404,38 +392,15 @@ class BlocksService:
         if self._remote is None:
             return wait_s
         started = time.monotonic()
-        await self._remote.bring(cache, group, chains, FETCH_SHARE * wait_s, recompute_s)
+        await self._remote.bring(cache, groups, chains, FETCH_SHARE * wait_s, recompute_s)
         return max(0.0, wait_s - (time.monotonic() - started))
 
-    def _match_across(self, cache: Cache, group: GroupId, keys: Sequence[Key], remote: int) -> blocks_pb2.MatchResponse:
-        _require_no_group(group)
-        found = self._engine.manager(cache.id).match_across(keys)
-        spans = [
-            blocks_pb2.GroupMatch(
-                group=span.group,
-                first_block=span.needed.first,
-                residency=bytes(span.residency),
-                sink_blocks=span.needed.sinks,
-            )
-            for span in found.groups
-        ]
-        return blocks_pb2.MatchResponse(
-            blocks=found.blocks, groups=spans, as_of_event=self._now_cursor(), remote_blocks=remote
-        )
-
-    def _acquired(self, cache: Cache, tier: Tier, answer: Grant | Refusal, across: bool) -> blocks_pb2.AcquiredChain:
+    def _acquired(self, cache: Cache, tier: Tier, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):
             reason = answer.reason.name
             return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=reason, detail=self._describe(answer))
-        told = blocks_pb2.AcquiredChain(matched=answer.matched, blocks=answer.blocks)
-        if across:
-            told.groups.extend(_acquired_group(cache, tier, part) for part in answer.groups)
-            return told
-        part = answer.only
-        told.lease_id, told.sink_blocks, told.found_in = part.lease or 0, part.needed.sinks, bytes(part.found_in)
-        told.slots.extend(part.slots)
-        told.generations.extend(_generations(cache, tier, part.group, part.slots))
-        return told
+        parts = [_acquired_group(cache, tier, part) for part in answer.groups]
+        return blocks_pb2.AcquiredChain(matched=answer.matched, blocks=answer.blocks, groups=parts)
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
         cache = self._catalog.opened(session, cache_id)
@@ -499,9 +464,13 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
     return chains
 
 
-def _require_no_group(group: GroupId) -> None:
-    if group:
-        raise bad_argument("group", group, "0: across_groups asks for all of them")
+def _matched_group(span: GroupSpan) -> blocks_pb2.GroupMatch:
+    return blocks_pb2.GroupMatch(
+        group=span.group,
+        first_block=span.needed.first,
+        residency=bytes(span.residency),
+        sink_blocks=span.needed.sinks,
+    )
 
 
 def _acquired_group(cache: Cache, tier: Tier, part: GroupGrant) -> blocks_pb2.AcquiredGroup:

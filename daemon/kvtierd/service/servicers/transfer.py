@@ -133,13 +133,13 @@ class TransferService:
     async def get(self, session: Session, request: transfer_pb2.GetRequest) -> AsyncGenerator[bytes, None]:
         acquire = request.acquire
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
-        if acquire.across_groups:
-            raise bad_argument("acquire.across_groups", True, "false: a transfer is of one group")
+        validation.count("acquire.groups", len(acquire.groups), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
-        group = _group("acquire.group", acquire.group, cache)
+        (group,) = validation.groups("acquire.groups", cache, acquire.groups)
         tier = _tier("acquire.tier", acquire.tier, cache)
         (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
-        lease, slots, generations = LeaseId(chain.lease_id), list(map(SlotId, chain.slots)), list(chain.generations)
+        (part,) = chain.groups or [blocks_pb2.AcquiredGroup()]
+        lease, slots, generations = LeaseId(part.lease_id), list(map(SlotId, part.slots)), list(part.generations)
         try:
             yield _header(chain).SerializeToString()
             right = self._right(session, Right.READ, cache)
@@ -239,8 +239,9 @@ async def _chunks(
 
 def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
     """What was found, without what only a holder of the lease could use."""
-    for field in ("lease_id", "slots", "generations"):
-        chain.ClearField(field)
+    for part in chain.groups:
+        for field in ("lease_id", "slots", "generations"):
+            part.ClearField(field)
     return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))
 
 
