@@ -1,4 +1,4 @@
-"""A cache's arena as it is mapped, and the cache in whatever session there is."""
+"""The mapped arena of a cache, and the cache's binding to the client's current session."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, s
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
 _SERVING: Final = int(ArenaState.SERVING)
-"""A global by itself: every read asks twice, and a member of an enumeration takes ten times as long."""
+"""A plain int in a global: every read compares it twice, and a member of an enumeration is slower to reach."""
 
 
 class Arena:
-    """The segments of one cache. There is no ``close``: memory is unmapped when the last array over it is gone."""
+    """The mapped segments of one cache. It has no ``close``: memory is unmapped when the last array over it is gone."""
 
     def __init__(
         self,
@@ -64,12 +64,14 @@ class Arena:
         device: Callable[[ArenaLayout], Memory] | None = None,
         unmapped: Mapping[Tier, str] = MappingProxyType({}),
     ) -> None:
-        """Maps the descriptors, which stay the caller's. ``write`` as it was asked for over the attach socket.
+        """Maps the descriptors; the caller keeps and closes them.
 
-        ``device``: makes the device tier's memory of what the descriptor ``cuda`` was mapped to. ``unmapped``: why a
-        tier is not mapped that the cache has.
+        Args:
+            write: as requested over the attach socket.
+            device: makes the device tier's memory over the mapping of the ``cuda`` descriptor.
+            unmapped: why a tier of the cache is not mapped.
 
-        Raises :class:`DaemonError` where the segments are not the arena of a cache with this specification.
+        Raises :class:`DaemonError` if the segments are not the arena of a cache with this specification.
         """
         self._control = _mapped(fds[attach.CONTROL], write=False)
         try:
@@ -78,9 +80,9 @@ class Arena:
             raise DaemonError(f"the daemon's arena cannot be trusted: {error}", reason="BAD_ARENA") from error
         self.writable = write
         self.stale = False
-        """True once the cache is open in another session, or cannot be opened there. Set by the client."""
+        """True once the cache is open in another session, or cannot be opened there. The client sets it."""
         self.index = IndexReader(self.layout, self._control) if self.layout.index_bytes else None
-        """Where its blocks are; None where the daemon keeps no index."""
+        """The index of the cache's blocks; None if the daemon keeps no index."""
         self._states = self._control[:HEADER_BYTES].data.cast("I")
         data = {
             tier: _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier))
@@ -92,7 +94,7 @@ class Arena:
         if device is not None:
             self._memories[Tier.DEVICE] = device(self.layout)
         self.unmapped: Final[Mapping[Tier, str]] = MappingProxyType(dict(unmapped))
-        """By tier, why its slots are not mapped, though the cache has it."""
+        """Maps each tier of the cache whose slots are not mapped to the reason."""
         self._generations = {
             (tier, group): self.layout.generations(self._control, tier, group)
             for tier in MAPPED_TIERS
@@ -106,12 +108,14 @@ class Arena:
 
     @property
     def current(self) -> bool:
-        """Whether its index and slots may be read without a call: it is not stale, and its daemon did not close it."""
+        """Whether index and slots may be read without a call: the arena is not stale, and its daemon has not closed
+        it."""
         return not self.stale and self._states[_STATE_WORD] == _SERVING
 
     def touch(self) -> None:
-        """Maps every page in the background, where the first to look or to copy would fault in one after another."""
-        # No thread of an executor: one ends with the process, and does not hold it up.
+        """Maps every page in a background thread, so that the first lookups and copies do not fault pages in one by
+        one."""
+        # A daemon thread, not an executor's: it does not delay the end of the process.
         Thread(target=_touched, args=[self._segments], name="kvtier-touch", daemon=True).start()
 
     def slots(self, tier: Tier, group: int) -> int:
@@ -119,11 +123,12 @@ class Arena:
 
     @property
     def memories(self) -> Collection[Memory]:
-        """Of the tiers that are mapped."""
+        """The memories of the mapped tiers."""
         return self._memories.values()
 
     def memory(self, tier: Tier) -> Memory:
-        """Raises :class:`CallerError` (CANNOT_MAP) where the tier's slots are not mapped, with the reason."""
+        """The memory of a tier. Raises :class:`CallerError` (CANNOT_MAP), with the reason, if its slots are not
+        mapped."""
         memory = self._memories.get(tier)
         if memory is None:
             why = self.unmapped.get(tier, f"the cache has no {tier} tier")
@@ -141,20 +146,21 @@ class Arena:
         return within if memories else None
 
     def view(self, tier: Tier, group: int, slot: int, *, write: bool) -> list[View]:
-        """A slot's bytes, one view a pool, not copied."""
+        """A slot's bytes in place, one view per pool."""
         return [*self.memory(tier).view(group, slot, write=write)]
 
     def write(self, tier: Tier, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        """Copies blocks into slots, and blocks until that is over. Of pages of :class:`kvtier.Planes` that have only a
-        part of a block, it writes that part."""
+        """Copies blocks into slots and returns when the copy has ended. Pages of :class:`kvtier.Planes` that have only
+        a part of a block write only that part."""
         self.memory(tier).write(group, slots, blocks)
 
     def read(self, tier: Tier, group: int, slots: Slots, blocks: Rows) -> None:
-        """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
+        """Copies slots into blocks and returns when the copy has ended. Raises :class:`IndexError` for a slot that does
+        not exist."""
         self.memory(tier).read(group, slots, blocks)
 
     def generations(self, tier: Tier, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
-        """The slots' generations now: a copy."""
+        """A copy of the slots' current generations."""
         now: NDArray[np.uint64] = self._generations[tier, group][slots]
         return now
 
@@ -173,12 +179,12 @@ def _mapped(fd: int, *, write: bool, at_least: int = HEADER_BYTES) -> Bytes:
 
 
 _GIVE_BACK_S: Final = 1.0
-"""For one attempt; while the daemon does not answer there is another."""
+"""Seconds for one attempt to give leases back; attempts repeat while the daemon does not answer."""
 UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
-"""After these the daemon may have answered and nobody have heard it."""
+"""Errors after which the daemon may have carried out the call although the client got no answer."""
 _TIER_OF: Final = {str(tier): tier for tier in TIERS}
 _FOLLOW_S: Final = 60.0
-"""How long a daemon that has started anew may take to open a cache before reads without calls end."""
+"""Seconds that a restarted daemon has to open a cache. After that, reads without calls end."""
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +204,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Binding:
-    """A cache in one session. ``mapped``: None where its memory is not mapped."""
+    """A cache in one session. ``mapped`` is None if its memory is not mapped."""
 
     session: int
     cache_id: int
@@ -207,7 +213,7 @@ class Binding:
 
     @property
     def arena(self) -> Arena:
-        """Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) where the memory is not mapped."""
+        """The mapped arena. Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) if the memory is not mapped."""
         if self.mapped is None:
             message = f"cache {self.info.name}: its memory is not mapped; put and get go without"
             raise CallerError(message, reason="CANNOT_MAP")
@@ -215,7 +221,7 @@ class Binding:
 
 
 class Binder:
-    """Opens a cache in whatever session the link has, and calls the daemon about it."""
+    """Opens a cache in the link's session, and calls the daemon about it."""
 
     def __init__(
         self,
@@ -229,10 +235,10 @@ class Binder:
         write: bool,
         mapped: bool,
     ) -> None:
-        """``spec``: None opens what there is and never creates. ``write``: slots may be filled. ``mapped``: wanted,
-        where the session can."""
+        """``spec``: None opens an existing cache and never creates one. ``write``: slots may be filled. ``mapped``: map
+        the memory, if the session can."""
         self.session: Final = session
-        self.write: Final = bool(write)  # numpy's flag is no JSON
+        self.write: Final = bool(write)  # numpy's bool is not JSON
         self._name = name
         self._asked = spec
         self._spec = spec
@@ -245,18 +251,18 @@ class Binder:
         self._lock = asyncio.Lock()
         self._closed = False
         self.returning: Final[set[asyncio.Future[None]]] = set()
-        """What is being given back with nobody waiting for it."""
+        """Releases under way that no caller waits for."""
         self.ahead: Callable[[], Awaitable[None]] = _nothing
-        """What goes to the daemon before any of these calls."""
+        """Sends pending read notes to the daemon. Awaited before every call."""
         session.followers.add(self)
         self.work: Callable[[Stream | None], Fence] = lambda stream: PASSED
-        """Where this process's own work on what it leases is: see :class:`kvtier.session.Follower`."""
+        """Fences this process's own work on its leases: see :class:`kvtier.session.Follower`."""
         self.rest: Callable[[], None] = lambda: None
-        """See there."""
+        """Marks that work as over: see :class:`kvtier.session.Follower`."""
 
     @property
     def unmapped(self) -> Mapping[Tier, str]:
-        """By tier that clients can map, why its slots are not mapped here."""
+        """Maps each tier of the cache that clients can map, but that is not mapped here, to the reason."""
         binding = self.binding
         if binding.mapped is not None:
             return binding.mapped.unmapped
@@ -271,35 +277,39 @@ class Binder:
 
     @property
     def spec(self) -> CacheSpec:
-        """As asked for, else as the daemon told it. Raises :class:`ClientClosed` where the cache was never opened."""
+        """The specification asked for, or else the daemon's. Raises :class:`ClientClosed` if the cache was never
+        opened."""
         return self._spec if self._spec is not None else self.binding.info.spec
 
     def close(self) -> bool:
-        """No call goes through any more. False if that was so already."""
+        """Refuses all calls from now on. Returns False if it was closed already."""
         was, self._closed = self._closed, True
         return not was
 
     @property
     def binding(self) -> Binding:
-        """The last one. Raises :class:`ClientClosed` where the cache was never opened."""
+        """The last binding. Raises :class:`ClientClosed` if the cache was never opened."""
         if self._binding is None:
             raise ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
         return self._binding
 
     @property
     def readable(self) -> Binding | None:
-        """The last one, for reads without a call: with a daemon that is gone, too. None: nothing may be read so."""
+        """The last binding, for reads without a call, also while the daemon is away. None if the cache or client is
+        closed, or the cache was never opened."""
         return None if self._closed or self.session.closed else self._binding
 
     def bound_to(self, link: Link | None) -> Binding | None:
-        """The last one, where it is in this link's session."""
+        """The last binding, if it belongs to this link's session."""
         binding = self._binding
         return binding if link is not None and binding is not None and binding.session == link.session else None
 
     def session_changed(self, session: int) -> None:
-        """What is mapped was another session's. It stays readable until the cache is open in this one, which is seen to
-        at once and may take a while, since a daemon that has just started may still be reading the cache: it is either
-        the memory that the daemon goes on with, or nobody's any more, and then no byte of it changes."""
+        """Opens the cache in the new session in the background; a daemon that has just started may still be reading it.
+
+        Until then the arena of the last session stays readable. Either the daemon goes on with the same memory, or no
+        process writes to it any more.
+        """
         binding = self._binding
         if binding is not None and binding.mapped is not None and binding.session != session and not self._closed:
             self.session.spawn(self._follow(binding.mapped))
@@ -307,12 +317,13 @@ class Binder:
     async def _follow(self, mapped: Arena) -> None:
         try:
             await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S), wait=_FOLLOW_S)
-        except (KvtierError, OSError) as error:  # OSError: there is no memory, or no descriptor, to map it with
+        except (KvtierError, OSError) as error:  # OSError: no memory or descriptor is left for the mapping
             _log.debug("cache %s is not opened again: %s", self._name, error)
-            mapped.stale = True  # whoever reads next calls, and is told why
+            mapped.stale = True  # the next read calls the daemon and gets the error
 
     async def bind(self, link: Link, *, create: bool = True) -> Binding:
-        """The cache in the link's session, opened there first if need be. ``create``: and made, where there is none.
+        """The cache's binding in the link's session; opens the cache there if necessary. ``create``: also creates a
+        missing cache.
 
         Raises :class:`ClientClosed`.
         """
@@ -365,9 +376,11 @@ class Binder:
         request: Asking,
         deadline: Deadline,
     ) -> Response:
-        """A call that may run again in another session: a lookup, or one that leaves the same state when repeated.
+        """Makes a call that may run again in another session: a lookup, or a call that leaves the same state when
+        repeated.
 
-        The ``cache_id`` of ``request`` is filled in here: it is another one in each session."""
+        Sets ``cache_id`` of ``request``, which differs between sessions.
+        """
 
         async def attempt(link: Link) -> Response:
             request.cache_id = (await self.bind(link)).cache_id
@@ -382,10 +395,10 @@ class Binder:
         request: Granting,
         deadline: Deadline,
     ) -> tuple[Binding, Response]:
-        """A :meth:`call` that grants leases, numbered here. Where its answer does not reach the caller, what it granted
-        is released.
+        """A :meth:`call` that grants leases; sets ``seq`` of ``request``. If the answer does not reach the caller, the
+        granted leases are released.
 
-        Where it is refused for want of room, it is made again once what this client is giving back has been released.
+        A call refused for lack of room is repeated once, after this client's pending releases are done.
         """
         sent: list[Binding] = []
         request.seq = self.session.next_seq()
@@ -415,10 +428,10 @@ class Binder:
     async def release(
         self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline, slots: Sequence[int] = ()
     ) -> None:
-        """Ends leases of a binding, in this order. In another session they have ended already.
+        """Ends leases of a binding, in this order. In any other session they have ended already.
 
-        ``slots``: only these of a single lease are given back. Where the daemon does not answer by the deadline, or did
-        not answer the call before, this goes on with nobody waiting for it.
+        ``slots``: gives back only these slots of a single lease. If the daemon is away or does not answer by the
+        deadline, the release goes on in the background.
         """
         if not lease_ids:
             return
@@ -434,13 +447,13 @@ class Binder:
         await self.session.call(_releasing(binding, request), deadline)
 
     def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
-        """``work`` gives something back, and its caller does not wait for it."""
+        """Keeps ``work``, a release that no caller waits for, alive to its end, and logs its errors."""
         self.returning.add(work)
         work.add_done_callback(self.returning.discard)
         self.session.spawn(_logged(work, what))
 
     async def settle(self, deadline: Deadline) -> bool:
-        """Waits for what is being given back. False if there was nothing."""
+        """Waits for the releases under way. Returns False if there were none."""
         returning = list(self.returning)
         if returning:
             await asyncio.wait(returning, timeout=deadline.left())
@@ -451,11 +464,11 @@ class Binder:
             await self.until_answered(_releasing(binding, request))
         except LeaseError as error:
             if error.reason != "UNKNOWN_LEASE":
-                raise  # else a commit ended it whose answer nobody heard
+                raise  # otherwise a commit ended the lease, and its answer was lost
 
     async def until_answered(self, attempt: Callable[[Link], Awaitable[None]]) -> None:
-        """Tries until the daemon answers, or the session with all that it holds has ended: this process may live for
-        weeks, and nobody else gives that back."""
+        """Repeats the attempt until the daemon answers or the client is closed. A long-lived process would otherwise
+        keep the slots: no other party gives them back."""
         while True:
             try:
                 return await self.session.call(attempt, Deadline(_GIVE_BACK_S), wait=_GIVE_BACK_S)
@@ -485,7 +498,7 @@ async def send(
     method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
     request: Request,
 ) -> Response:
-    """One RPC with the session's token."""
+    """Makes one RPC with the session's token."""
     return await method(link.stubs)(request, metadata=link.metadata)
 
 

@@ -1,6 +1,6 @@
-"""Chains that a client has asked for, each of which counts once: a lookup and the read that follows are one question.
+"""Chains that a client has asked for. A lookup and the read that follows it count as one question.
 
-The daemon counts what calls ask for. What is answered from shared memory it is told with the next touch.
+The daemon counts the chains of calls. Questions answered from shared memory reach it with the next touch.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Final
 from kvtier.abi.keys import KEY_BYTES
 
 MOST_CHAINS: Final = 256
-"""Chains that were looked up last, and not read since."""
+"""Number of last looked-up, not yet read chains that are remembered."""
 
 
 class Asked:
-    """Of one cache. Any thread may use it. Chains are packed keys."""
+    """The chains asked of one cache, as packed keys. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock: Final = threading.Lock()
         self._found: Final[dict[bytes, tuple[bytes, int]]] = {}
-        """By the last key of a chain: the chain, and how many blocks of it were found."""
+        """Maps the last key of a chain to the chain and the number of its blocks that were found."""
 
     def looked_up(self, chain: bytes, found: int) -> bool:
-        """Whether that is a new question: not where a scheduler repeats it and the answer is the same."""
+        """Notes a lookup. Returns whether it is a new question: a repeated lookup with the same answer is not."""
         end = chain[-KEY_BYTES:]
         with self._lock:
             before = self._found.pop(end, None)
@@ -33,8 +33,8 @@ class Asked:
         return before is None or before[1] != found
 
     def read(self, chain: bytes) -> bool:
-        """Whether that is a new question: no lookup of the chain, or of one that begins so, came before. One read
-        answers a lookup; the next is a question of its own."""
+        """Notes a read. Returns whether it is a new question: no lookup of the chain, or of a longer chain that begins
+        with it, came before. A read uses up its lookup; the next read is a question of its own."""
         with self._lock:
             if self._found.pop(chain[-KEY_BYTES:], None) is not None:
                 return False
@@ -45,6 +45,6 @@ class Asked:
         return True
 
     def stored(self, chain: bytes) -> None:
-        """The end of a chain was stored: who looks it up now asks anew."""
+        """Notes that the end of a chain was stored: the next lookup of it is a new question."""
         with self._lock:
             self._found.pop(chain[-KEY_BYTES:], None)

@@ -1,6 +1,6 @@
-"""The caller's arrays and tensors as rows of bytes, one a block, and slots as tensors.
+"""The caller's arrays and tensors as rows of bytes, one per block, and slots as tensors.
 
-Nothing here imports torch before the caller has: who passes a tensor has it, who asks for one wants it.
+torch is imported only for a caller who passes or asks for a tensor.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 _DTYPES: Final = {"float8_e4m3": "float8_e4m3fn"}
-"""Where torch has another name for a dtype of :class:`kvtier.CacheSpec`."""
+"""Maps dtypes of :class:`kvtier.CacheSpec` to torch's names where these differ."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class DeviceBytes:
-    """A block's bytes in memory of a GPU, which ``owner`` keeps; nobody may touch them here before ``after``."""
+    """A block's bytes in GPU memory, kept alive by ``owner``. Do not touch them before ``after`` has passed."""
 
     address: int
     nbytes: int
@@ -57,16 +57,17 @@ class DeviceBytes:
 
 
 Row: TypeAlias = "Bytes | DeviceBytes"
-"""A block's bytes outside of slots, flat. Those of a GPU only where it reaches the slots."""
+"""A block's bytes outside slots, flat. In GPU memory only if that GPU reaches the slots."""
 Rows: TypeAlias = "Sequence[Row] | Bytes | Pages"
-"""The bytes of n blocks: n rows, one C-contiguous array of them, [n, bytes of a block], or n pages."""
+"""The bytes of n blocks: n rows, one C-contiguous array [n, bytes of a block], or n pages."""
 PrefixRows: TypeAlias = "list[Row | int | None]"
-"""What was copied of a prefix, a row a block, or the number of the page that was filled; None before a sliding window,
-where nothing is."""
+"""The copied blocks of a prefix: per block a row, or the number of the filled page; None for a block before a sliding
+window, which is not copied."""
 
 
 Reach: TypeAlias = "Callable[[OnGpu], Gpu | None]"
-"""Tells which GPU a block lies on, where that reaches the slots that the block is for; None: it stays with the CPU."""
+"""Returns the GPU that a block lies on if that GPU reaches the block's slots; None: the copy goes through the CPU's
+memory."""
 
 
 Block: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray | DeviceBytes"
@@ -74,19 +75,19 @@ Blocks: TypeAlias = (
     "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] | Sequence[CudaArray]"
     " | Sequence[bytes] | Sequence[bytearray] | Rows"
 )
-"""n blocks: one array or tensor whose first axis is the block, a sequence of n of them or of ``bytes``, or n pages of
-:class:`kvtier.Planes`. Any dtype and shape. Arrays of a GPU that are no tensors, only for slots that are mapped."""
+"""n blocks: one array or tensor whose first axis is the block, a sequence of n arrays, tensors or ``bytes``, or n pages
+of :class:`kvtier.Planes`. Any dtype and shape. GPU arrays that are not tensors need mapped slots."""
 
 
 def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
-    """The bytes of the caller's blocks, copied only where an array is not contiguous, or out of reach.
+    """The bytes of the caller's blocks, copied only if an array is not contiguous or out of reach.
 
     Args:
-        reach: of the slots that they are for; blocks within it stay on their GPU, and are taken once the streams that
-            they were made on have done what they were given so far. None: no GPU is.
+        reach: of the target slots. Blocks within reach stay on their GPU, and are taken after the present work of the
+            streams that they were made on. None: no GPU is within reach.
 
     Raises:
-        InvalidArgument: where there are not ``count`` blocks of ``block_bytes``.
+        InvalidArgument: there are not ``count`` blocks of ``block_bytes``.
     """
     if isinstance(blocks, Pages):
         blocks.require("blocks", count, block_bytes)
@@ -98,7 +99,7 @@ def readable(blocks: Blocks, count: int, block_bytes: int, reach: Reach | None =
         return whole
     each = _checked(blocks, "blocks", count, block_bytes)
     after = _Reached(reach)
-    # All of them before the point is marked that they are taken at: on a GPU it only begins here.
+    # Make all blocks contiguous before the fences are marked: on a GPU these copies only begin here.
     in_order = [block.contiguous() if reach and is_tensor(block) and block.is_cuda else block for block in each]
     return [_readable(block, f"blocks[{index}]", after) for index, block in enumerate(in_order)]
 
@@ -120,11 +121,11 @@ def _readable(block: Block, field: str, after: _Reached) -> Row:
 def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = None) -> Rows:
     """The bytes of the caller's arrays, to be written in place.
 
-    Of an array or tensor that is not contiguous, or neither the CPU's nor within ``reach``, and of pages for which
-    there is no reach: fresh bytes, which :func:`fill` copies into them.
+    An array or tensor that is not contiguous, or neither on the CPU nor within ``reach``, gets fresh bytes, as do pages
+    out of reach. :func:`fill` copies these into it.
 
     Raises:
-        InvalidArgument: where there are not ``count`` blocks of ``block_bytes`` that can be written.
+        InvalidArgument: there are not ``count`` writable blocks of ``block_bytes``.
     """
     if isinstance(out, Pages):
         out.require("out", count, block_bytes)
@@ -156,12 +157,12 @@ def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Ro
 
 
 def _in_reach(pages: Pages, reach: Reach | None) -> Pages | None:
-    """The pages as slots are copied to or from them; None: they lie on a GPU out of reach."""
+    """The pages, for direct copies to or from slots; None if they lie on a GPU out of reach."""
     return pages.within(reach if reach is not None else lambda array: None)
 
 
 def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
-    """The bytes of all blocks as one array, where they lie in one piece of the CPU's memory."""
+    """The bytes of all blocks as one array, if they are contiguous in the CPU's memory."""
     if is_tensor(blocks) and is_in_place(blocks):
         blocks = bytes_of(blocks).reshape(len(blocks), -1)
     if not isinstance(blocks, np.ndarray) or not blocks.flags.c_contiguous:
@@ -173,7 +174,7 @@ def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
 
 
 def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequence[Block]:
-    """The blocks one by one."""
+    """The blocks as a sequence, with their number and sizes checked."""
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, bytes | bytearray) else one for one in blocks]
@@ -187,15 +188,15 @@ def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequen
 
 
 class _Reached:
-    """The points that streams have reached on which blocks are made or used, marked for the first block that needs one:
-    this thread's current stream, unless an array names another stream."""
+    """The fences of the streams on which blocks are made or used: this thread's current stream, unless an array names
+    another. A fence is marked for the first block that needs it."""
 
     def __init__(self, reach: Reach | None) -> None:
         self._reach: Final = reach
         self._fences: dict[tuple[Gpu, int | None], Fence] = {}
 
     def on_gpu(self, block: OnGpu) -> DeviceBytes | None:
-        """The block where it lies in C order on a GPU within reach."""
+        """The block, if it lies in C order on a GPU within reach."""
         if self._reach is None or (is_tensor(block) and not block.is_cuda) or not is_contiguous(block):
             return None
         gpu = self._reach(block)
@@ -215,7 +216,7 @@ Late: TypeAlias = "tuple[NDArray[Any] | torch.Tensor | Pages, Bytes, torch.cuda.
 
 def late(out: Blocks, rows: PrefixRows) -> list[Late]:
     """The arrays, tensors and pages of ``out`` that could not be written in place, each with its bytes and this
-    thread's current stream: for :func:`fill`, in whatever thread."""
+    thread's current stream. Pass them to :func:`fill`, in any thread."""
     if isinstance(out, np.ndarray) and is_in_place(out):
         return []
     if isinstance(out, Pages):
@@ -232,41 +233,41 @@ def late(out: Blocks, rows: PrefixRows) -> list[Late]:
 
 
 def of_cpu(rows: Rows | PrefixRows) -> Sequence[Bytes]:
-    """The same ones, of which none was taken where it lies on a GPU: they are not for slots there."""
+    """The same rows, typed as rows of the CPU. No row may lie on a GPU."""
     return cast("Sequence[Bytes]", rows)
 
 
 def for_needed(rows: Rows, needed: Needed) -> Rows:
-    """Of rows, one a block of a chain, those of the blocks needed."""
+    """Picks the rows of the needed blocks from rows of a chain, one per block."""
     if not needed.sinks:
         return rows[needed.first : needed.stop]
     return picked(rows, np.r_[: needed.sinks, needed.first : needed.stop])
 
 
 def picked(rows: Rows, some: NDArray[np.intp]) -> Rows:
-    """The rows with these numbers, which rise; not copied."""
+    """The rows with these ascending numbers, not copied."""
     if len(some) and some[-1] - some[0] == len(some) - 1:
         return rows[some[0] : some[-1] + 1]
     return rows[some] if isinstance(rows, Pages) else [rows[at] for at in some.tolist()]
 
 
 def is_in_place(block: NDArray[Any] | torch.Tensor) -> bool:
-    """Whether its own memory is a row: of the CPU, and in C order."""
+    """Whether the array's or tensor's own memory can be used as a row: on the CPU, in C order."""
     if isinstance(block, np.ndarray):
         return block.flags.c_contiguous
     return block.device.type == "cpu" and block.is_contiguous()
 
 
 def torch_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
-    """The stream that this thread gives its work on the tensor to. None: there is none on the CPU."""
+    """This thread's current stream on the tensor's GPU. None for a tensor on the CPU."""
     import torch
 
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def fill(late: Sequence[Late]) -> None:
-    """Copies bytes into arrays, tensors and pages on any device, each after what its stream was given before; when this
-    returns they are there."""
+    """Copies bytes into arrays, tensors and pages on any device, each after the earlier work of its stream. Returns
+    when the copies have ended."""
     for target, data, stream in late:
         if isinstance(target, Pages):
             target.scatter(data[None], stream)
@@ -282,9 +283,9 @@ def fill(late: Sequence[Late]) -> None:
 
 
 def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
-    """A 1-D tensor of ``dtype`` (as a specification names it) over the bytes of a view, also a read-only one.
+    """A 1-D tensor of ``dtype`` (a name of the specification) over the bytes of a view, read-only views included.
 
-    torch knows no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`.
+    torch has no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`.
     """
     import torch
 
@@ -293,7 +294,7 @@ def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
 
 
 class _Exposed:
-    """The same memory without the read-only flag, which torch would warn of; keeps the mapping alive."""
+    """A view's memory without the read-only flag, which torch would warn of. Keeps the mapping alive."""
 
     def __init__(self, view: Bytes) -> None:
         self._view = view
@@ -302,26 +303,26 @@ class _Exposed:
 
 
 INLINE_BYTES: Final = 8 << 20
-"""Copies up to this size run on the event loop: to wake threads takes as long. Above it two threads copy."""
+"""Copies up to this size run on the event loop: waking threads takes as long. Two threads make a larger copy."""
 _PARTS: Final = 8
-"""Into so many parts such a copy is cut; each thread takes one after another."""
+"""Number of parts of a larger copy; each thread takes one after another."""
 
 Slots: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
 
 
 async def run_copy(copy: Callable[[], None], nbytes: int, *, waits: bool = False) -> None:
-    """Runs a copy where it does not hold up the event loop.
+    """Runs a copy without holding up the event loop.
 
     A cancelled caller still waits for the copy to end: the memory is the caller's, or held by a lease.
 
     Args:
-        nbytes: what it copies; a small copy runs on the loop.
-        waits: it waits for a device, so it never runs on the loop.
+        nbytes: size of the copy; a small copy runs on the loop.
+        waits: the copy waits for a device, so it never runs on the loop.
     """
     if nbytes <= INLINE_BYTES and not waits:
         copy()
     else:
-        # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.
+        # Not asyncio.to_thread: its task is cancelled, and its thread forgotten, when the loop is torn down.
         await _to_the_end(asyncio.get_running_loop().run_in_executor(None, copy))
 
 
@@ -338,8 +339,10 @@ async def _to_the_end(copying: asyncio.Future[None]) -> None:
 
 
 def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
-    """Writes blocks into slots. ``pools``: as :meth:`kvtier.arena.Arena.pools` gives them. Raises IndexError for a slot
-    that does not exist."""
+    """Writes blocks into slots. Raises IndexError for a slot that does not exist.
+
+    ``pools``: one 2-D view per pool, a row per slot.
+    """
     index = checked(pools, slots)
     if isinstance(blocks, Pages):
         return blocks.copy(pools, index.tolist(), to_slots=True)
@@ -349,7 +352,7 @@ def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | B
         for pool in pools:
             part = slice(offset, offset + pool.shape[1])
             if isinstance(rows, np.ndarray):
-                pool[some] = rows[:, part]  # one call, so one wait for the interpreter's lock beside a busy thread
+                pool[some] = rows[:, part]  # one call, so one wait for the GIL beside a busy thread
             else:
                 for slot, row in zip(some.tolist(), rows, strict=True):
                     np.copyto(pool[slot], row[part])
@@ -379,7 +382,7 @@ def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] |
 
 
 def checked(pools: Sequence[Bytes], slots: Slots) -> NDArray[np.intp]:
-    """The slots, as an index of each pool. Raises IndexError for one that does not exist."""
+    """The slots, as an index of each pool. Raises IndexError for a slot that does not exist."""
     index = np.asarray(slots, dtype=np.intp)
     if len(index) and not 0 <= index.min() <= index.max() < len(pools[0]):
         raise IndexError(f"slots {slots}: the pool has {len(pools[0])}")
@@ -387,7 +390,7 @@ def checked(pools: Sequence[Bytes], slots: Slots) -> NDArray[np.intp]:
 
 
 def _in_parts(copy: Callable[[int, int], None], pools: Sequence[Bytes], blocks: int) -> None:
-    """Makes a copy of ``blocks`` blocks; a large one with a second thread, which has ended when this returns."""
+    """Copies ``blocks`` blocks; a large copy with a second thread, which has ended when this returns."""
     nbytes = blocks * sum(pool.shape[1] for pool in pools)
     if nbytes <= INLINE_BYTES or blocks < 2:
         copy(0, blocks)
@@ -417,9 +420,9 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 def _end(other: Future[None]) -> None:
-    """Waits for the thread that helps, through an interrupt (Ctrl-C) too: the memory is taken back afterwards."""
+    """Waits for the helper thread, through an interrupt (Ctrl-C) too: the caller takes the memory back afterwards."""
     if other.cancel():
-        return  # it has not begun
+        return  # the helper had not begun
     interrupt = None
     while not other.done():
         try:

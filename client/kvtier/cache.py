@@ -1,6 +1,6 @@
-"""A cache as one client sees it: every verb, and put and get of arrays on top of them.
+"""A cache as one client sees it: every verb, and put and get of arrays on top.
 
-Leases are taken and given back by :mod:`kvtier.lease`.
+:mod:`kvtier.lease` takes leases and gives them back.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from kvtier.wire import (
 
 
 class Cache(GroupVerbs):
-    """Made by :meth:`kvtier.AsyncClient.open_cache`.
+    """A cache, opened by :meth:`kvtier.AsyncClient.open_cache`.
 
-    Every verb takes ``timeout`` in seconds (default: the client's) and raises, besides what it says itself:
-    :class:`kvtier.errors.DeadlineExceeded`, :class:`DaemonUnavailable`, :class:`InvalidArgument`. Keys are packed
+    Every verb takes ``timeout`` in seconds (default: the client's) and may raise, besides its own errors,
+    :class:`kvtier.errors.DeadlineExceeded`, :class:`DaemonUnavailable` and :class:`InvalidArgument`. Keys are packed
     bytes or an iterable of 32-byte keys, at most 16,384 of them.
 
-    Verbs and sizes are those of one window group, at first that of index 0: see :meth:`in_group` and :attr:`across`.
+    Verbs and sizes belong to one window group, initially group 0: see :meth:`in_group` and :attr:`across`.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Cache(GroupVerbs):
         slots = ", ".join(f"{self.slots(tier)} {tier} slots" for tier in self.tiers)
         return f"<cache {self.name}: group {self.group}, {slots}, {'mapped' if self.mapped else 'not mapped'}>"
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    # -- description -----------------------------------------------------------------------------------------------
 
     def in_group(self, group: int) -> Cache:
-        """The same cache, opened once and closed once, with the verbs of another window group."""
+        """The verbs of another window group of this cache, which stays opened and closed once."""
         require_within("group", group, 0, len(self.spec.groups) - 1)
         other = copy.copy(self)
         other.group = group
@@ -94,13 +94,13 @@ class Cache(GroupVerbs):
 
     @property
     def across(self) -> AcrossGroups:
-        """The verbs over all window groups at once, for sequences that need their blocks in each."""
+        """The verbs over all window groups at once, for sequences that need their blocks in each group."""
         caches = [self.in_group(group) for group in range(len(self.spec.groups))]
         return AcrossGroups(caches, self._binder, self._holdings, self.reader, self._default_timeout)
 
     @property
     def spec(self) -> CacheSpec:
-        """What its bytes mean."""
+        """The specification: the meaning of the cache's bytes."""
         return self._binder.spec
 
     @property
@@ -110,43 +110,44 @@ class Cache(GroupVerbs):
 
     @property
     def info(self) -> CacheInfo:
-        """As the daemon described it when it was opened last."""
+        """The daemon's description of the cache at the last open."""
         return self._binder.binding.info
 
     @property
     def mapped(self) -> bool:
-        """Whether its memory is mapped. If not, put and get go through streams, and leases have no views."""
+        """Whether the cache's memory is mapped. If not, put and get use streams, and leases have no views."""
         return self._binder.maps
 
     @property
     def unmapped(self) -> Mapping[Tier, str]:
-        """By tier, why its slots are not mapped, for tiers that clients can map: what goes to and from these goes
-        through streams, and leases there have no views. Empty where all are mapped."""
+        """Maps each mappable tier whose slots are not mapped to the reason; empty if all are mapped. Bytes to and from
+        these tiers go through streams, and leases there have no views."""
         return self._binder.unmapped
 
     @property
     def arena(self) -> Arena:
-        """Its memory, as mapped last. Raises :class:`CallerError` where it is not mapped."""
+        """The arena of the last open. Raises :class:`CallerError` if the memory is not mapped."""
         return self._binder.binding.arena
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers it has, the fastest first."""
+        """The cache's tiers, the fastest first."""
         return tuple(info.tier for info in self.info.groups[self.group].tiers)
 
     @property
     def session_number(self) -> int:
-        """Rises when the daemon no longer knows the session before: leases of that one are lost."""
+        """The session's number. The number rises when the daemon no longer knows the previous session, whose leases are
+        lost."""
         return self._session.number
 
     def slots(self, tier: Tier) -> int:
-        """Capacity of a tier in blocks; 0 where the cache does not have it."""
+        """Capacity of a tier in blocks; 0 if the cache lacks the tier."""
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
 
     def lease_tier(self, tier: Tier | None = None) -> Tier:
-        """``tier``, or the fastest one whose slots are mapped, or else could be.
+        """``tier``, or for None the fastest mapped tier, else the fastest mappable tier.
 
-        Raises :class:`InvalidArgument` if there is none.
+        Raises :class:`InvalidArgument` if the cache lacks that tier or has only disk.
         """
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
@@ -167,12 +168,13 @@ class Cache(GroupVerbs):
         vocab_size: int | None = None,
         partial: bool = False,
     ) -> Prompt:
-        """The blocks of a prompt: their keys, those of :func:`kvtier.chain_keys`, and what events tell of them.
+        """The blocks of a prompt: their keys, as from :func:`kvtier.chain_keys`, and the details that events tell of
+        them.
 
-        A cache with the option ``event_hash`` or ``keep_tokens`` wants it handed to ``put`` or ``commit``. ``salt_id``
-        and ``vocab_size``: what some hashes need beside a salt or multimodal items (see
-        :func:`kvtier.event_hashes`). ``partial``: the tokens that do not fill a block are a block of their own, the
-        last. Raises :class:`InvalidArgument`.
+        A cache with the option ``event_hash`` or ``keep_tokens`` needs the prompt in ``put`` and ``commit``. Some
+        hashes need ``salt_id`` for a salt, ``vocab_size`` for multimodal items (see :func:`kvtier.event_hashes`).
+        ``partial``: the tokens that do not fill a block make a last block of their own. Raises
+        :class:`InvalidArgument`.
         """
         step = self.spec.tokens_per_block
         return Prompt(token_ids, step, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size, partial=partial)
@@ -182,7 +184,7 @@ class Cache(GroupVerbs):
     def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
         """``count`` blank slots, all or nothing: ``async with cache.reserve(4) as lease``.
 
-        Waits while room can be made. Raises :class:`TierFull` at once where all that nobody holds could not suffice.
+        Waits while room can be made. Raises :class:`TierFull` at once if all slots that are not held could not suffice.
         """
         return Held(lambda: self._reserve(count, tier, timeout), self.release)
 
@@ -196,13 +198,15 @@ class Cache(GroupVerbs):
         recompute_seconds_per_block: float = 0.0,
         timeout: float | None = None,
     ) -> Held[ReadLease]:
-        """The longest prefix that can be had, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
+        """The longest available prefix, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
 
-        ``retention``: new values for what is found, counted from this lease's release. ``recompute_seconds_per_block``:
-        blocks come from a store beyond the host only where that is cheaper; 0: always.
-        Of a sliding group what its window needs of that is held: see :attr:`ReadLease.prefix_length`.
-        Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
-        room for that many, or for not one of those that are stored.
+        In a sliding group the lease holds only the blocks that the window needs: see :attr:`ReadLease.prefix_length`.
+
+        Args:
+            retention: new values for the found blocks, counted from this lease's release.
+            recompute_seconds_per_block: blocks come from the remote store only if that is cheaper; 0: always.
+        Raises: :class:`TooShort` if fewer than ``min_blocks`` are stored, :class:`TierFull` if the tier has no room for
+        ``min_blocks``, or not even for one stored block.
         """
 
         async def take() -> ReadLease:
@@ -231,10 +235,10 @@ class Cache(GroupVerbs):
         retention: Retention | None = None,
         timeout: float | None = None,
     ) -> Held[list[ReadLease]]:
-        """One lease a chain, in order. No chain takes what another one of the call matches.
+        """Acquires one lease per chain, in order. No chain evicts the matches of another chain of the call.
 
-        A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`; nothing is
-        raised. ``retention``: the same for each chain.
+        A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`, not an
+        exception. ``retention`` applies to each chain.
         """
 
         def release(leases: list[ReadLease]) -> Awaitable[None]:
@@ -255,11 +259,11 @@ class Cache(GroupVerbs):
     def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> Held[ReadLease]: ...
 
     def join(self, ticket: LeaseTicket, *, timeout: float | None = None) -> Held[Any]:
-        """Holds what a lease of another process holds: ``async with cache.join(ticket) as lease``.
+        """Holds the slots of another process's lease: ``async with cache.join(ticket) as lease``.
 
-        A slot goes back when each of its holders has released it, or its process is gone. A commit by one makes the
-        slot a block that all hold; nobody tells the others. A ticket is good while its own lease is held. Raises
-        :class:`LeaseError` where that has ended, :class:`PermissionDenied`, :class:`InvalidArgument`.
+        A slot goes back when each of its holders has released it or died. A commit by one holder makes the slot a block
+        that all hold; the other holders are not notified. A ticket is valid while its own lease is held. Raises
+        :class:`LeaseError` if that lease has ended, :class:`PermissionDenied`, :class:`InvalidArgument`.
         """
 
         async def take() -> Lease:
@@ -275,23 +279,22 @@ class Cache(GroupVerbs):
     async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.
 
-        Those released before, or lost with their daemon, are passed over. A cancelled caller's release goes on by
-        itself, as does one that the daemon does not answer in time.
+        Skips leases that were released before, or lost with their daemon. The release goes on in the background if its
+        caller is cancelled or the daemon does not answer in time.
 
-        Of leases whose slots are memory of a GPU, the call is sent once ``stream`` has done what it was given before
-        it: see :meth:`fence`. Where that takes longer than ``timeout``, or the device fails, nothing is sent, and the
-        leases are held as before: release them again.
-        Raises :class:`kvtier.errors.DeviceError`.
+        If the slots are GPU memory, the call is sent once ``stream`` has done its earlier work: see :meth:`fence`. If
+        that takes longer than ``timeout``, or the device fails, nothing is sent and the leases stay held: release them
+        again. Raises :class:`kvtier.errors.DeviceError`.
         """
         await self._holdings.release(leases, stream, timeout)
 
     def fence(self, stream: Stream | None = None) -> Fence:
-        """The point that a stream of this process has reached, to be handed as ``stream`` to a commit or release that
-        is to wait for that and no more, though the stream is given other work meanwhile.
+        """The point that a stream of this process has reached. Pass it as ``stream`` to a commit or release, which then
+        waits for this point and not for later work of the stream.
 
-        ``stream``: a ``CUstream`` as a number, or an object with ``cuda_stream``, as torch's are. None, here and
-        there: torch's current stream of this thread on the device, if torch has used CUDA, else the legacy default
-        stream. Has passed already where no tier of the cache is memory of a GPU that is mapped here. Raises
+        ``stream``: a ``CUstream`` as a number, or an object with ``cuda_stream``, as torch's are. None, here and in
+        every verb: torch's current stream of this thread on the device if torch has used CUDA, else the legacy default
+        stream. The fence has passed already if no tier of the cache is GPU memory mapped here. Raises
         :class:`InvalidArgument`, :class:`kvtier.errors.DeviceError`.
         """
         return self._holdings.fence(stream)
@@ -310,15 +313,15 @@ class Cache(GroupVerbs):
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
-        """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
+        """Stores a chain: copies the arrays into slots of a tier and commits them. Returns one result per key.
 
-        In mapped memory, stored blocks are not copied again. More than half a tier, or 1,024 blocks, goes in pieces,
-        each with its ``timeout``. NO_ROOM: the chain is too long for its tiers, and the block is not there.
+        Mapped memory: stored blocks are not copied again. A chain above half a tier, or 1,024 blocks, goes in pieces,
+        each with its ``timeout``. NO_ROOM: the chain is too long for its tiers, and the block is not stored.
 
         Args:
-            blocks: an array, a tensor or bytes a key, of :attr:`block_bytes`, or one array whose first axis is blocks.
-            parent: key of the block before the first one; None: the one in ``prompt``, or it is a root.
-            prompt: what the keys are of, for events that tell more. ``retention``: instead of ``priorities``.
+            blocks: an array, tensor or bytes per key, of :attr:`block_bytes`, or one array whose first axis is blocks.
+            parent: key of the block before the first; None: from ``prompt``, else the first block is a root.
+            prompt: the prompt of the keys, for more detail in events. ``retention``: instead of ``priorities``.
         Raises: :class:`InvalidArgument`, :class:`TierFull`.
         """
         chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
@@ -337,10 +340,9 @@ class Cache(GroupVerbs):
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
-        """As :meth:`put`, the bytes through a stream even where the memory is mapped.
+        """Like :meth:`put`, but sends the bytes through a stream even if the memory is mapped.
 
-        Each piece is checked against its checksums and stored whole or not at all. Raises also
-        :class:`DamagedTransfer`.
+        Each piece is checked against its checksums and stored whole or not at all. Raises :class:`DamagedTransfer` too.
         """
         chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
         way = self._streamed
@@ -355,15 +357,15 @@ class Cache(GroupVerbs):
         verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
-        """The longest stored prefix of a chain, copied out: an array a block, None for one that a window does not need.
+        """Copies out the longest stored prefix: an array per block, None for a block that the window does not need.
 
-        Mapped slots are copied without a call; if the daemon is silent, nothing else comes. It makes the rest ready in
-        ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole.
-        Bytes that are not mapped, or left during ``verify``, come through a stream.
+        Mapped slots are copied without a call; while the daemon is silent, only these. The daemon makes the rest ready
+        in ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole. Bytes
+        that are not mapped, or were evicted during ``verify``, come through a stream.
 
         Args:
-            out: an array or tensor of :attr:`block_bytes` a key. Those beyond the prefix may hold any bytes afterwards.
-            verify: compares by checksum with what the daemon has in memory.
+            out: an array or tensor of :attr:`block_bytes` per key; arrays beyond the prefix may be overwritten.
+            verify: compares checksums with the daemon's copies in memory.
         Raises: :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
         """
         await in_turn(timeout)
@@ -374,7 +376,7 @@ class Cache(GroupVerbs):
     def begin_get(
         self, packed: bytes, out: Blocks | None, tier: Tier | None, *, in_cpu: bool = False
     ) -> tuple[Read, Rows | None]:
-        """A get without a call, to be tried, and where the caller wants the blocks. ``in_cpu``: the bytes pass through
+        """Begins a get without a call. Returns the read and the caller's targets. ``in_cpu``: the bytes pass through
         the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
         if tier is not None:
             self.lease_tier(tier)
@@ -385,7 +387,8 @@ class Cache(GroupVerbs):
     async def end_get(
         self, read: Read, targets: Rows | None, tier: Tier | None, verify: bool, timeout: float | None
     ) -> PrefixRows:
-        """After :meth:`begin_get` and the copy: what the daemon has to make ready, and the check where it is wanted."""
+        """Ends a get after :meth:`begin_get` and its copy: fetches the blocks that the daemon must make ready, and
+        verifies if asked."""
         rows = read.rows
         if read.done and not (verify and rows):
             return rows
@@ -403,7 +406,7 @@ class Cache(GroupVerbs):
                 if not rows or self._session.reachable:  # reachable: the daemon itself has refused
                     raise
             self.reader.answered(read.keys, self.group, len(rows))
-        if verify and rows and self.mapped:  # a stream brings its own checksums
+        if verify and rows and self.mapped:  # a stream has its own checksums
             pairs = zip(split_keys(read.keys), rows, strict=False)
             keys = b"".join(key for key, row in pairs if row is not None)
             copied: PrefixRows = [row for row in rows if row is not None]
@@ -421,9 +424,9 @@ class Cache(GroupVerbs):
         tier: Tier | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """As :meth:`get`, the bytes through a stream even where the memory is mapped.
+        """Like :meth:`get`, but receives the bytes through a stream even if the memory is mapped.
 
-        They are checked against their checksums: raises also :class:`DamagedTransfer`.
+        The bytes are checked against their checksums. Raises :class:`DamagedTransfer` too.
         """
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
@@ -433,11 +436,14 @@ class Cache(GroupVerbs):
         return await copies.delivered(out, rows)
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
-        Where the daemon does not answer in time, this goes on by itself. ``stream``: see :meth:`release`."""
+        """Releases this object's leases and closes its use of the cache, which stays warm. Other users are not
+        affected.
+
+        If the daemon does not answer in time, the close goes on in the background. ``stream``: see :meth:`release`.
+        """
         await self.release_all(stream=stream, timeout=timeout)
         deadline = self._deadline(timeout)
-        await self._binder.settle(deadline)  # of calls that were cancelled
+        await self._binder.settle(deadline)  # releases of cancelled calls
         await self.reader.recency.tell()
         if not self._binder.close():
             return
@@ -455,11 +461,12 @@ class Cache(GroupVerbs):
             raise
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Gives back every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
+        """Releases every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
         await self._holdings.release(self._holdings.out, stream, timeout)
 
     async def open(self, timeout: float | None = None) -> None:
-        """Opens it in the daemon and maps its memory. The client does this; later calls do it again where they must."""
+        """Opens the cache in the daemon and maps its memory. The client calls this; later calls reopen the cache if
+        necessary."""
 
         async def attempt(link: Link) -> None:
             await self._binder.bind(link)
@@ -469,11 +476,12 @@ class Cache(GroupVerbs):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def way(self, tier: Tier) -> copies.Way:
-        """How bytes travel to and from slots of a tier."""
+        """Returns the way for bytes to and from slots of a tier: mapped memory or streams."""
         return copies.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
 
     def reach(self, tier: Tier | None) -> Reach | None:
-        """On which GPUs blocks may lie on their way to or from mapped slots of a tier; of every tier, if it is None."""
+        """Returns the reach of a tier's mapped slots, or of all tiers for None: the GPUs that may hold blocks copied to
+        and from the slots. None if no memory is mapped."""
         mapped = self._binder.binding.mapped
         return None if mapped is None else mapped.reach(tier)
 

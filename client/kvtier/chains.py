@@ -1,9 +1,9 @@
-"""How long a prefix every window group can serve: the walk, whoever says which blocks are there.
+"""The longest prefix that every window group can serve, from any source of residencies.
 
-The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w tokens
-those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block), and its sinks. It starts at the full
-groups' bound and goes down; it is never a minimum of separate matches, since a longer prefix may be there where a
-shorter one is not.
+This prefix has the largest n for which every full-attention group holds blocks [0, n), and every group of a sliding
+window of w tokens holds its sinks and the blocks that cover tokens [max(0, n * tokens_per_block - w), n *
+tokens_per_block). The walk starts at the bound of the full groups and goes down. A minimum of separate matches would
+be wrong: a longer prefix may be served where a shorter one is not.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from kvtier.types import ROOT_PARENT, CacheOptions, Cursor, Tier
 from kvtier.wire import GroupSpan, Locations, Match, packed_keys, split_keys
 
 _LEAST_LOOKED_UP: Final = 64
-"""Keys of a sliding group that are looked up at a time, or its window, or as many again, whichever is more."""
+"""Least number of keys of a sliding group per lookup; a lookup takes its window, or as many keys again, if that is
+more."""
 
 LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.bool_]]]
-"""Of blocks [start, stop) of the chain: residency, 0 = absent, and whether an absence is sure."""
+"""Looks up blocks [start, stop) of the chain. Returns residencies, 0 = absent, and whether each absence is certain."""
 
 
 class Window:
     """A group's side of a match of at most ``bound`` blocks.
 
-    Looks up no more keys than it must: the sinks, then from the end on.
+    Looks up as few keys as possible: the sinks, then from the end on.
     """
 
     def __init__(self, look_up: LookUp, attention: Attention, bound: int) -> None:
@@ -45,17 +46,16 @@ class Window:
         self._attention = attention
         self._sinks_known = not attention.sinks
         self._low = bound
-        """From here up to ``bound`` all is looked up."""
+        """Blocks from here up to ``bound`` have been looked up."""
         self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
         self._sure: NDArray[np.bool_] = np.ones(bound, np.bool_)
 
     def residency(self, length: int) -> bytes:
-        """Of the blocks that a prefix of so many needs; they have been looked up."""
+        """The residencies of the blocks that a prefix of ``length`` blocks needs, which have been looked up."""
         return self._attention.needs(length).cut(self._residency.tobytes())
 
     def unbroken(self, length: int) -> int | None:
-        """That length, where no block is missing of what it needs, else the greatest lower one that may do. None: that
-        cannot be told."""
+        """Maps a prefix length to the largest usable length not above it; None if that is uncertain."""
         if not self._sinks_known:
             self._sinks_known = True
             sinks, sure = self._find(0, min(self._attention.sinks, length))
@@ -73,7 +73,7 @@ class Window:
                 return length
             hole = first + int(holes[-1])
             there = np.flatnonzero(self._residency[self._low : hole])
-            length = self._low + (int(there[-1]) + 1 if len(there) else 0)  # a prefix that ends with what is there
+            length = self._low + (int(there[-1]) + 1 if len(there) else 0)  # ends with a block that is there
             if not self._sure[length : hole + 1].all():
                 return None
 
@@ -87,8 +87,8 @@ class Window:
 
 
 def longest(bound: int, windows: Collection[Window]) -> int | None:
-    """The longest prefix of at most ``bound`` blocks, which is what the full groups have, that no window breaks. None:
-    that cannot be told."""
+    """The longest prefix of at most ``bound`` blocks (the full groups' bound) that no window breaks; None if that is
+    uncertain."""
     length: int | None = bound
     before = None
     while length != before:
@@ -101,8 +101,8 @@ def longest(bound: int, windows: Collection[Window]) -> int | None:
 class Prompt:
     """The blocks of a prompt; :attr:`keys` name them. Made by :meth:`kvtier.Cache.prompt`.
 
-    Handed to ``put`` or ``commit`` beside some or all of these keys, it gives the cache what its options keep: event
-    hashes, which are computed here, and token ids.
+    Passed to ``put`` or ``commit`` beside some or all of these keys, a prompt gives the cache the data that its options
+    keep: event hashes, computed here, and token ids.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Prompt:
             raise InvalidArgument(error.field, error.value, error.limit) from None
         self.scope: Final = scope
         self.partial_tokens: Final = len(self._tokens) % tokens_per_block if partial else 0
-        """Of the last block, where that is partial; 0 = all blocks are full."""
+        """Number of tokens of a partial last block; 0 = all blocks are full."""
         self._tokens_per_block = tokens_per_block
         self._salt_id = salt_id
         self._vocab_size = vocab_size
@@ -140,17 +140,17 @@ class Prompt:
         return f"<prompt of {len(self._tokens)} tokens: {len(self)} blocks>"
 
     def parent_of(self, key: bytes) -> bytes | None:
-        """The key before this one; None: it is the first, or of another prompt."""
+        """The key before this one; None if the key is the first, or of another prompt."""
         place = self._place_of.get(key, 0)
         return self.keys[(place - 1) * KEY_BYTES : place * KEY_BYTES] if place else None
 
     def tokens(self, blocks: int) -> int:
-        """How many tokens its first blocks have."""
+        """Number of tokens of the first ``blocks`` blocks."""
         return min(blocks * self._tokens_per_block, len(self._tokens))
 
     def following(self, blocks: int) -> bytes:
-        """Token ids that follow its first blocks, u32 each: fewer than a block's, up to the first that has an extra id
-        or belongs to an item."""
+        """The token ids after the first ``blocks`` blocks, u32 each: fewer than a block, and only up to the first token
+        that has an extra id or belongs to an item."""
         start = blocks * self._tokens_per_block
         end = start + self._tokens_per_block - 1
         items = covered_blocks(self.scope, len(self._tokens), self._tokens_per_block).get(blocks, ())
@@ -160,10 +160,10 @@ class Prompt:
         return self._tokens[start : min([end, *ends])].tobytes()
 
     def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]:
-        """Fields of a ``CommitRequest`` for packed keys of this prompt, as the options of the cache want them.
+        """The fields of a ``CommitRequest`` for packed keys of this prompt, as the cache's options require.
 
-        Raises :class:`InvalidArgument` for a key of another prompt, for one that follows that of a partial block, or if
-        a hash needs an argument that is missing.
+        Raises :class:`InvalidArgument` for a key of another prompt, for a key after the partial block's, or if a hash
+        lacks an argument.
         """
         try:
             places = [self._place_of[key] for key in split_keys(keys)]
@@ -221,7 +221,7 @@ class Prompt:
 
 
 _TRIES: Final = 3
-"""How often a match is made anew whose blocks leave while it is made."""
+"""Attempts at a match whose blocks leave meanwhile."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -257,18 +257,18 @@ class Piece:
 
 
 class Chains:
-    """Lookups of one mapped cache; ``keys`` are packed. Threads may share it.
+    """Lookups of one mapped cache; ``keys`` are packed. Thread-safe.
 
     ``as_of`` of an answer is an event that the index showed before the lookup began.
     """
 
     def __init__(self, index: IndexReader, spec: CacheSpec, only: Sequence[Tier] | None = None) -> None:
-        """``only``: a block counts that is in one of these tiers; one of which that cannot be told does not. None: a
-        block counts wherever it is."""
+        """``only``: count only blocks in one of these tiers, and take uncertain ones for absent. None: count blocks in
+        any tier."""
         self._index: Final = index
         self._bits: Final = None if only is None else np.uint8(sum(tier.bit for tier in only))
         self.attentions: Final = [spec.attention(group) for group in range(len(spec.groups))]
-        """By group: what it needs of a sequence."""
+        """Attention of each group: the blocks that it needs of a sequence."""
         self.block_bytes: Final = [spec.block_bytes(group) for group in range(len(spec.groups))]
 
     def find(self, keys: bytes, group: int) -> Found:
@@ -278,7 +278,7 @@ class Chains:
         return self._counting(self._index.presence(keys, group))
 
     def _counting(self, found: Asked) -> Asked:
-        """Of what was found that which counts."""
+        """Limits found residencies to the tiers that count."""
         if self._bits is None:
             return found
         return replace(found, residency=found.residency & self._bits, sure=np.ones_like(found.sure))
@@ -312,8 +312,8 @@ class Chains:
         return None
 
     def wanted(self, keys: bytes, group: int) -> Needed | None:
-        """Of a chain, the blocks to be copied: of a full-attention group all that are there, else what the longest
-        prefix needs."""
+        """The blocks of a chain to copy: in a full-attention group all that are there, else the needs of the longest
+        prefix. None if that is uncertain."""
         attention = self.attentions[group]
         length = self._length_in(keys, group) if attention.span else len(keys) // KEY_BYTES
         return None if length is None else attention.needs(length)
@@ -372,12 +372,13 @@ class Chains:
 
 
 def count_leading(wanted: NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """Number of leading true values."""
     end = int(wanted.argmin()) if len(wanted) else 0
     return len(wanted) if not len(wanted) or wanted[end] else end
 
 
 def are_distinct(keys: bytes) -> bool:
-    """Whether no key stands twice, for which the daemon refuses a call. Rarely False where none does."""
+    """Whether no key occurs twice; the daemon refuses calls with duplicates. Compares parts of the keys, so distinct
+    keys rarely yield False."""
     words = np.sort(np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8])
     return not bool((words[1:] == words[:-1]).any())

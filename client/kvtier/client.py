@@ -60,11 +60,11 @@ from kvtier.wire import (
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 GC_TIMEOUT_S: Final = 3600.0
-"""A store may take its time to list a million objects."""
+"""Seconds; listing a large store may take long."""
 MOST_SECONDS: Final = 1e10
-"""Of an age: about what 64 bits of nanoseconds hold."""
+"""Maximum age in seconds: about the range of 64 bits of nanoseconds."""
 LOG_END_S: Final = 0.25
-"""So long after its last event the end of the log is believed."""
+"""Seconds without events after which the log counts as read to its end."""
 
 
 async def connect(
@@ -76,16 +76,16 @@ async def connect(
     wait: float = 0.0,
     patience: float = DEFAULT_PATIENCE_S,
 ) -> AsyncClient:
-    """A client of the daemon whose runtime directory is ``address``: ``async with await kvtier.connect() as client``.
+    """Connects to the daemon whose runtime directory is ``address``: ``async with await kvtier.connect() as client``.
 
     Args:
-        address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` is a daemon on
-            TCP: with ``tls``, or on this host, if it allows that, with ``insecure``. Over TCP no memory is mapped.
-        timeout: seconds of a call that does not say itself.
-        wait: seconds that this, and each call, waits for a daemon that is away. ``patience``: without a sign of life
-            for so long, it is.
+        address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` connects over
+            TCP with ``tls``, or on this host with ``insecure`` if the daemon allows that; no memory is mapped then.
+        timeout: default seconds per call.
+        wait: seconds that this and each call wait for an absent daemon. ``patience``: seconds without a sign of life
+            after which the daemon counts as absent.
     Raises: :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`, and
-        :class:`CallerError` (FORKED) in a child that was forked while there was a client.
+    :class:`CallerError` (FORKED) in a child process forked while a client existed.
     """
     require_timeout(timeout)
     require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
@@ -97,12 +97,12 @@ async def connect(
 
 
 class AsyncClient:
-    """One session with a daemon, which heals by itself.
+    """A client: a session with a daemon, restored automatically.
 
-    Broken connections are resumed; a restarted daemon is attached anew, its caches are opened and mapped again. Only
-    leases die with the daemon that granted them.
+    Broken connections are resumed. After a restart of the daemon the client attaches again and reopens and remaps its
+    caches. Only leases are lost with the daemon that granted them.
 
-    Made by :func:`connect`; belongs to the loop it was made in.
+    Made by :func:`connect`; belongs to the event loop that made it.
     """
 
     def __init__(self, session: Session, default_timeout: float) -> None:
@@ -120,13 +120,13 @@ class AsyncClient:
 
     @property
     def session_id(self) -> int:
-        """This client's number in the daemon's statistics; another one after the daemon has restarted."""
+        """This client's number in the daemon's statistics; a restarted daemon gives a new number."""
         return self._session.welcome.session_id
 
     @property
     def connected(self) -> bool:
-        """False while the daemon is away: calls fail at once, what is mapped is read on, and a task goes on trying to
-        reach it. Any thread may look."""
+        """Whether the daemon is reachable. While it is not, calls fail at once, mapped memory is still read, and a task
+        keeps trying to reconnect. Thread-safe."""
         return self._session.reachable and self._session.live_link is not None
 
     @property
@@ -146,16 +146,16 @@ class AsyncClient:
         mapped: bool = True,
         timeout: float | None = None,
     ) -> Cache:
-        """Opens a cache, creating it where it does not exist, and maps its memory.
+        """Opens a cache, creating it if it does not exist, and maps its memory.
 
         Args:
-            spec: what its bytes mean. None: as they are; the cache must exist, now and after a restart of the daemon.
-            budgets: of a new cache, bytes by tier, or one number a window group by tier; none: a default share.
-            device: name in the daemon's configuration, or ``GPU-<uuid>``; none: its own, or the one with most left.
+            spec: the meaning of its bytes. None: the cache must exist, also after a restart of the daemon.
+            budgets: of a new cache, bytes by tier, or by tier one number per window group; None: a default share.
+            device: its configured name, or ``GPU-<uuid>``; None: the cache's device, or the device with most left.
             write: False maps the memory read-only. ``mapped`` False maps none: bytes go through streams.
 
         Raises: :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound`,
-            :class:`PermissionDenied`, :class:`TierFull`.
+        :class:`PermissionDenied`, :class:`TierFull`.
         """
         try:
             if spec is not None:
@@ -193,15 +193,15 @@ class AsyncClient:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Watch:
-        """Follows events, over restarts of the daemon: ``async for item in client.watch()``.
+        """Follows events, across restarts of the daemon: ``async for item in client.watch()``.
 
-        Begins when it is entered (``async with``) or first asked for an item; or after ``since``, at the ``oldest``
-        event held, with a ``snapshot`` of the present state, or at ``since_time_ns`` (since the Unix epoch). Empty
-        filters let everything through; ``keys`` are what block keys begin with: see :class:`kvtier.watch.Filter`. Items
-        are of :data:`kvtier.events.WatchItem`; ``heartbeats`` and ``breaks`` ask for those that tell of the stream.
+        Starts when entered (``async with``) or first iterated: now, after ``since``, at the ``oldest`` held event, with
+        a ``snapshot`` of the present state, or at ``since_time_ns`` (since the Unix epoch). Empty filters pass all
+        events; ``keys`` are prefixes of block keys: see :class:`kvtier.watch.Filter`. Yields
+        :data:`kvtier.events.WatchItem`; ``heartbeats`` and ``breaks`` add items about the stream itself.
 
-        Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
-        where ``since`` lies before what is held.
+        Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted` if
+        the events after ``since`` are no longer held.
         """
         return Watch(
             self._session,
@@ -213,20 +213,20 @@ class AsyncClient:
         )
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
-        """What the daemon knows of itself."""
+        """The daemon's statistics."""
         return daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
-        """All caches, also those that no session has open."""
+        """All caches, including caches that no session has open."""
         reply = await self._ask(lambda stubs: stubs.caches.List, caches_pb2.ListCachesRequest(), timeout)
         return [cache_info(each) for each in reply.caches]
 
     async def leases(
         self, *, cache: str | None = None, session_id: int | None = None, timeout: float | None = None
     ) -> list[LeaseInfo]:
-        """Every lease there is, or those of a cache or a session, the oldest first.
+        """All leases, or the leases of a cache or a session, the oldest first.
 
-        Raises :class:`kvtier.errors.NotFound` where there is no such cache.
+        Raises :class:`kvtier.errors.NotFound` if the cache does not exist.
         """
         _require_name(cache)
         number = 0 if session_id is None else session_number(session_id)
@@ -237,15 +237,15 @@ class AsyncClient:
     async def explain(
         self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
     ) -> Explanation:
-        """Where a block is and what holds it, in every cache that the caller may read or watch; no use of the block.
+        """Locates a block and its holders, in every cache that the caller may read or watch. Not a use of the block.
 
         Args:
-            key: whole, or its first 4 bytes or more, as bytes or in hex.
-            cache: look in this cache alone.
-            past: also the events that the log still has of it, if the caller may watch.
+            key: the whole key, or at least its first 4 bytes, as bytes or in hex.
+            cache: look in this cache only.
+            past: add the block's events in the log, if the caller may watch.
 
         Raises:
-            NotFound: there is no such cache.
+            NotFound: the cache does not exist.
         """
         _require_name(cache)
         asked = key_prefix("key", key, SHORTEST_PREFIX)
@@ -271,16 +271,16 @@ class AsyncClient:
             raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from None
 
     async def holdings(self, keys: Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
-        """How much of a chain the daemon and its peers have, in every cache that the caller may read or watch.
+        """How much of a chain the daemon and its peers hold, in every cache that the caller may read or watch.
 
-        The daemon knows it without asking its peers; no use of the blocks.
+        The daemon answers without asking its peers. Not a use of the blocks.
 
         Args:
-            keys: of a chain; or, as bytes, what one key begins with, 4 to 31 of them.
-            cache: look in this cache alone.
+            keys: keys of a chain, or, as bytes, the first 4 to 31 bytes of one key.
+            cache: look in this cache only.
 
         Raises:
-            NotFound: there is no such cache.
+            NotFound: the cache does not exist.
         """
         _require_name(cache)
         if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
@@ -302,19 +302,20 @@ class AsyncClient:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
     async def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
-        """Ends a session: its leases are taken from it, its connections are closed.
+        """Ends a session, takes its leases and closes its connections.
 
-        For a client that hangs. One that still runs finds its leases lost (:class:`kvtier.errors.LeaseLost`). Blank
-        slots stay out of use until its process lets go of them or ends. ``dry_run`` says what would be taken.
+        For a client that hangs. A client that still runs finds its leases lost (:class:`kvtier.errors.LeaseLost`).
+        Blank slots stay out of use until the client's process releases them or ends. ``dry_run`` only reports the
+        effect.
 
-        Raises :class:`kvtier.errors.NotFound` where there is no such session (any more).
+        Raises :class:`kvtier.errors.NotFound` if the session does not exist (any more).
         """
         number = session_number(session_id)
         request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
         async def attempt(link: Link) -> admin_pb2.KickResponse:
-            if link.welcome.boot != boot:  # the number is, or will be, somebody else's
+            if link.welcome.boot != boot:  # the daemon gives the number to another session
                 message = f"session_id = {session_id}: it ended with the daemon, which has restarted"
                 raise NotFound(message, reason="NO_SUCH_SESSION")
             return await link.stubs.admin.Kick(request, metadata=link.metadata)
@@ -325,10 +326,10 @@ class AsyncClient:
     async def remove_cache(
         self, name: str, *, force: bool = False, dry_run: bool = False, timeout: float | None = None
     ) -> RemovalReport:
-        """Forgets a cache: its blocks, its budgets and its bytes on disk. ``dry_run`` says what would go.
+        """Removes a cache: its blocks, its budgets and its bytes on disk. ``dry_run`` only reports the effect.
 
-        ``force`` takes it away from sessions that have it open and hold nothing there, and removes one whose directory
-        is damaged. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
+        ``force`` closes the cache for sessions that have it open without leases, and removes a cache with a damaged
+        directory. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
         DAMAGED_CACHE).
         """
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
@@ -345,14 +346,14 @@ class AsyncClient:
         dry_run: bool = False,
         timeout: float = GC_TIMEOUT_S,
     ) -> RemoteGcReport:
-        """Deletes blocks of the store beyond the host; ``dry_run`` says what would go.
+        """Deletes blocks of the remote store. ``dry_run`` only reports the effect.
 
         Args:
-            caches: only blocks of these, whoever wrote them; none = of all caches.
-            older_than: seconds; blocks written longer ago go.
-            keep_bytes: of the rest the least recently used go, as long as it has more bytes.
-        Raises: InvalidArgument where a value is out of its range or both are None. CallerError where there is no store
-            (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED). TierOffline where it fails half-way.
+            caches: delete only blocks of these caches, by any writer; empty = of all caches.
+            older_than: delete blocks written more than this many seconds ago.
+            keep_bytes: delete the least recently used of the other blocks while the store has more bytes.
+        Raises: InvalidArgument if a value is out of range or both are None. CallerError if there is no store
+        (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED). TierOffline if the store fails half-way.
         """
         if older_than is not None:
             require_within("older_than", older_than, 1e-9, MOST_SECONDS, "above 0 seconds")
@@ -370,13 +371,14 @@ class AsyncClient:
     async def close(self, *, stream: Stream | None = None) -> None:
         """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`.
 
-        Where leases on a GPU are still held, ``stream`` (see :meth:`kvtier.Cache.fence`) has 5 seconds to do what it
-        was given before; if it does not, no goodbye is said, and their slots go back when this process ends.
+        While leases on a GPU are held, ``stream`` (see :meth:`kvtier.Cache.fence`) has 5 seconds to do its earlier
+        work. If it does not, the client says no goodbye, and the slots go back when this process ends.
         """
         await self._session.close(self.work(stream))
 
     def work(self, stream: Stream | None) -> Fence:
-        """What the goodbye is to wait for: for the synchronous client, whose caller's streams are another thread's."""
+        """The fence that the goodbye waits for. The synchronous client calls this in its caller's thread, whose streams
+        count."""
         return self._session.work(stream)
 
     async def __aenter__(self) -> Self:
@@ -389,7 +391,7 @@ class AsyncClient:
 
 
 def _require_name(cache: str | None) -> None:
-    """On the wire an empty name means all caches."""
+    """Raises :class:`InvalidArgument` for an empty name, which means all caches on the wire."""
     if cache == "":
         raise InvalidArgument("cache", cache, "a cache's name")
 
@@ -407,11 +409,11 @@ WHY_GONE: Final[Mapping[int, str]] = {
     Cause.LOST: "It was lost with the memory of a daemon that ended uncleanly.",
     Cause.SHUTDOWN: "The daemon was stopped, and the block was only in memory that ended with it.",
 }
-"""By the cause of the event that took the block away."""
+"""Maps the cause of a block's last event to a sentence for people."""
 
 
 class CopyState(IntEnum):
-    """``LEAVING``: the copy goes as soon as it is copied down, unless it is used before."""
+    """State of a copy. ``LEAVING``: the copy goes as soon as it is copied down, unless it is used before."""
 
     FILLING = 1
     READY = 2
@@ -420,7 +422,7 @@ class CopyState(IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class CopyExplained:
-    """A block's bytes in one tier. ``readers``: copies under way that read it."""
+    """A block's bytes in one tier. ``readers``: number of running copies that read it."""
 
     tier: Tier
     slot: int
@@ -433,9 +435,9 @@ class CopyExplained:
 class BlockExplained:
     """The block in one cache and window group.
 
-    ``priority`` is effective: the highest of ``own_priority`` and of the children's. ``duration_ms``: how long the
-    block keeps its own after its release, 0 = for ever. ``deadline_ns``: when that ends, by the daemon's clock, 0 = its
-    clock stands. ``leases``: those that hold it; their pid is 0 for a caller who may not see whose they are.
+    ``priority`` is effective: the highest of ``own_priority`` and the children's. ``duration_ms``: how long after its
+    release the block keeps its own priority, 0 = for ever. ``deadline_ns``: when that time ends, by the daemon's clock,
+    0 = it does not run. ``leases``: the leases that hold the block; pid 0 if the caller may not see the owner.
     """
 
     cache: str
@@ -452,7 +454,7 @@ class BlockExplained:
 
     @property
     def residency(self) -> int:
-        """The tiers where it is ready, as a bit set."""
+        """The tiers where the block is ready, as a bit set."""
         return sum(copy.tier.bit for copy in self.copies if copy.state is not CopyState.FILLING)
 
     def to_json(self) -> dict[str, Any]:
@@ -468,8 +470,7 @@ class BlockExplained:
 
 @dataclass(slots=True, frozen=True)
 class RemoteExplained:
-    """Whether the store beyond the host has the block of this cache and group, as the daemon last knew; None: it does
-    not know."""
+    """Whether the remote store has the block of this cache and group, as last known to the daemon; None: unknown."""
 
     cache: str
     group: int
@@ -478,12 +479,12 @@ class RemoteExplained:
 
 @dataclass(slots=True, frozen=True)
 class Explanation:
-    """What is known of a block.
+    """The daemon's knowledge of a block.
 
-    ``keys``: those known that begin as ``asked``, at most 32; one where it is clear which block is meant. ``blocks``:
-    where it is stored, one a cache and window group. ``past``: its events that the log still has, the oldest first;
-    None where the caller may not watch, or did not ask. ``gaps``: lost events, which may have been of it. ``time_ns``:
-    the daemon's clock when it answered. ``remote``: one a cache and window group, if there is a store beyond the host.
+    ``keys``: known keys that begin with ``asked``, at most 32; a single key if the block is unambiguous. ``blocks``:
+    where the block is stored, one entry per cache and window group. ``past``: the block's events in the log, the oldest
+    first; None if the caller may not watch, or did not ask. ``gaps``: lost events, possibly of the block. ``time_ns``:
+    the daemon's clock at the answer. ``remote``: one entry per cache and window group, if there is a remote store.
     """
 
     asked: bytes
@@ -497,8 +498,8 @@ class Explanation:
 
     @property
     def state(self) -> str:
-        """``stored``; ``ambiguous``; ``remote``: only the store beyond the host is known to have it; ``gone``: the log
-        knows that it was stored; ``unknown``: nothing is known."""
+        """``stored``; ``ambiguous``; ``remote``: known only to the remote store; ``gone``: stored once, by the log;
+        ``unknown``."""
         if self.blocks:
             return "stored"
         if len(self.keys) > 1:
@@ -508,14 +509,14 @@ class Explanation:
         return "gone" if self.past else "unknown"
 
     def endings(self) -> Iterator[Event]:
-        """The last event of each cache and group that it is gone from."""
+        """The last event in each cache and group that the block is gone from."""
         there = {(block.cache, block.group) for block in self.blocks}
         last = {(event.cache, event.group): event for event in self.past or ()}
         gone = (EventType.REMOVED, EventType.CLEARED)
         return (event for place, event in last.items() if place not in there and event.type in gone)
 
     def to_json(self) -> dict[str, Any]:
-        """One object: keys in hex, tiers and causes by name, times in nanoseconds."""
+        """A JSON object: keys in hex, tiers and causes by name, times in nanoseconds."""
         return {
             "state": self.state,
             "asked": self.asked.hex(),
@@ -530,12 +531,12 @@ class Explanation:
 
 
 def why_gone(cause: Cause | int) -> str:
-    """A sentence for a block whose last event had this cause."""
+    """A sentence that explains a last event with this cause."""
     return WHY_GONE.get(cause, f"Cause {cause}: this client has no words for it.")
 
 
 def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> Explanation:
-    """Without a past."""
+    """An explanation without events."""
     return Explanation(
         asked=asked,
         keys=tuple(split_keys(message.keys)),
@@ -552,7 +553,7 @@ def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> E
 
 
 async def with_past(now: Explanation, watch: Watch) -> Explanation:
-    """With what the log knows. ``watch``: from the oldest event on, of these keys alone, with heartbeats."""
+    """Adds the log's events. ``watch``: from the oldest event on, filtered by these keys, with heartbeats."""
     keys = set(now.keys)
     past: list[Event] = []
     gaps: list[Gap] = []

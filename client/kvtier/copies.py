@@ -1,4 +1,4 @@
-"""Chains of blocks in and out of a cache as arrays, piece by piece, through its mapped memory or through streams."""
+"""Copies chains of blocks as arrays into and out of a cache, piece by piece, through mapped memory or streams."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 
 MAX_PIECE: Final = 1_024
-"""Blocks that one call brings into the daemon's core."""
+"""Most blocks that one call brings into the daemon's core."""
 
 
 class Way(Protocol):
-    """How the bytes of one piece of a chain travel. ``max_blocks``: of a piece."""
+    """The way that the bytes of a piece take. ``max_blocks``: most blocks of a piece."""
 
     @property
     def max_blocks(self) -> int: ...
 
     async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
-        """Raises :class:`LeaseLost` where the daemon restarts meanwhile."""
+        """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
         ...
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
-        """Raises :class:`TooShort` where none of it is stored."""
+        """Copies out a stored prefix. Raises :class:`TooShort` if no block of the chain is stored."""
         ...
 
 
 class Mapped:
-    """Through the cache's memory: reserve, copy, commit and release; acquire, copy, check, release."""
+    """Copies through mapped memory: reserve, copy, commit and release; acquire, copy, check, release."""
 
     max_blocks: Final = MAX_PIECE
 
@@ -81,7 +81,7 @@ class Mapped:
 
 
 async def copied_out(lease: ReadLease, rows: Rows) -> None:
-    """Copies the blocks of a lease into arrays. Raises :class:`StaleRead` where one was not the block to the end."""
+    """Copies the blocks of a lease into arrays. Raises :class:`StaleRead` if a slot changed during the copy."""
     cache, memory = lease.cache, lease.arena.memory(lease.tier)
     before = lease.unchanged()
     nbytes = lease.blocks * cache.block_bytes
@@ -91,18 +91,18 @@ async def copied_out(lease: ReadLease, rows: Rows) -> None:
 
 
 def pieces(slots: int, way: Way) -> int:
-    """Blocks handled at a time: half of a tier's slots at most, so that two clients fit side by side."""
+    """Blocks per piece: at most half of a tier's slots, so that two clients fit side by side."""
     return max(1, min(slots // 2, way.max_blocks))
 
 
 Absent: TypeAlias = "Callable[[Sequence[bytes]], Sequence[int] | None]"
-"""Of a chain, the places of the keys that are to be stored; None: only the daemon can tell."""
+"""Returns the places of a chain's keys that are to be stored; None: only the daemon can tell."""
 
 
 async def put(
     slots: int, way: Way, tier: Tier, whole: Piece, absent: Absent, timeout: float | None
 ) -> list[BlockResult]:
-    """See :meth:`kvtier.cache.Cache.put`; ``slots``: of the tier."""
+    """See :meth:`kvtier.cache.Cache.put`. ``slots``: capacity of the tier."""
     step, count = pieces(slots, way), len(whole.chain)
     results, again = [BlockResult.EXISTS] * count, True
     places = absent(whole.chain)
@@ -115,9 +115,9 @@ async def put(
         if stored[-1] is not BlockResult.PARENT_MISSING:
             continue
         orphan = places[stored.index(BlockResult.PARENT_MISSING)]
-        lost = absent(whole.chain) if orphan else None  # the first one's parent is not the caller's to store
+        lost = absent(whole.chain) if orphan else None  # the parent of the first key is not the caller's to store
         if lost is None or not again:
-            full = lost is not None and orphan - 1 in lost  # this very put has made room of its own blocks
+            full = lost is not None and orphan - 1 in lost  # this put evicted its own blocks
             results[orphan:] = [BlockResult.NO_ROOM if full else BlockResult.PARENT_MISSING] * (count - orphan)
             for place in lost if lost is not None and full else ():
                 results[place] = BlockResult.NO_ROOM
@@ -131,14 +131,14 @@ async def _stored(way: Way, tier: Tier, piece: Piece, timeout: float | None) -> 
     try:
         return await way.store(tier, piece, timeout)
     except LeaseLost:
-        return await way.store(tier, piece, timeout)  # the caller's arrays are still good
+        return await way.store(tier, piece, timeout)  # the caller's arrays still have the bytes
 
 
 async def get(
     slots: int | None, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
 ) -> PrefixRows:
-    """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat. ``slots`` None: of a sliding group, in one piece, since
-    a piece's window is not that of the chain."""
+    """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat. ``slots``: capacity of the tier; None for a sliding
+    group, which is read in one piece, as the window of a piece is not the chain's."""
     step = len(chain) if slots is None else pieces(slots, way)
     found: PrefixRows = []
     while len(found) < len(chain):
@@ -155,7 +155,7 @@ async def get(
 
 
 async def delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
-    """What the caller gets: the arrays or pages that it gave, filled, or else the rows."""
+    """The blocks as the caller gets them: its own arrays or pages, filled, or else the rows."""
     if out is None:
         return rows
     late = buffers.late(out, rows)
@@ -167,7 +167,7 @@ async def delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
 PutCall = StreamUnaryCall[transfer_pb2.PutChunk, transfer_pb2.PutResponse]
 
 MAX_PIECE_BYTES: Final = 64 << 20
-"""In one stream: what is sent again where a connection breaks."""
+"""Most bytes in one stream, which is sent again if a connection breaks."""
 
 
 class Streamed:
@@ -183,7 +183,7 @@ class Streamed:
         return max(1, MAX_PIECE_BYTES // self._cache.block_bytes)
 
     async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
-        """Sends a piece and has it stored."""
+        """Sends a piece for the daemon to store."""
         keys = b"".join(piece.chain)
         parents = b"".join(piece.parents)
         blocks = await _gathered(piece.blocks)
@@ -193,7 +193,7 @@ class Streamed:
         wait_ns = deadline.wait_ns()
 
         def header(binding: Binding) -> transfer_pb2.PutHeader:
-            # The same to the byte when the call is repeated.
+            # A repeated call must be identical to the byte.
             commit = blocks_pb2.CommitRequest(
                 cache_id=binding.cache_id,
                 keys=keys,
@@ -254,7 +254,7 @@ async def _gathered(blocks: Rows) -> Sequence[Bytes]:
 
 
 async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequence[Bytes]) -> transfer_pb2.PutResponse:
-    """Sends the bytes if the daemon wants them: it does not where it refuses, or has answered the call before."""
+    """Sends the bytes if the daemon wants them: not if it refuses, or has answered this call before."""
     progress = Progress(len(blocks), len(blocks[0]))
     try:
         await call.write(transfer_pb2.PutChunk(header=header))
@@ -266,14 +266,14 @@ async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequenc
                 await call.write(transfer_pb2.PutChunk(bytes=part))
         await call.done_writing()
     except (asyncio.InvalidStateError, InternalError):
-        pass  # the call is over, or ended just then: it says why
+        pass  # the call is over; its status says why
     return await call
 
 
 async def _download(
     chunks: AsyncIterator[transfer_pb2.GetChunk], targets: Sequence[Bytes] | None, block_bytes: int
 ) -> PrefixRows:
-    """Fills the targets, or fresh arrays. Raises what an acquire of the chain would."""
+    """Fills the targets, or fresh arrays. Raises the errors of an acquire of the chain."""
     first = await anext(chunks, None)
     if first is None or not first.HasField("header"):
         raise DaemonError("a stream that does not begin with its header", reason="BAD_ANSWER")
@@ -323,7 +323,7 @@ async def _paste(rows: Sequence[Bytes], spans: Sequence[Span], data: bytes) -> N
 
 
 async def _checksums(blocks: Sequence[Bytes]) -> bytes:
-    """One a block, of the caller's memory: what is lost anywhere on the way is seen."""
+    """Checksums of the blocks in the caller's memory, one per block: damage anywhere on the way shows."""
     digests: list[bytes] = []
     work = lambda: digests.extend(xxhash.xxh3_128_digest(block.data) for block in blocks)  # noqa: E731
     await buffers.run_copy(work, sum(map(len, blocks)))

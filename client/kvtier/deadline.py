@@ -1,4 +1,4 @@
-"""Times that calls wait: until their deadline, and between attempts."""
+"""Waiting times of calls: until their deadline, and between attempts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_TIMEOUT_S: Final = 3600.0
 
 _ANSWER_SHARE: Final = 0.25
 _MOST_ANSWER_S: Final = 1.0
-"""A call that waits in the daemon keeps this share of its time, at most so many seconds, for the answer to arrive."""
+"""A call that waits in the daemon keeps this share of its time, at most ``_MOST_ANSWER_S`` seconds, for the answer."""
 
 _JITTER: Final = random.Random()
 
@@ -32,14 +32,14 @@ class Backoff:
 
 
 def require_timeout(timeout: float) -> None:
-    """Raises :class:`InvalidArgument` where it is not above 0 and at most an hour."""
+    """Raises :class:`InvalidArgument` if the timeout is not above 0 and at most an hour."""
     if not 0 < timeout <= MAX_TIMEOUT_S:
         raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
 
 async def in_turn(timeout: float | None) -> None:
-    """Before an answer without a call: who asks again and again lets others have their turn. Raises
-    :class:`InvalidArgument`."""
+    """Yields to the loop before an answer without a call, so that a caller that polls does not block other tasks.
+    Raises :class:`InvalidArgument`."""
     if timeout is not None:
         require_timeout(timeout)
     await asyncio.sleep(0)
@@ -54,11 +54,11 @@ class Deadline:
         self.at = asyncio.get_running_loop().time() + timeout
 
     def left(self) -> float:
-        """Seconds until then; 0 once it has passed."""
+        """Seconds until the deadline; 0 once it has passed."""
         return max(0.0, self.at - asyncio.get_running_loop().time())
 
     def wait_ns(self) -> int:
-        """How long a call may wait in the daemon, so that its answer comes in time: 1 at least, since 0 is the daemon's
-        own default there."""
+        """Nanoseconds that a call may wait in the daemon so that its answer comes in time. At least 1, since 0 means
+        the daemon's default."""
         left = self.left()
         return max(1, int((left - min(left * _ANSWER_SHARE, _MOST_ANSWER_S)) * 1e9))

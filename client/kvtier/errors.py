@@ -1,8 +1,8 @@
-"""What can go wrong, by what the caller can do about it.
+"""Errors, classed by the caller's remedy.
 
-``RetryableError``: nothing is wrong with the call; the same call can succeed later. ``CallerError``: the call is
-wrong and stays wrong. ``DeviceError``: this process's GPU failed it. ``DataLoss``: bytes are gone. ``DaemonError``: a
-bug of kvtier, please report it.
+``RetryableError``: the call is right, and can succeed later. ``CallerError``: the call is wrong and stays wrong.
+``DeviceError``: this process's GPU failed the call. ``DataLoss``: bytes are gone. ``DaemonError``: a bug of kvtier,
+please report it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.v1 import blocks_pb2, common_pb2
 
 
 class KvtierError(Exception):
-    """Base of everything that kvtier raises on purpose. ``reason`` is stable and machine readable."""
+    """Base of all errors that kvtier raises on purpose. ``reason`` is stable and machine readable."""
 
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
@@ -44,7 +44,8 @@ class Holder:
 
 
 class TierFull(RetryableError):
-    """All that nobody holds could not make room: ``wanted`` slots of ``tier``, ``free`` of them to be had."""
+    """Evicting all slots that are not held would not make room: ``wanted`` slots of ``tier``, ``free`` of them
+    available."""
 
     def __init__(
         self, message: str, *, tier: Tier | None, wanted: int, free: int, holders: tuple[Holder, ...], reason: str
@@ -57,7 +58,7 @@ class TierFull(RetryableError):
 
 
 class DeadlineExceeded(RetryableError):
-    """The call's time ran out. Whatever the daemon granted meanwhile is given back by the client."""
+    """The call's time ran out. The client releases any leases that the daemon granted meanwhile."""
 
 
 class TierOffline(RetryableError):
@@ -69,11 +70,11 @@ class DaemonUnavailable(RetryableError):
 
 
 class StaleRead(RetryableError):
-    """A slot's generation changed while its bytes were copied: what was copied is not the block."""
+    """A slot's generation changed while its bytes were copied: the copy is not the block."""
 
 
 class DamagedTransfer(RetryableError):
-    """Bytes did not arrive as they were sent. A put stored nothing of them; what a get wrote is not the blocks."""
+    """Bytes were damaged on the way. A put stored none of them; the targets of a get do not hold the blocks."""
 
 
 class CallerError(KvtierError):
@@ -81,7 +82,7 @@ class CallerError(KvtierError):
 
 
 class InvalidArgument(CallerError):
-    """A value outside its limit. All three are in the message and on the error."""
+    """A value outside its limit. The message and the attributes name field, value and limit."""
 
     def __init__(self, field: str, value: object, limit: str, *, reason: str = "BAD_ARGUMENT") -> None:
         shown = value if isinstance(value, str) else repr(value)
@@ -104,7 +105,7 @@ class SpecMismatch(InvalidArgument):
 
 
 class NotFound(CallerError):
-    """No such cache, group or session."""
+    """The cache, group or session does not exist."""
 
 
 class TooShort(NotFound):
@@ -116,7 +117,7 @@ class TooShort(NotFound):
 
 
 class StillHeld(CallerError):
-    """A reset is refused while anything is leased or pinned. ``holders``: who leases what, most first."""
+    """A reset is refused while blocks are leased or pinned. ``holders``: sessions with leases, most slots first."""
 
     def __init__(self, message: str, *, holders: tuple[Holder, ...], reason: str) -> None:
         super().__init__(message, reason=reason)
@@ -128,8 +129,8 @@ class LeaseError(CallerError):
 
 
 class LeaseLost(LeaseError):
-    """The lease ended with its session: the daemon restarted, or an operator kicked the session. Its slots belong to
-    others now. Acquire again."""
+    """The lease ended with its session: the daemon restarted, or an operator kicked the session. Other sessions own the
+    slots now. Acquire again."""
 
 
 class PermissionDenied(CallerError):
@@ -149,9 +150,12 @@ class ClientClosed(CallerError):
 
 
 class DeviceError(KvtierError):
-    """A call of CUDA failed in this process; what was asked of the daemon was not sent, and leases stay held. ``call``
-    is the entry point, ``code`` the ``CUresult``. Reason DEVICE_LOST: this process can use its GPU no more and must be
-    started anew, after whose end the daemon has its slots back. DEVICE_FAILED: anything else; the message says what."""
+    """A CUDA call failed in this process. The request was not sent to the daemon, and leases stay held.
+
+    ``call`` is the entry point, ``code`` the ``CUresult``. Reason DEVICE_LOST: this process cannot use its GPU any more
+    and must be restarted; the daemon has its slots back once the process ends. DEVICE_FAILED: any other failure, as in
+    the message.
+    """
 
     def __init__(self, message: str, *, call: str, code: int, reason: str) -> None:
         super().__init__(message, reason=reason)
@@ -164,18 +168,18 @@ class DataLoss(KvtierError):
 
 
 class DaemonError(KvtierError):
-    """A bug of kvtier: the daemon answered what it must never answer, or failed inside."""
+    """A bug of kvtier: an invalid answer of the daemon, or a failure inside it."""
 
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
 FAILED_WRITE: Final = "Internal error from Core"
-"""With INTERNAL, what gRPC itself makes of a message that it could not send, whatever ended the stream meanwhile."""
+"""gRPC's message, with INTERNAL, for a message that could not be sent, whatever ended the stream."""
 
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """What the daemon said: status, message and, where it came along, the detail."""
+    """The daemon's error: status, message and detail, which may be empty."""
 
     code: grpc.StatusCode
     message: str
@@ -187,10 +191,10 @@ class Fault:
 
 
 def fault_of(error: AioRpcError) -> Fault:
-    """Reads the ``kvtier.v1.ErrorDetail`` of a failed call; an empty one where the failure is gRPC's own."""
+    """Reads the ``kvtier.v1.ErrorDetail`` of a failed call; the detail is empty if gRPC itself failed."""
     detail = common_pb2.ErrorDetail()
     for key, value in error.trailing_metadata() or ():
-        with suppress(DecodeError):  # then nobody knows more than the status
+        with suppress(DecodeError):  # only the status is known then
             if key == DETAILS_KEY:
                 status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
                 for packed in status.details:
@@ -203,14 +207,14 @@ def fault_of(error: AioRpcError) -> Fault:
 
 
 def error_of(fault: Fault) -> KvtierError:
-    """The exception for a fault: by its reason where that says more than the status, else by its status."""
+    """The exception for a fault, chosen by its reason if that is known, else by its status."""
     make = _BY_REASON.get(fault.reason) or _BY_CODE.get(fault.code, _plain(DaemonError))
     return make(fault)
 
 
 def chain_error(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> KvtierError:
-    """Of a chain that was refused; the reasons are those of a whole call."""
-    wanted = max(min_blocks, 1)  # where something is stored, none of it is refused, too
+    """The error of a refused chain; reasons are the same as for a whole call."""
+    wanted = max(min_blocks, 1)  # a chain with stored blocks is also refused if no block fits
     message = f"{chain.matched} blocks of the chain are stored, at least {wanted} wanted: {chain.refusal}"
     if chain.refusal == "TIER_FULL":
         return tier_full(message, chain.detail)
@@ -227,14 +231,14 @@ _OF_CHAINS: Final[Mapping[str, type[KvtierError]]] = {
 
 
 def link_is_broken(fault: Fault) -> bool:
-    """Whether the way to the daemon failed, rather than the daemon having answered."""
+    """Whether the connection to the daemon failed, as opposed to an answer from the daemon."""
     if fault.code is grpc.StatusCode.UNAVAILABLE:
         return fault.reason not in _TIER_REASONS
     return fault.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED)
 
 
 _TIER_REASONS: Final = frozenset({"TIER_OFFLINE", "TIER_FAILED"})
-"""UNAVAILABLE that speaks of a tier: the daemon itself is well."""
+"""Reasons of UNAVAILABLE that concern a tier: the daemon itself is well."""
 
 _Make = Callable[[Fault], KvtierError]
 
@@ -255,7 +259,7 @@ _TIERS: Final[Mapping[int, Tier]] = {tier + 1: tier for tier in Tier}
 
 
 def tier_full(message: str, detail: common_pb2.ErrorDetail) -> TierFull:
-    """From what the daemon says of a full tier, of a call or of one chain in it."""
+    """The error for a full tier, from the detail of a call or of one chain in it."""
     return TierFull(
         message,
         tier=_TIERS.get(detail.tier),
@@ -290,7 +294,7 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "NO_DESCRIPTOR": _plain(RetryableError),
     "TOO_MANY_CALLS": _plain(RetryableError),
     "TOO_MANY_WATCHES": _plain(RetryableError),
-    "RESOURCE_EXHAUSTED": _plain(RetryableError),  # gRPC's own, without a detail: of calls or of a message's size
+    "RESOURCE_EXHAUSTED": _plain(RetryableError),  # gRPC's own limits on calls or message size; no detail
 }
 
 _BY_CODE: Final[Mapping[grpc.StatusCode, _Make]] = {

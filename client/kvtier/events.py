@@ -16,10 +16,10 @@ from kvtier.wire import same_fields, split_keys, tier_from_wire, tier_to_wire
 
 @dataclass(slots=True, frozen=True)
 class BlockTokens:
-    """What a block holds of its prompt. ``extra_ids``: one a token; None = no token has one.
+    """The tokens of a block. ``extra_ids``: one per token; None = no token has one.
 
-    ``items``: of each multimodal item that covers the block, the 32-byte digest and the place in the item of its first
-    token in the block.
+    ``items``: for each multimodal item that covers the block, its 32-byte digest and the position within the item of
+    its first token in the block.
     """
 
     token_ids: tuple[int, ...]
@@ -31,16 +31,16 @@ class BlockTokens:
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """What happened to some blocks of one window group.
+    """A change of some blocks of one window group.
 
-    ``packed_keys``, ``packed_parents`` (stored only): 32 bytes a block. ``residency`` (stored, updated) and
-    ``priorities``: one byte a block, AFTER the change, so that applying an event twice changes nothing. ``moved_from``
-    to ``copy_ns``: of the move that caused it, in bytes and nanoseconds; ``moved_from`` alone where blocks left a tier
-    and nothing was copied. ``time_ns``: since the Unix epoch.
-    ``event_hash``: the cache's option; ``packed_hashes``: all of 8 or all of 32 bytes, zeros for a block without.
-    ``tokens`` (stored only): one a block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is
-    full attention. Created only: ``num_blocks_per_cache_level``, the fastest tier first, ``tokens_per_block``, the
-    specification's ``fingerprint``, and ``all_window_tokens``, ``all_sink_tokens``, ``all_flat``, one a window group.
+    ``packed_keys``, ``packed_parents`` (stored only): 32 bytes per block. ``residency`` (stored, updated),
+    ``priorities``: one byte per block, AFTER the change, so applying an event twice is harmless. ``moved_from`` to
+    ``copy_ns``: the move behind the event, in bytes and nanoseconds; ``moved_from`` alone: blocks left a tier without a
+    copy. ``time_ns``: since the Unix epoch. ``event_hash``: the cache's option; ``packed_hashes``: 8 or 32 bytes per
+    block, zeros for a block without hash. ``tokens`` (stored only): one per block, if the cache keeps them and the
+    watcher may see them. ``window_tokens``: 0 is full attention. Created only: ``num_blocks_per_cache_level``, fastest
+    tier first, ``tokens_per_block``, ``fingerprint`` of the specification, and ``all_window_tokens``,
+    ``all_sink_tokens``, ``all_flat``, one per window group.
     """
 
     epoch: int
@@ -81,16 +81,16 @@ class Event:
 
     @property
     def hashes(self) -> list[bytes]:
-        """With ``event_hash``: one a key, all zeros for a block without."""
+        """The hashes, one per key, if the cache has ``event_hash``; all zeros for a block without hash."""
         return split_hashes(self.packed_hashes, len(self.packed_keys) // KEY_BYTES) if self.event_hash else []
 
     @property
     def parents(self) -> list[bytes | None]:
-        """Stored only: one a key; None = it is a root."""
+        """The parents, one per key, of a stored event; None = the block is a root."""
         return [None if parent == ROOT_PARENT else parent for parent in split_keys(self.packed_parents)]
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object; keys and hashes in hex, tiers by name, cache levels by number."""
+        """A flat JSON object: keys and hashes in hex, tiers by name, cache levels by number."""
         common = {
             "event_id": self.event_id,
             "epoch": self.epoch,
@@ -105,7 +105,7 @@ class Event:
 
 @dataclass(slots=True, frozen=True)
 class SnapshotStart:
-    """A snapshot begins, or begins anew after a break: forget what was known."""
+    """A snapshot begins, or begins again after a break: discard all earlier state."""
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "snapshot_start"}
@@ -113,7 +113,8 @@ class SnapshotStart:
 
 @dataclass(slots=True, frozen=True)
 class SnapshotSlice:
-    """The present state of some blocks, or of none: a snapshot has every window group. Fields as in :class:`Event`."""
+    """The present state of some blocks; a window group without blocks has an empty slice. Fields as in
+    :class:`Event`."""
 
     cache: str
     group: int
@@ -138,7 +139,7 @@ class SnapshotSlice:
 
     @property
     def hashes(self) -> list[bytes]:
-        """With ``event_hash``: one a key, all zeros for a block without."""
+        """The hashes, one per key, if the cache has ``event_hash``; all zeros for a block without hash."""
         return split_hashes(self.packed_hashes, len(self.packed_keys) // KEY_BYTES) if self.event_hash else []
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class SnapshotSlice:
 
 @dataclass(slots=True, frozen=True)
 class SnapshotEnd:
-    """Slices and events together are exact at this cursor; from here on events alone keep them so."""
+    """Slices and events together are exact at this cursor; from here on events alone keep the state exact."""
 
     cursor: Cursor
 
@@ -159,10 +160,10 @@ class SnapshotEnd:
 class Gap:
     """Events [first_id, last_id] of an epoch that this watcher will never see.
 
-    ``reason``: "slow" (the watcher was, and there is no log), "unclean-stop" (they died with the daemon), "compacted"
-    (the daemon no longer held them), "not-logged" (its log had failed), "lost-state" (its state was lost, and its
-    ids began anew: of the range, which nobody knows, only the first is given) or "unexplained" (the ranges did not
-    join: a bug of the daemon).
+    ``reason``: "slow" (the watcher was slow, and there is no log), "unclean-stop" (the events died with the daemon),
+    "compacted" (the daemon no longer held them), "not-logged" (its log had failed), "lost-state" (the daemon lost its
+    state and ids restart; only the first id of the unknown range is given) or "unexplained" (ranges did not join: a bug
+    of the daemon).
     """
 
     epoch: int
@@ -176,7 +177,7 @@ class Gap:
 
 @dataclass(slots=True, frozen=True)
 class Heartbeat:
-    """Nothing that passes the filter happened since the last item, up to the cursor."""
+    """No event passed the filter since the last item, up to the cursor."""
 
     cursor: Cursor
 
@@ -186,7 +187,7 @@ class Heartbeat:
 
 @dataclass(slots=True, frozen=True)
 class Disconnected:
-    """The stream broke, and the watch tries to go on from its cursor. ``reason``: as far as it is known, in words."""
+    """The stream broke, and the watch tries to continue from its cursor. ``reason``: the known cause, in words."""
 
     reason: str
 
@@ -196,9 +197,11 @@ class Disconnected:
 
 @dataclass(slots=True, frozen=True)
 class Reconnected:
-    """The stream goes on after a break. ``epoch``: the daemon's present one; what comes first may be of an earlier one,
-    from the log. ``boot``: how often the daemon has started on its state; ``restarted``: whether
-    it did so meanwhile. What was lost, if anything, follows as gaps."""
+    """The stream continues after a break. Gaps follow for lost events.
+
+    ``epoch``: the daemon's present epoch; first events may be of an earlier epoch, from the log. ``boot``: number of
+    starts of the daemon on its state. ``restarted``: whether the daemon restarted during the break.
+    """
 
     epoch: int
     boot: int
@@ -220,7 +223,7 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         epoch=epoch,
         event_id=message.id,
         type=type,
-        cause=_CAUSES.get(message.cause, message.cause),  # one that only a newer daemon knows stays a number
+        cause=_CAUSES.get(message.cause, message.cause),  # a newer daemon's cause stays a number
         cache=message.cache,
         group=message.group,
         time_ns=message.time_ns,
@@ -279,18 +282,18 @@ def _tokens(messages: Iterable[events_pb2.BlockTokens]) -> tuple[BlockTokens, ..
 
 
 def _tier(value: int) -> Tier | None:
-    """Of a move; None where there was none."""
+    """The tier of a move's end; None if nothing moved."""
     return _TIERS[value] if value in _TIERS else tier_from_wire(value)
 
 
-# To make a member of its number takes an enumeration half a microsecond, and an event has four of them.
+# Dicts are faster than calls of the enumerations, and an event needs four members.
 _TYPES: Final[dict[int, EventType]] = {int(each): each for each in EventType}
 _CAUSES: Final[dict[int, Cause | int]] = {int(each): each for each in Cause}
 _TIERS: Final[dict[int, Tier | None]] = {0: None} | {int(tier_to_wire(each)): each for each in Tier}
 
 
 def split_hashes(packed: bytes, count: int) -> list[bytes]:
-    """The hashes of ``count`` blocks, which are of one width."""
+    """The hashes of ``count`` blocks, all of one width."""
     size = len(packed) // max(1, count)
     return [packed[place * size : (place + 1) * size] for place in range(count)]
 
@@ -338,7 +341,7 @@ def _updated(event: Event) -> dict[str, Any]:
         return body | _left(event)
     level = {"type": "event_diff", "old_value": event.moved_from, "new_value": event.moved_to}
     return body | {
-        "cache_level": None if event.cause is Cause.REMOTE else level,  # its tiers here are what they were
+        "cache_level": None if event.cause is Cause.REMOTE else level,  # the block's tiers here are unchanged
         "moved_from": str(event.moved_from),
         "moved_to": str(event.moved_to),
         "moved_bytes": event.moved_bytes,

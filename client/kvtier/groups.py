@@ -1,7 +1,7 @@
-"""All window groups of a cache at once: what a model with several attention windows asks and holds for one sequence.
+"""All window groups of a cache at once: the blocks of one sequence in a model with several attention windows.
 
-Keys name blocks of tokens, so a block of a sequence has the same key in every group. Full-attention groups need the
-blocks from the first on, a sliding one only those that its window covers at the end of the prefix.
+A key names a block of tokens, so a block of a sequence has the same key in every group. A full-attention group needs
+all blocks from the first on, a sliding group only the blocks in its window at the end of the prefix.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ from kvtier.wire import (
 
 @dataclass(slots=True, frozen=True)
 class AcrossBlocks:
-    """A prefix of ``blocks`` blocks: by window group, the arrays of its last ``len(groups[group])`` blocks, or the
-    numbers of the pages that were filled; None between the sinks of a window and the window."""
+    """A prefix of ``blocks`` blocks.
+
+    ``groups``: by window group, the arrays of the last ``len(groups[group])`` blocks, or the numbers of the filled
+    pages; None for blocks between the sinks and the window.
+    """
 
     blocks: int
     groups: Mapping[int, list[Any]]
 
     def given(self, out: Mapping[int, Blocks] | None, group: int) -> Blocks | None:
-        """What the caller gave for the blocks of a group; None: nothing."""
+        """The caller's arrays for these blocks of a group; None if there are none."""
         if out is None or group not in out:
             return None
         return out[group][self.blocks - len(self.groups[group]) : self.blocks]
@@ -55,7 +58,7 @@ class AcrossBlocks:
 
 @dataclass(slots=True, frozen=True)
 class AcrossRead:
-    """A prefix of ``blocks`` of the blocks of a chain, being copied out of mapped slots of every group."""
+    """A running copy of a chain's prefix of ``blocks`` blocks out of mapped slots of every group."""
 
     reader: Reader
     keys: bytes
@@ -67,7 +70,7 @@ class AcrossRead:
             read.copy()
 
     def result(self) -> AcrossBlocks | None:
-        """None: ask the daemon."""
+        """The copied blocks; None: only the daemon can tell."""
         if not all_whole(self.reads):
             return None
         self.reader.count(misses=len(self.keys) // KEY_BYTES - self.blocks)
@@ -102,17 +105,17 @@ class Group(Owner, Protocol):
 class AcrossLease:
     """A prefix held in every window group.
 
-    :attr:`groups` has one lease a group, in order, which may be empty. They are ordinary ones: views, generations,
-    and :meth:`ReadLease.give_back` for what a sequence has left behind its window.
+    :attr:`groups` has one lease per group, in order; a lease may be empty. These are ordinary leases with views,
+    generations and :meth:`ReadLease.give_back`, for blocks that have fallen out of a window.
     """
 
     def __init__(self, packed: bytes, groups: Sequence[ReadLease]) -> None:
         self.groups: Final = tuple(groups)
         first = self.groups[0]
         self.keys: Final = tuple(split_keys(packed[: first.prefix_length * KEY_BYTES]))
-        """The prefix that is held."""
+        """Keys of the held prefix."""
         self.matched: Final = first.matched
-        """Length of the stored prefix at the moment of the match; more than :attr:`blocks` where room was short."""
+        """Length of the stored prefix at the match; more than :attr:`blocks` if the tier was short of room."""
         self.error: Final = first.error
         """The error that ``acquire`` of this chain alone would have raised; None where it was not refused."""
 
@@ -127,15 +130,15 @@ class AcrossLease:
 
     @property
     def refusal(self) -> str:
-        """Why less than ``min_blocks`` was to be had; empty where it was not refused."""
+        """Why fewer than ``min_blocks`` were available; empty if the chain was not refused."""
         return "" if self.error is None else self.error.reason
 
     def unchanged(self) -> bool:
-        """Whether every slot still holds the block that was acquired. To be asked before and after a copy."""
+        """Whether every slot still holds the acquired block. Check before and after a copy."""
         return all(lease.unchanged() for lease in self.groups)
 
     async def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Gives the slots of all groups back, in one call; nothing, where that was done before. ``stream``: see
+        """Releases the slots of all groups in one call; does nothing after the first release. ``stream``: see
         :meth:`kvtier.Cache.release`."""
         await self.groups[0].cache.release(*self.groups, stream=stream, timeout=timeout)
 
@@ -149,7 +152,8 @@ class AcrossLease:
 
 
 class AcrossGroups(PrefixVerbs):
-    """Made by :attr:`kvtier.Cache.across`; verbs, arguments and errors as those of one group."""
+    """The verbs over all window groups, from :attr:`kvtier.Cache.across`. Arguments and errors are the same as for one
+    group."""
 
     def __init__(
         self, caches: Sequence[Group], binder: Binder, holdings: Holdings, reader: Reader, default_timeout: float
@@ -168,9 +172,9 @@ class AcrossGroups(PrefixVerbs):
         recompute_seconds_per_block: float = 0.0,
         timeout: float | None = None,
     ) -> Held[AcrossLease]:
-        """The longest such prefix that can be had, READY in a tier and held in every group.
+        """The longest prefix that all groups can serve, READY in a tier and held in every group.
 
-        ``async with cache.across.acquire(keys) as lease``. Arguments and errors as of :meth:`kvtier.Cache.acquire`.
+        ``async with cache.across.acquire(keys) as lease``. Arguments and errors: see :meth:`kvtier.Cache.acquire`.
         """
 
         async def take() -> AcrossLease:
@@ -192,7 +196,7 @@ class AcrossGroups(PrefixVerbs):
         retention: Retention | None = None,
         timeout: float | None = None,
     ) -> Held[list[AcrossLease]]:
-        """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
+        """Acquires one lease per chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
 
         async def release(leases: list[AcrossLease]) -> None:
             await self._caches[0].release(*(part for lease in leases for part in lease.groups))
@@ -215,14 +219,14 @@ class AcrossGroups(PrefixVerbs):
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
-        """Stores a chain in several groups: by group, one result an array.
+        """Stores a chain in several groups. Returns, by group, one result per array. See also :meth:`kvtier.Cache.put`.
 
-        ``blocks``: by group, the arrays of the last ``len(blocks[group])`` keys; a group that is absent gets nothing. A
-        sliding group wants only the last ones of a sequence, a full one all that are not stored yet. For the rest see
-        :meth:`kvtier.Cache.put`.
+        ``blocks``: by group, the arrays of the last ``len(blocks[group])`` keys; a missing group gets nothing. A
+        sliding group needs only the last blocks of a sequence, a full-attention group all blocks that are not stored
+        yet.
 
-        The groups are stored one after another, full-attention groups first. Where one raises (:class:`TierFull`), what
-        the groups before it have stored stays; no match over all groups takes that for more than is there.
+        The groups are stored one after another, full-attention groups first. If one raises (:class:`TierFull`), the
+        blocks of the groups before it stay stored; a match over all groups is still right.
         """
         chain = split_keys(packed_keys(keys))
         ranks = each_priority(len(chain), priorities) or None
@@ -242,8 +246,8 @@ class AcrossGroups(PrefixVerbs):
         return results
 
     def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:
-        """The bytes of what is put of a chain of so many keys: for the synchronous client, whose caller's streams are
-        another thread's. Raises :class:`InvalidArgument`."""
+        """The bytes of the caller's blocks, by group, for a chain of ``count`` keys. The synchronous client calls this
+        in its caller's thread, whose streams count. Raises :class:`InvalidArgument`."""
         for group, rows in blocks.items():
             if group not in range(len(self._caches)):
                 raise InvalidArgument("blocks", group, f"groups 0 to {len(self._caches) - 1}")
@@ -263,11 +267,11 @@ class AcrossGroups(PrefixVerbs):
         tier: Tier | None = None,
         timeout: float | None = None,
     ) -> AcrossBlocks:
-        """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays, or into ``out``.
+        """Copies the longest prefix that all groups can serve out of a tier, into fresh uint8 arrays or into ``out``.
 
-        Without a call where all of it is in mapped slots, or in ``tier`` if it is given. Else in one piece, so what is
-        longer than the tier has room for comes shorter. ``out``: by group, a block a key, as :meth:`kvtier.Cache.get`
-        takes them; those before a window stay as they are. Raises :class:`TierFull`, :class:`StaleRead`.
+        Needs no call if the whole prefix is in mapped slots, of ``tier`` if given. Otherwise the prefix is read in one
+        piece, shortened to the tier's room. ``out``: by group, a block per key, as in :meth:`kvtier.Cache.get`; blocks
+        before a window are left unchanged. Raises :class:`TierFull`, :class:`StaleRead`.
         """
         await in_turn(timeout)
         packed = packed_keys(keys)
@@ -283,7 +287,7 @@ class AcrossGroups(PrefixVerbs):
         return AcrossBlocks(found.blocks, groups)
 
     def targets(self, out: Mapping[int, Blocks] | None, count: int, tier: Tier | None) -> dict[int, Rows]:
-        """Where the caller wants so many blocks, by group. Raises :class:`InvalidArgument`."""
+        """The caller's targets for ``count`` blocks, by group. Raises :class:`InvalidArgument`."""
         self._caches[0].lease_tier(tier)
         for group in out or ():
             if group not in range(len(self._caches)):
@@ -297,7 +301,7 @@ class AcrossGroups(PrefixVerbs):
     async def end_get(
         self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None, timeout: float | None
     ) -> AcrossBlocks:
-        """A get that holds the blocks while it copies them."""
+        """Gets the blocks through a lease that holds them during the copy."""
         self.reader.count(calls=1)
         try:
             lease = await self.acquire(packed, tier, min_blocks=1, timeout=timeout)
@@ -323,7 +327,7 @@ class AcrossGroups(PrefixVerbs):
         return _tail(lease.needed.spread([*rows]))
 
     def begin_get(self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None) -> AcrossRead | None:
-        """A get without a call, to be tried. None: only the daemon can tell."""
+        """Begins a get without a call. None: only the daemon can tell."""
         match = self.reader.match(packed, self.groups, for_read=True)
         if match is None:
             return None
@@ -355,5 +359,5 @@ class AcrossGroups(PrefixVerbs):
 
 
 def _tail(rows: Sequence[Any]) -> list[Any]:
-    """From the first that is there on."""
+    """The rows from the first that is not None on."""
     return list(dropwhile(lambda row: row is None, rows))

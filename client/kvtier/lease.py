@@ -46,7 +46,7 @@ _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_
 
 
 class Owner(Protocol):
-    """The cache that a lease is of, in one window group."""
+    """The cache of a lease, in one window group."""
 
     group: int
 
@@ -65,7 +65,7 @@ class Owner(Protocol):
 class Lease:
     """Slots of one tier, held until :meth:`release` or the end of the ``async with`` block.
 
-    A lease lives as long as its session: over a broken connection, not over a restart of the daemon.
+    A lease ends with its session: it survives a broken connection, not a restart of the daemon.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Lease:
         return f"<{what}: {len(self)} {self.tier} slots, {'released' if self.released else 'held'}>"
 
     def __del__(self) -> None:
-        # Views of its slots may be in use: nothing but its cache's close gives them back now.
+        # Views of its slots may be in use: only the close of its cache releases them now.
         if not self.released and self._holdings.keep_forgotten(self):
             warnings.warn(f"not released: {self!r}", ResourceWarning, stacklevel=1, source=self)
 
@@ -98,18 +98,20 @@ class Lease:
 
     @property
     def memory(self) -> Memory | None:
-        """What its slots are mapped to; None where they are not mapped."""
+        """The mapped memory of the slots; None if they are not mapped."""
         mapped = self.binding.mapped
         return mapped.memory(self.tier) if mapped is not None and self.tier in mapped.tiers else None
 
     def view(self, index: int) -> list[View]:
-        """The bytes of a slot in place, one a pool, read-only unless the slot is blank: 1-D uint8 arrays, or, where
-        the tier is memory of a GPU, a :class:`kvtier.abi.cuda.views.DeviceView` each, which torch, CuPy and others
-        take by its ``__cuda_array_interface__``.
+        """The bytes of a slot in place, one view per pool, read-only unless the slot is blank.
 
-        Do not use a view after the release: the slot is somebody else's then. Raises :class:`LeaseError` for a
-        released lease and for a slot that a commit gave back, :class:`LeaseLost` for one that died with its daemon,
-        :class:`kvtier.errors.CallerError` (CANNOT_MAP) where the tier is not mapped in this process.
+        A view is a 1-D uint8 array, or in GPU memory a :class:`kvtier.abi.cuda.views.DeviceView`, which torch, CuPy and
+        others take by its ``__cuda_array_interface__``. Do not use views after the release: the slot may belong to
+        others.
+
+        Raises :class:`LeaseError` for a released lease or a slot that a commit gave back, :class:`LeaseLost` if the
+        lease died with its daemon, :class:`kvtier.errors.CallerError` (CANNOT_MAP) if the tier is not mapped in this
+        process.
         """
         self.require_live()
         self._require_index("index", index)
@@ -120,16 +122,16 @@ class Lease:
         require_within(field, index, 0, len(self.slots) - 1)
 
     def tensors(self, index: int) -> list[torch.Tensor]:
-        """As :meth:`view`, as torch tensors of the cache's dtype, 1-D, not copied: on the GPU where the tier is its
+        """Like :meth:`view`, as 1-D torch tensors of the cache's dtype, not copied: on the GPU for a tier of GPU
         memory. Imports torch.
 
-        torch has no read-only tensors. Do not write to one whose slot is not blank: that spoils the block for
-        everybody, or, in a cache opened with ``write`` False, ends the process (SIGSEGV).
+        torch has no read-only tensors. Do not write to a tensor whose slot is not blank: writing spoils the block for
+        all readers, or, in a cache opened with ``write`` False, ends the process (SIGSEGV).
         """
         return [buffers.over(part, self.cache.spec.dtype) for part in self.view(index)]
 
     def require_live(self) -> None:
-        """Raises :class:`LeaseError` or :class:`LeaseLost` where the slots are not held any more."""
+        """Raises :class:`LeaseError` or :class:`LeaseLost` if the slots are no longer held."""
         if self.released:
             raise LeaseError("the lease is released", reason="RELEASED")
         if self.cache.session_number != self.binding.session:
@@ -137,8 +139,8 @@ class Lease:
             raise LeaseLost(message, reason="LEASE_LOST")
 
     async def release(self, *, stream: Stream | None = None) -> None:
-        """Gives the slots back: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` where that was done
-        before. An empty lease has none to give: nothing happens."""
+        """Releases the slots: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` for a released lease; does
+        nothing for an empty one."""
         if self.released and self.id:
             raise LeaseError("the lease is released", reason="RELEASED")
         await self.cache.release(self, stream=stream)
@@ -152,8 +154,8 @@ class Lease:
         await self.cache.release(self)
 
     async def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Lets go of some slots: blank ones become free, blocks lose this hold. The lease goes on, and indices stay
-        what they were.
+        """Gives some slots back: blank slots become free, blocks lose this hold. The lease goes on; indices do not
+        change.
 
         Args:
             at: indices of the slots. ``stream``: see :meth:`kvtier.Cache.release`.
@@ -172,7 +174,7 @@ class Lease:
         return list(at)
 
     def _require_held(self, index: int) -> None:
-        """Raises :class:`LeaseError` for a slot that the lease has let go of."""
+        """Raises :class:`LeaseError` for a slot that was given back."""
         if index in self._given_back:
             why = "it was given back, or its key was stored already"
             raise LeaseError(f"slot {index} of the lease is not held any more: {why}", reason="GIVEN_BACK")
@@ -182,13 +184,13 @@ class Lease:
         change(indices)
 
     def _shown(self) -> tuple[str, int, Tier, int, bytes, tuple[int, ...]]:
-        """What every ticket says."""
+        """The fields that every ticket has."""
         self.require_live()
         secret = self._holdings.secret_of(self)
         return self.binding.info.name, self.cache.group, self.tier, self.id, secret, self.slots
 
     def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
-        """These slots are left of the lease that this one joined."""
+        """Drops the slots that the joined lease no longer holds."""
         left = {*blank, *held}
         self._set_given_back([index for index, slot in enumerate(self.slots) if slot not in left], True)
 
@@ -225,15 +227,15 @@ class WriteLease(Lease):
         stream: Stream | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
-        """Makes slots blocks: immutable, reusable, still held. One result a key; the slot of an EXISTS goes back. Where
-        several hold the slots, one of them commits when all have written.
+        """Commits slots as blocks: immutable, reusable, still held. Returns one result per key; the slot of an EXISTS
+        goes back. If several processes hold the slots, one of them commits when all have written.
 
         Args:
-            parent: of the first key, as in ``put``; the others follow one another. ``parents``: one a key instead.
-            priorities: 0 to 100, one for all or one a key. ``retention``: instead. ``prompt``: what the keys are of.
-            at: indices of the slots; default: the first blank ones. ``hold``: False lets go of the new blocks at once.
-            release: the lease ends with the call; else PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
-            stream: on a GPU, the call is sent once this has passed. Who gives up later may have made blocks.
+            parent: of the first key, as in ``put``; later keys follow each other. ``parents``: one per key instead.
+            priorities: 0 to 100, for all or one per key. ``retention``: instead. ``prompt``: the prompt of the keys.
+            at: indices of the slots; default: the first blank slots. ``hold``: False drops the hold on the new blocks.
+            release: ends the lease with the call; else PARENT_MISSING and PARENT_CONFLICT leave the slot blank.
+            stream: on a GPU, the call is sent once this has passed. After that, giving up may leave new blocks.
         Raises: :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
@@ -247,7 +249,7 @@ class WriteLease(Lease):
         return results
 
     def ticket(self) -> WriteTicket:
-        """What another process of this daemon joins the lease with, while it is held: see :meth:`kvtier.Cache.join`.
+        """A ticket with which another process of this daemon joins the held lease: see :meth:`kvtier.Cache.join`.
         Raises :class:`LeaseError`, :class:`LeaseLost`."""
         return WriteTicket(*self._shown())
 
@@ -264,7 +266,7 @@ class WriteLease(Lease):
 
 
 class ReadLease(Lease):
-    """Acquired blocks: READY in one tier, and they stay there."""
+    """Acquired blocks: READY in one tier, where the lease keeps them."""
 
     def __init__(
         self,
@@ -284,30 +286,31 @@ class ReadLease(Lease):
     ) -> None:
         super().__init__(cache, holdings, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
-        """Of the blocks that are held."""
+        """Keys of the held blocks."""
         self.needed = needed
-        """Where in the chain they are: its sinks, and from ``first`` on, which is above 0 only in a sliding group."""
+        """Places of the held blocks in the chain: its sinks, and from ``first`` on, which is above 0 only in a sliding
+        group."""
         self.generations = np.array(generations, dtype=np.uint64)
         self.found_in = found_in
-        """Residency set at the moment of the match, one byte a key."""
+        """Residency set at the match, one byte per key."""
         self.matched = matched
-        """Length of the stored prefix at that moment; more than :attr:`prefix_length` where room was short."""
+        """Length of the stored prefix at the match; more than :attr:`prefix_length` if the tier was short of room."""
         self.error = error
-        """What ``acquire`` of this chain alone would have raised; None where it was not refused."""
+        """The error that ``acquire`` of this chain alone would have raised; None if the chain was not refused."""
 
     @property
     def refusal(self) -> str:
-        """Why less than ``min_blocks`` was to be had; empty where it was not refused."""
+        """Why fewer than ``min_blocks`` were available; empty if the chain was not refused."""
         return "" if self.error is None else self.error.reason
 
     @property
     def blocks(self) -> int:
-        """How many blocks are held."""
+        """Number of held blocks."""
         return len(self.slots) - len(self._given_back)
 
     @property
     def prefix_length(self) -> int:
-        """Length of the prefix that was acquired."""
+        """Length of the acquired prefix."""
         return self.needed.stop
 
     def ticket(self) -> ReadTicket:
@@ -316,7 +319,7 @@ class ReadLease(Lease):
         return ReadTicket(*self._shown(), self.keys, *told)
 
     def unchanged(self) -> bool:
-        """Whether every slot held still has the block that was acquired. To be asked before and after a copy."""
+        """Whether every held slot still has the acquired block. Check before and after a copy."""
         held = np.delete(np.arange(len(self.slots)), [*self._given_back])
         now = self.arena.generations(self.tier, self.cache.group, np.array(self.slots, dtype=np.intp)[held])
         return bool(np.array_equal(now, self.generations[held]))
@@ -328,12 +331,12 @@ def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> 
 
 
 _touched: Final[Counter[Memory | None]] = Counter()
-"""How many leases of each memory kernels may touch. It stays mapped though its cache is garbage, to the end of the
-process if nobody has seen those kernels end."""
+"""Per memory, the number of leases that kernels may still touch. The memory stays mapped after its cache is garbage, to
+the end of the process if the end of the kernels is never confirmed."""
 
 
 class Holdings:
-    """The leases of one cache object and of what :meth:`kvtier.Cache.in_group` makes of it."""
+    """The leases of one cache object and its :meth:`kvtier.Cache.in_group` copies."""
 
     def __init__(self, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._binder: Final = binder
@@ -341,18 +344,19 @@ class Holdings:
         self._deadline: Final = deadline
         self._leases: WeakSet[Lease] = WeakSet()
         self._forgotten: set[Lease] = set()
-        """Those that the caller let go of without a release."""
+        """Leases that the caller dropped without a release."""
         self._ending: set[Lease] = set()
-        """A commit was asked to end them, and has not answered."""
+        """Leases that an unanswered commit is to end."""
         self._in_use: WeakSet[Lease] = WeakSet()
-        """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
+        """Leases whose memory may still be touched: until their release is requested, even if it cannot reach the
+        daemon."""
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
         binder.rest = lambda: self._untouched(list(self._in_use))
 
     async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
         deadline = self._deadline(timeout)
-        # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
+        # A repeated call must be identical to the byte, so it carries the whole time, not the rest.
         request = blocks_pb2.ReserveRequest(
             group=cache.group, tier=tier_to_wire(tier), count=count, timeout_ns=deadline.wait_ns()
         )
@@ -449,11 +453,11 @@ class Holdings:
         return lease
 
     def secret_of(self, lease: Lease) -> bytes:
-        """Proves that this session, whose lease it is, made a ticket of it."""
+        """The proof that this session, the lease's owner, made a ticket."""
         return lease_secret(self._session.welcome.token, lease.binding.cache_id, lease.id)
 
     def keep(self, leases: Iterable[Lease]) -> None:
-        """Leases that were just granted: they are out until they are released."""
+        """Keeps newly granted leases until they are released."""
         for lease in leases:
             self._leases.add(lease)
             self._in_use.add(lease)
@@ -461,7 +465,8 @@ class Holdings:
             self._session.lend(lease.binding.session)
 
     def keep_forgotten(self, lease: Lease) -> bool:
-        """Of a lease about to be garbage: until it is released with all others. Returns whether the daemon holds it."""
+        """Keeps a lease that is about to be garbage, until all leases are released. Returns whether the daemon still
+        holds it."""
         if self._session.closed:
             return False
         for known in (self._forgotten, self._leases, self._in_use):
@@ -471,14 +476,14 @@ class Holdings:
     async def commit(
         self, lease: WriteLease, request: blocks_pb2.CommitRequest, stream: Stream | None, timeout: float | None
     ) -> list[BlockResult]:
-        """See :meth:`WriteLease.commit`, the way to call it."""
+        """See :meth:`WriteLease.commit`, which is the way to call this."""
         deadline = self._deadline(timeout)
         await passing(fence_of([lease], stream), deadline)
         lease.require_live()
         return await self._commit(lease, request, deadline)
 
     async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
-        """Commits a piece of a chain in the first slots of a lease, which ends with it."""
+        """Commits a piece of a chain in the first slots of a lease, and ends the lease."""
         lease.require_live()
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
@@ -497,7 +502,7 @@ class Holdings:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
-            lease._set_blank(blank, False)  # from now on they may be blocks, whether or not anybody hears of it
+            lease._set_blank(blank, False)  # from now on these slots may be blocks, even if the answer is lost
             lease._set_given_back(blank, request.let_go)
             return await send(link, lambda stubs: stubs.blocks.Commit, request)
 
@@ -509,7 +514,7 @@ class Holdings:
         try:
             reply = await self._session.call(attempt, deadline)
         except KvtierError as error:
-            if not isinstance(error, (*UNHEARD, DaemonError)):  # it is the daemon's refusal, which changes nothing
+            if not isinstance(error, (*UNHEARD, DaemonError)):  # the daemon refused, which changes nothing
                 lease._set_blank(blank, True)
                 lease._set_given_back(blank, False)
             raise
@@ -526,7 +531,7 @@ class Holdings:
 
     @property
     def out(self) -> list[Lease]:
-        """What is not released yet."""
+        """Leases that are not released yet."""
         return list(self._leases)
 
     async def release(self, leases: Iterable[Lease], stream: Stream | None, timeout: float | None) -> None:
@@ -539,19 +544,19 @@ class Holdings:
         for lease in live:
             lease.released = True
         self._leases.difference_update(live)
-        ending = self._ending.intersection(live)  # now: a commit that has been answered forgets its lease
+        ending = self._ending.intersection(live)  # read now: an answered commit forgets its lease
         await self._to_the_end(self._release(live, ending, fence, deadline))
 
     async def give_back(
         self, lease: Lease, places: Sequence[int], stream: Stream | None, timeout: float | None
     ) -> None:
-        """See :meth:`Lease.give_back`, the way to call it."""
+        """See :meth:`Lease.give_back`, which is the way to call this."""
         fence, deadline = fence_of([lease], stream), self._deadline(timeout)
         lease._set_given_back(places, True)
         await self._to_the_end(self._give_back(lease, places, fence, deadline))
 
     async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
-        """A cancelled caller's work goes on by itself."""
+        """Awaits a release, which goes on by itself if the caller is cancelled."""
         work = asyncio.ensure_future(giving_back)
         try:
             await asyncio.shield(work)
@@ -562,7 +567,7 @@ class Holdings:
     async def _release(
         self, leases: Sequence[Lease], ending: Collection[Lease], fence: Fence, deadline: Deadline
     ) -> None:
-        """What of it fails leaves the leases as they were, to be released again."""
+        """Releases leases. A failure leaves the leases as they were, to be released again."""
         try:
             await passing(fence, deadline)
             self._untouched(leases)
@@ -583,8 +588,8 @@ class Holdings:
             raise
 
     async def _tell(self, leases: Sequence[Lease], ending: Collection[Lease], deadline: Deadline) -> None:
-        """Those that a commit was asked to end go first and one by one: it may have ended them, though nobody heard the
-        answer, and a call that names one unknown lease ends none."""
+        """Releases leases in the daemon: first, one by one, the leases in ``ending``. Their commit may have ended them
+        although its answer was lost, and a call that names an unknown lease ends none."""
         for lease in ending:
             try:
                 await self._binder.release(lease.binding, [lease.id], deadline)
@@ -597,14 +602,14 @@ class Holdings:
         self._ending.difference_update(leases)
 
     def _forget(self, leases: Sequence[Lease]) -> None:
-        """They are over, here and for the session."""
+        """Marks leases as ended, here and in the session."""
         for lease in leases:
             lease.released = True
             self._leases.discard(lease)
         self._untouched(leases)
 
     def _untouched(self, leases: Sequence[Lease]) -> None:
-        """Nothing of this process touches their slots any more."""
+        """Notes that this process no longer touches the leases' slots."""
         for lease in leases:
             if lease in self._in_use:
                 self._in_use.discard(lease)
@@ -615,8 +620,8 @@ class Holdings:
 
 
 def fence_of(leases: Iterable[Lease], stream: Stream | None) -> Fence:
-    """The point that ``stream`` has reached, for those of the leases that lie on a GPU and are mapped here; for the
-    others there is nothing to wait for. None: torch's current stream of this thread, else the legacy default stream.
+    """The point that ``stream`` has reached, for the leases in GPU memory mapped here; other leases need no wait. None:
+    torch's current stream of this thread, else the legacy default stream.
 
     Raises :class:`InvalidArgument`, :class:`DeviceError`.
     """

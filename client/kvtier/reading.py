@@ -1,8 +1,8 @@
-"""Reads without a call: lookups in the mapped key index, and copies out of slots that nobody holds.
+"""Reads without a call: lookups in the mapped key index, and copies out of slots without a lease.
 
-A copy is optimistic. The index says in which slot a block is, and which generation the slot has then. The bytes are
-copied. If the slot still has that generation afterwards, they are the block's; else the slot was given away meanwhile,
-and what was copied is void.
+A copy is optimistic. The index names the slot of a block, and the slot's generation. After the copy the slot's
+generation is compared. If it is unchanged, the bytes are the block's; otherwise the slot was given away meanwhile, and
+the copy is void.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ from kvtier.v1 import blocks_pb2
 from kvtier.wire import Locations, Match, ReadCounts
 
 _TRIES: Final = 2
-"""How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
+"""Attempts to copy a block whose slot is given away meanwhile, before the block counts as absent."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena whose index can be asked. ``alone``: no daemon answers; what it has closed is read, too, since no
-    byte of that changes any more. ``remote``: what is not there may be beyond the host."""
+    """A mapped arena with a readable index.
+
+    ``alone``: no daemon answers; an arena closed by its daemon is read too, since its bytes no longer change.
+    ``remote``: absent blocks may be in the remote store.
+    """
 
     arena: Arena
     chains: Chains
@@ -56,14 +59,14 @@ class Mapping:
 
     @property
     def current(self) -> bool:
-        """Whether its index and slots may be read without a call."""
+        """Whether index and slots may be read without a call."""
         return self.arena.current or (self.alone and not self.arena.stale)
 
 
 class Reader:
-    """Reads of one cache in all its window groups. Any thread may use it. ``keys`` are packed.
+    """Reads of one cache in all its window groups. Thread-safe. ``keys`` are packed.
 
-    An answer of None: only the daemon can tell.
+    An answer of None means that only the daemon can tell.
     """
 
     def __init__(self, binder: Binder) -> None:
@@ -75,12 +78,12 @@ class Reader:
 
     @property
     def spec(self) -> CacheSpec:
-        """What the cache's bytes mean."""
+        """The specification: the meaning of the cache's bytes."""
         return self._binder.spec
 
     @property
     def way(self) -> str:
-        """``shared memory``, with a limit while the daemon does not answer, or ``calls`` and why."""
+        """How reads find blocks: ``shared memory``, limited while the daemon does not answer, or ``calls`` and why."""
         if not self._binder.maps:
             return "calls: the cache's memory is not mapped here"
         arena = self._binder.binding.arena
@@ -130,11 +133,11 @@ class Reader:
         return self._look_up(keys, lambda chains: chains.probe(keys, group))
 
     def absent(self, keys: bytes, group: int) -> Sequence[int] | None:
-        """Of a chain, the blocks to be stored: of a full-attention group all from the first on that is not there, else
-        each that is not. The daemon is told that those were used which no commit will touch."""
+        """The places of the chain's blocks to store: in a full-attention group all from the first absent block on, else
+        each absent block. Notes present blocks that no commit will touch as used."""
         mapping = self._current(keys)
         if self._binder.bound_to(self._binder.session.live_link) is None:
-            return None  # what is mapped was a daemon's that is gone: the next one may lack its blocks
+            return None  # the mapping is of a daemon that is gone: the next daemon may lack its blocks
         if mapping is None or not are_distinct(keys):
             return None
         there = mapping.chains.presence(keys, group).residency != 0
@@ -143,7 +146,7 @@ class Reader:
             used = np.flatnonzero(there).tolist()
         else:
             absent = range(count_leading(there), len(there))
-            used = [len(there) - 1] if len(there) and not absent else []  # a commit touches what its block stands on
+            used = [len(there) - 1] if len(there) and not absent else []  # a commit touches the ancestors of its blocks
         if used:
             self.recency.note(group, [keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] for place in used])
         return absent
@@ -161,12 +164,12 @@ class Reader:
         return found
 
     def begin(self, keys: bytes, group: int, tier: Tier | None, targets: Rows | None, *, part: bool = False) -> Read:
-        """Looks up what can be copied of a chain.
+        """Looks up the blocks of a chain that can be copied.
 
         Args:
-            tier: copy out of this one only.
-            targets: where to, a row a key; None: into fresh arrays.
-            part: of a read over all groups, which is counted as one.
+            tier: copy out of this tier only.
+            targets: a row per key; None: fresh arrays.
+            part: the read is part of a read over all groups, which counts once.
         """
         mapping = self._current(keys)
         wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
@@ -175,7 +178,7 @@ class Reader:
         return Read(self, mapping, keys, wanted, group, tier, targets, part)
 
     def read(self, read: Read) -> None:
-        """Blocks were copied: counts them, and has the daemon told."""
+        """Counts the copied blocks, and notes them for the daemon."""
         misses = 0 if read.whole or not read.done else read.asked - read.blocks
         self.count(hits=read.there, misses=misses, reuses=read.reuses)
         if read.blocks:
@@ -190,7 +193,7 @@ class Reader:
         arena, mapping = binding.mapped, self._mapping
         if arena is None or arena.index is None:
             return None
-        if not self._binder.session.reachable:  # nobody can load the rest
+        if not self._binder.session.reachable:  # no daemon can load the rest
             mapping = Mapping(arena, Chains(arena.index, self.spec, arena.tiers), alone=True)
         elif mapping is None or mapping.arena is not arena:
             chains = Chains(arena.index, self.spec)
@@ -199,9 +202,9 @@ class Reader:
 
 
 class Read:
-    """The ``wanted`` blocks of a chain on their way out of mapped slots: the first of them, or a whole window.
+    """A copy of the ``wanted`` blocks of a chain out of mapped slots: the first ones, or a whole window.
 
-    ``there``: how many of them can be copied, and after :meth:`copy` how many were.
+    ``there``: number of wanted blocks that can be copied, and after :meth:`copy` that were copied.
     """
 
     def __init__(
@@ -226,9 +229,9 @@ class Read:
         self._mapping: Final = mapping
         self.keys: Final = keys
         self._keys: Final = wanted.cut(keys, KEY_BYTES)
-        """Of the wanted blocks."""
+        """Keys of the wanted blocks."""
         self._start = 0
-        """So many of the wanted blocks have been copied and compared."""
+        """Number of wanted blocks that are copied and verified."""
         self._current = True
         self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
         self._bits: Final = sum(tier.bit for tier in self._tiers)
@@ -240,46 +243,46 @@ class Read:
 
     @property
     def blocks(self) -> int:
-        """Length of the prefix that can be copied, or was. A part of a window is of no use."""
+        """Length of the prefix that can be copied, or was; 0 if a part of a window is missing."""
         return self._wanted.stop if self.there and self._attention.span else self.there
 
     @property
     def rows(self) -> PrefixRows:
-        """What was copied."""
+        """The copied blocks."""
         return [*self._wanted.spread([*self._rows[: self.there]])] if self.there else []
 
     @property
     def whole(self) -> bool:
-        """All blocks that were asked for are there."""
+        """Whether all blocks of the chain are there."""
         return self.blocks == self.asked
 
     @property
     def done(self) -> bool:
-        """All of the chain that is stored is there, so there is nothing to ask the daemon for."""
+        """Whether all stored blocks of the chain are there, so that the daemon need not be asked."""
         if self._mapping is None or self.blocks == self._wanted.stop or not self._current:
             return self._mapping is not None and self._current
         if self._mapping.remote and not self._mapping.alone:
-            return False  # the daemon brings more
+            return False  # the daemon may have more
         following = self.there - self._start
         return not self._attention.span and bool(self._found.sure[following]) and self._found.residency[following] == 0
 
     @property
     def waits(self) -> bool:
-        """Its copies wait for a device: see :meth:`kvtier.memory.tiers.Memory.waits`."""
+        """Whether the copies wait for a device: see :meth:`kvtier.memory.tiers.Memory.waits`."""
         return self._mapping is not None and any(
             self._mapping.arena.memory(tier).waits(self._rows) for tier in self._tiers
         )
 
     def used(self) -> Sequence[bytes]:
-        """The keys that tell the daemon which blocks were read: of a chain in a full-attention group the last one."""
+        """Keys of the blocks to report as read: in a full-attention group only the last block of the chain."""
         ends = range(self.there * KEY_BYTES, 0, -KEY_BYTES)
         if self._attention.chained:
             ends = ends[:1]
         return [self._keys[end - KEY_BYTES : end] for end in ends]
 
     def copy(self) -> None:
-        """Copies, in any thread, for as long as the bytes take; cuts :attr:`there` to those that were there to the
-        end."""
+        """Copies the bytes, in any thread, and blocks until the end. Reduces :attr:`there` to the blocks that stayed in
+        their slots."""
         if self._mapping is None:
             return
         most = self.there
@@ -298,18 +301,18 @@ class Read:
         self._reader.read(self)
 
     def _cut(self, there: int) -> None:
-        """So many of the wanted blocks can be copied; a part of a window is of no use."""
+        """Sets the number of wanted blocks that can be copied; 0 for a part of a window, which is useless."""
         self.there = 0 if self._attention.span and there * KEY_BYTES < len(self._keys) else there
 
     def _look_up(self) -> Found:
-        """Where the blocks from ``_start`` on are now; sets how many of them can be copied."""
+        """Looks up where the blocks from ``_start`` on are now, and sets how many can be copied."""
         assert self._mapping is not None
         found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
         self._cut(self._start + count_leading(found.residency & self._bits != 0))
         return found
 
     def _copy(self, rows: Rows) -> NDArray[np.intp]:
-        """Copies the first blocks found, one into each row. Returns which of them were not there to the end."""
+        """Copies the first found blocks, one into each row. Returns the rows whose blocks left meanwhile."""
         where = self._found.residency[: len(rows)] & self._bits
         if len(self._tiers) == 1 and where.all():
             return self._copy_from(self._tiers[0], rows, slice(len(rows)))
@@ -322,7 +325,8 @@ class Read:
         return np.sort(np.concatenate(void))
 
     def _copy_from(self, tier: Tier, rows: Rows, places: slice | NDArray[np.intp]) -> NDArray[np.intp]:
-        """Copies these places of what was found out of one tier. Returns, by row, which were given away meanwhile."""
+        """Copies these places of the found blocks out of one tier. Returns the rows whose slots were given away
+        meanwhile."""
         assert self._mapping is not None
         slots, generations = _of_tier(self._found, tier)
         slots, generations = slots[places], generations[places]
@@ -331,15 +335,15 @@ class Read:
             arena.read(tier, self.group, slots, rows)
         except IndexError:  # the index is damaged: it names a slot that does not exist
             return np.arange(len(rows))
-        # After the bytes, all of which have come by now: the generation that the index gave is even, and ends before
-        # the first of them changes.
+        # Read after all bytes have arrived: the index's generation is even, and ends before the slot's first byte
+        # changes.
         changed = np.flatnonzero(arena.generations(tier, self.group, slots) != generations)
         self.reuses += len(changed)
         return changed
 
 
 def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArray[np.uint64]]:
-    """Slots and generations."""
+    """Slots and generations in one tier."""
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations
     return found.host_slots, found.host_generations
@@ -347,31 +351,32 @@ def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArra
 
 EVERY_S: Final = 0.1
 MOST_KEYS: Final = 8_192
-"""Of a group, told in one call; where more are read before it goes out, the first of them are forgotten."""
+"""Most keys of a group per touch; above that the least recently read keys are dropped."""
 _PATIENCE_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class Recency:
-    """What was read of one cache since the daemon was last told. Any thread may note; the session's loop tells."""
+    """Reads of one cache that the daemon has not been told of. Any thread may add notes; the session's loop sends
+    them."""
 
     def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
         self._loop: Final = asyncio.get_running_loop()
         self._thread: Final = threading.get_ident()
-        """The loop's."""
+        """Id of the loop's thread."""
         self._lock: Final = threading.Lock()
         self._keys: dict[int, dict[bytes, None]] = {}
-        """By group, the least recently read first."""
+        """Read keys by group, the least recently read first."""
         self._asked: dict[int, tuple[int, int]] = {}
-        """By group: blocks of the chains that were asked for, and how many of them were found."""
+        """Per group, the number of blocks of the chains asked for, and the number found."""
         self.due = False
-        """It will be told soon what was added so far."""
+        """Whether the sending of all notes so far is scheduled."""
         binder.ahead = self.ahead
 
     def note(self, group: int, keys: Iterable[bytes], asked: int = 0, found: int = 0) -> None:
-        """Blocks were read, the last one last, and a chain of so many blocks was asked for."""
+        """Notes blocks as read, the most recent last, and a question for a chain of ``asked`` blocks."""
         with self._lock:
             of_group = self._keys.setdefault(group, {})
             for key in keys:
@@ -387,19 +392,19 @@ class Recency:
 
     def _tell_later(self) -> None:
         self.due = True
-        with suppress(RuntimeError):  # the loop is closed, and with it the session
-            if threading.get_ident() == self._thread:  # which does not have to be woken
+        with suppress(RuntimeError):  # the loop is closed, and the session with it
+            if threading.get_ident() == self._thread:  # the loop is awake in its own thread
                 self._loop.call_later(EVERY_S, self._tell_soon)
             else:
                 self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
 
     async def tell(self) -> None:
-        """Tells now. What the daemon cannot be told is lost: it costs order, never blocks."""
+        """Sends all notes now. Notes that cannot be sent are lost, which affects the eviction order, never blocks."""
         await asyncio.gather(*self._untold())
 
     async def ahead(self) -> None:
-        """What was read so far is on its way to the daemon before a call that follows: one that makes room there shall
-        not take what its own caller has just read."""
+        """Sends pending read notes before a call that may evict, so that it does not evict the caller's latest
+        reads."""
         if self.due:
             self._tell_soon()
             await asyncio.sleep(0)
@@ -409,7 +414,7 @@ class Recency:
             self._binder.session.spawn(telling)
 
     def _untold(self) -> list[Coroutine[Any, Any, None]]:
-        self.due = False  # before anything is taken: who adds after that sees it
+        self.due = False  # before the notes are taken, so that a later note schedules a new sending
         with self._lock:
             keys, self._keys = self._keys, {}
             asked, self._asked = self._asked, {}
@@ -437,9 +442,10 @@ class Recency:
 
 
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:
-    """How many of the first rows are what the daemon has of these keys; of the next it cannot tell any more.
+    """Number of leading rows that equal the daemon's copies of these keys; the daemon no longer knows the next row's
+    block.
 
-    Raises :class:`DamagedTransfer` where a row is something else.
+    Raises :class:`DamagedTransfer` if a row differs.
     """
     request = blocks_pb2.ChecksumsRequest(group=group, keys=packed)
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)

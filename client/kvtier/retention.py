@@ -1,9 +1,9 @@
-"""How long blocks are worth keeping, said in tokens: what an engine knows of a request.
+"""Retention of blocks, given in tokens: the knowledge that an engine has of a request.
 
-TensorRT-LLM's rules: ranges of prompt tokens, sorted and without overlap, each with a priority and a duration; what is
-generated has its own. A block belongs to the range of its FIRST token, so a range that begins within a block misses it,
-and one that ends within a block has all of it. A block of no range gets the default of 35 where it is stored, and stays
-as it is where it is found.
+The rules are TensorRT-LLM's: sorted, non-overlapping ranges of prompt tokens, each with a priority and a duration;
+generated tokens have their own. A block belongs to the range of its FIRST token: a range that begins within a block
+misses the block, a range that ends within a block has all of it. A block in no range gets the default priority of 35
+when stored, and stays as it is when found.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ MAX_PRIORITY: Final = 100
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
 _MAX_MIN_BLOCKS: Final = 2**32 - 1
-"""What the wire can carry."""
+"""Limit of the wire format."""
 UNCHANGED: Final = 255
-"""On the wire, in place of a priority: the block keeps what it has."""
+"""In place of a priority on the wire: the block keeps its retention."""
 
 
 @dataclass(slots=True, frozen=True)
 class TokenRange:
-    """Tokens ``[start, end)``; ``end`` None = to the end, for the last range only. ``duration_s``: how long after its
-    release a block keeps the priority; None = for ever."""
+    """Tokens ``[start, end)`` and their retention.
+
+    ``end``: None = to the end, for the last range only. ``duration_s``: how long after its release a block keeps the
+    priority; None = for ever.
+    """
 
     start: int
     end: int | None
@@ -40,10 +43,11 @@ class TokenRange:
 
 @dataclass(slots=True, frozen=True)
 class Retention:
-    """Of a sequence. ``prompt_tokens``: from there on tokens are generated, and ``decode_…`` counts; None = all given
-    are the prompt's. ``first_token``: where in the sequence the first block that this is used for begins.
+    """Retention of a sequence.
 
-    Raises :class:`InvalidArgument` for ranges that are empty, overlap or are out of order, and for values out of range.
+    ``prompt_tokens``: length of the prompt; later tokens are generated and take the ``decode_…`` values; None = all
+    tokens are the prompt's. ``first_token``: position in the sequence where the first block begins. Raises
+    :class:`InvalidArgument` for ranges that are empty, overlap or are out of order, and for values out of range.
     """
 
     ranges: tuple[TokenRange, ...] = ()
@@ -73,15 +77,15 @@ class Retention:
             _check_token(name, getattr(self, name))
 
     def starting_at(self, token: int) -> Self:
-        """The same sequence's, for blocks from this token on."""
+        """The retention of the same sequence for blocks from this token on."""
         return replace(self, first_token=token)
 
     def after(self, blocks: int, tokens_per_block: int) -> Self:
-        """The same, for what comes after so many blocks."""
+        """The retention of the same sequence after its first ``blocks`` blocks."""
         return self.starting_at(self.first_token + blocks * tokens_per_block)
 
     def of_blocks(self, count: int, tokens_per_block: int, outside: int = DEFAULT_PRIORITY) -> BlockRetention:
-        """Of the next ``count`` blocks. ``outside``: the priority of those of no range."""
+        """The retention of the next ``count`` blocks. ``outside``: priority of blocks in no range."""
         chosen = [self._of_token(self.first_token + block * tokens_per_block, outside) for block in range(count)]
         return BlockRetention(bytes(p for p, _ in chosen), tuple(d for _, d in chosen))
 
@@ -101,13 +105,13 @@ def _check_token(field: str, value: int | None) -> None:
 
 @dataclass(slots=True, frozen=True)
 class BlockRetention:
-    """One priority and one duration (0 = for ever) a block, as on the wire."""
+    """A priority and a duration (0 = for ever) per block, as on the wire."""
 
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
 
     def only(self, blocks: Sequence[int]) -> BlockRetention:
-        """Of these blocks. One that gives no priorities, or no durations, gives none."""
+        """The retention of these blocks. Missing priorities or durations stay missing."""
         return BlockRetention(
             bytes(self.priorities[block] for block in blocks if self.priorities),
             tuple(self.durations_ms[block] for block in blocks if self.durations_ms),
@@ -120,7 +124,7 @@ def block_retention(
     priorities: int | Sequence[int] | None,
     retention: Retention | BlockRetention | None,
 ) -> BlockRetention:
-    """What is to be committed with so many blocks; nothing given: the daemon's defaults."""
+    """The retention to commit with ``count`` blocks; without arguments, the daemon's defaults."""
     if retention is None:
         return BlockRetention(each_priority(count, priorities))
     if priorities is not None:
@@ -129,7 +133,7 @@ def block_retention(
 
 
 def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
-    """Priorities given for all, or one a block; none at all for None."""
+    """Priorities, one byte per block, from one for all or one per block; empty for None."""
     if priorities is None:
         return b""
     if not isinstance(priorities, Iterable):
@@ -145,7 +149,7 @@ def check_priority(field: str, value: int) -> int:
 
 
 def duration_ms(field: str, seconds: float | None) -> int:
-    """Whole milliseconds, at least one; 0 for None."""
+    """Seconds as whole milliseconds, at least one; 0 for None."""
     if seconds is None:
         return 0
     if not 0 < seconds <= MAX_DURATION_MS / 1000:
@@ -154,7 +158,7 @@ def duration_ms(field: str, seconds: float | None) -> int:
 
 
 def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | None) -> tuple[int, ...]:
-    """Durations given for all, or one a block; none at all for None."""
+    """Durations in milliseconds, from one for all or one per block; empty for None."""
     if durations_s is None:
         return ()
     if not isinstance(durations_s, Iterable):
@@ -170,11 +174,11 @@ def _require_one_each(field: str, given: int, count: int) -> None:
 
 
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
-    """A chain to acquire; its blocks of no range stay as they are. Raises :class:`InvalidArgument`."""
+    """The message of a chain to acquire; blocks in no range keep their retention. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
     if count:
         require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
-    else:  # of a prompt shorter than a block any number is too many, which is no mistake of the caller's
+    else:  # a prompt shorter than a block has no keys; ``min_blocks`` above 0 is not the caller's mistake
         require_within("min_blocks", min_blocks, 0, _MAX_MIN_BLOCKS)
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)

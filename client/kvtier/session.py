@@ -1,13 +1,13 @@
-"""One session with a daemon, kept alive over broken connections and restarts.
+"""A session with a daemon, kept alive over broken connections and restarts.
 
-The attach connection proves who we are; its token rides on every RPC. When the connection breaks, a background task
-attaches again: with the old token where the daemon still knows it (leases live on), else as a new session (leases are
-lost, which their holders see by :attr:`Link.session`).
+The attach connection proves the client's identity; its token goes with every RPC. When the connection breaks, a
+background task attaches again: with the old token if the daemon still knows it (leases live on), else as a new session
+(leases are lost; holders see the new :attr:`Link.session`).
 
-While a call waits for its answer, the daemon is asked for a sign of life. A daemon that gives none for the client's
-patience, or does not let it attach, is away: calls under way end, and later ones send nothing, until it is heard again.
-The deadlines are this process's own: gRPC does not end a call whose request it cannot write, as to a daemon that was
-stopped.
+While a call waits for its answer, the client asks the daemon for a sign of life. A daemon that gives none for the
+client's patience, or refuses to let the client attach, is away: running calls end, and later calls send nothing, until
+the daemon is heard again. Deadlines are the client's own: gRPC does not end a call whose request it cannot write, for
+example to a stopped daemon.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from kvtier.transport.link import Link, Stubs
 
 DEFAULT_PATIENCE_S: Final = 5.0
 _FAIR_S: Final = 0.1
-"""A daemon that leaves a call unanswered for so long counts as away; a caller who waits less has learned nothing."""
+"""A daemon that leaves a call unanswered for this many seconds counts as away. A shorter wait proves nothing."""
 _DOUBT_SHARE: Final = 0.2
-"""A sign of life is asked for after this share of the patience without an answer, and waited for as long as is left."""
+"""The client asks for a sign of life after this share of the patience, and waits for it for the rest."""
 _BUSY_S: Final = 1.0
-"""A daemon on this host whose process runs has so long in any case: it may just be short of the processor."""
+"""Least seconds of patience with a running daemon process on this host, which may only be short of CPU time."""
 _RUNNING: Final = frozenset("RSDI")
-"""States of a process in ``/proc/<pid>/stat`` that is neither stopped nor dead."""
+"""States in ``/proc/<pid>/stat`` of a process that is neither stopped nor dead."""
 _LATE_S: Final = 0.01
-"""A timer that fires so much too late was starved with its process, which may not have read yet what it waits for."""
+"""A timer that fires this many seconds late was starved with its process, which may not have read the answer yet."""
 _STOPPING: Final = "SHUTTING_DOWN"
 _STOPPING_S: Final = 0.1
-"""A daemon that says so is asked as often whether there is another one."""
+"""Seconds between questions to a stopping daemon whether another daemon has taken over."""
 _FIRST_PROBE_S: Final = 0.5
 _LONGEST_PROBE_S: Final = 30.0
 _HEALTH: Final = "/grpc.health.v1.Health/Check"
 _SERVING: Final = b"\x08\x01"
-"""The health service's answer, status SERVING, on the wire."""
+"""The health service's answer on the wire: status SERVING."""
 
 _ATTACH_TIMEOUT_S: Final = 5.0
 _CLOSE_GRACE_S: Final = 2.0
 _HEAL_GRACE_S: Final = 0.5
-"""How long :meth:`Session.close` waits for a broken link, so that it can say goodbye."""
+"""Seconds that :meth:`Session.close` waits for a broken link, so that it can say goodbye."""
 
 _WORK_GRACE_S: Final = 5.0
-"""How long it waits for this process's own work on a GPU, so that it may say goodbye."""
+"""Seconds that :meth:`Session.close` waits for this process's GPU work before the goodbye."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,27 +79,28 @@ T = TypeVar("T")
 
 class Follower(Protocol):
     def session_changed(self, session: int) -> None:
-        """The daemon has forgotten the last session; this is the new :attr:`Link.session`."""
+        """Called when the daemon has forgotten the last session; ``session`` is the new :attr:`Link.session`."""
         ...
 
     def work(self, stream: Stream | None) -> Fence:
-        """The point that this process's own work on what it holds has reached. Raises :class:`DeviceError`."""
+        """The point that this process's own work on the held slots has reached. Raises :class:`DeviceError`."""
         ...
 
     def rest(self) -> None:
-        """That work is over, and there will be no more of it."""
+        """Called when that work is over and no more follows."""
         ...
 
 
 class _LinkBroke(Exception):
-    """Before a call had its answer."""
+    """The link broke before the call had its answer."""
 
     def __init__(self, failure: DaemonUnavailable) -> None:
         self.failure: Final = failure
 
 
 class Session:
-    """Calls go through :meth:`call`; :meth:`close` ends it. Belongs to the loop that opened it."""
+    """A client's session: make calls through :meth:`call`, end it with :meth:`close`. Belongs to the loop that opened
+    it."""
 
     def __init__(
         self, address: str, tls: TlsFiles | None, *, insecure: bool, wait: float = 0.0, patience: float
@@ -111,7 +112,7 @@ class Session:
         self._patience = patience
         self._link: Link | None = None
         self._changed = asyncio.Event()
-        """The link, or what is known of the daemon. Whoever waits clears it and looks again."""
+        """Set when the link or the daemon's reachability changes. A waiter clears the event and looks again."""
         self._fatal: KvtierError | None = None
         self._closed = False
         self._numbers = count(1)
@@ -119,19 +120,19 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
         self.reachable = True
-        """False while the daemon is away, until its next answer, which a task asks for. Any thread may look."""
+        """False while the daemon is away. A task keeps asking for its next answer. Thread-safe."""
         self._heard = 0.0
-        """When the daemon answered last, in the loop's time."""
+        """Time of the daemon's last answer, by the loop's clock."""
         self._waiting: set[asyncio.Timeout] = set()
-        """Of the calls that wait for an answer."""
+        """Timeout scopes of the calls that wait for an answer."""
         self._listener: asyncio.Task[None] | None = None
         self.followers: Final[WeakSet[Follower]] = WeakSet()
-        """Are told of each new session, before any call goes through it."""
+        """Notified of each new session, before any call goes through it."""
         self._lent: Counter[int] = Counter()
         self._forgotten_by_daemon: dict[int, str] = {}
 
     async def open(self) -> None:
-        """Attaches, trying for ``wait`` seconds (0: once). Raises :class:`DaemonUnavailable`."""
+        """Attaches, retrying for ``wait`` seconds (0: one attempt). Raises :class:`DaemonUnavailable`."""
         until = asyncio.get_running_loop().time() + self._wait
         backoff = Backoff()
         while True:
@@ -147,7 +148,7 @@ class Session:
 
     @property
     def number(self) -> int:
-        """The present :attr:`Link.session`, or the last one while the link is down."""
+        """The present :attr:`Link.session`, or the last number while the link is down."""
         return self._link.session if self._link else 0
 
     @property
@@ -156,35 +157,35 @@ class Session:
 
     @property
     def live_link(self) -> Link | None:
-        """The link, while it holds."""
+        """The link; None while it is down."""
         return None if self._link is None or self._link.attach.closed.is_set() else self._link
 
     @property
     def can_map(self) -> bool:
-        """Whether caches' memory can be mapped: not over TCP."""
+        """Whether caches' memory can be mapped; False over TCP."""
         return self._transport.can_map
 
     @property
     def welcome(self) -> protocol.Welcome:
-        """What the daemon said at the last attach."""
+        """The daemon's welcome at the last attach."""
         if self._link is None:
             raise ClientClosed("the client was never connected", reason="CLOSED")
         return self._link.welcome
 
     def next_seq(self) -> int:
-        """A number for a mutating call, never given twice."""
+        """A sequence number for a mutating call, never given twice."""
         return next(self._seq)
 
     async def call(
         self, attempt: Callable[[Link], Awaitable[T]], deadline: Deadline, *, wait: float | None = None
     ) -> T:
-        """Runs ``attempt(link)`` until it ends in an answer, repeating it over breaks of the link.
+        """Runs ``attempt(link)`` until it gets an answer, repeating it when the link breaks.
 
-        An attempt must be safe to repeat: a lookup, a call under a sequence number, or one that checks
-        ``link.session``. ``wait``: for so long it waits for a daemon that is away; None: as long as the client does.
+        An attempt must be safe to repeat: a lookup, a call with a sequence number, or a call that checks
+        ``link.session``. ``wait``: seconds to wait for a daemon that is away; None: the client's ``wait``.
 
-        Raises :class:`DaemonUnavailable` where the daemon is away, :class:`DeadlineExceeded`, and what
-        :func:`kvtier.errors.error_of` makes of the daemon's answer.
+        Raises :class:`DaemonUnavailable` if the daemon is away, :class:`DeadlineExceeded`, and the errors of the
+        daemon's answer: see :func:`kvtier.errors.error_of`.
         """
         loop = asyncio.get_running_loop()
         began, backoff = loop.time(), Backoff()
@@ -210,7 +211,7 @@ class Session:
                 raise failure or (late if link is not None else self._unavailable()) from None
 
     async def _answer(self, attempt: Callable[[Link], Awaitable[T]], link: Link) -> T:
-        """Raises :class:`_LinkBroke` where there is none, and what the daemon refuses with."""
+        """Runs an attempt. Raises :class:`_LinkBroke` if the link breaks, and the errors of the daemon's answer."""
         try:
             answer = await attempt(link)
         except AioRpcError as error:
@@ -232,7 +233,7 @@ class Session:
 
     @contextmanager
     def _listening(self, scope: asyncio.Timeout) -> Iterator[None]:
-        """Ends the scope where the daemon falls silent."""
+        """Ends the scope if the daemon falls silent."""
         self._waiting.add(scope)
         self._start_listening()
         try:
@@ -241,14 +242,14 @@ class Session:
             self._waiting.discard(scope)
 
     async def link(self) -> Link:
-        """The live link, waited for."""
+        """Waits for the live link."""
         while (link := self.live_link) is None:
             await self._change()
         self._require_open()
         return link
 
     async def _link_within(self, wait: float, failure: DaemonUnavailable | None) -> Link:
-        """The live link to a daemon that is there, or comes back within ``wait`` seconds. Raises ``failure``."""
+        """Waits up to ``wait`` seconds for the live link to a reachable daemon. Raises ``failure`` if there is none."""
         until = asyncio.get_running_loop().time() + wait
         while (link := self.live_link) is None or not self.reachable:
             self._start_listening()
@@ -277,7 +278,7 @@ class Session:
             self._changed.set()
 
     def _lose(self) -> None:
-        """The daemon is away."""
+        """Marks the daemon as away."""
         self.reachable = False
         self._changed.set()
         self._start_listening()
@@ -293,10 +294,10 @@ class Session:
             self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        """Asks for signs of life while calls wait, and while the daemon is away. A question that waits costs nothing,
-        so later ones wait longer."""
+        """Asks for signs of life while calls wait, and while the daemon is away. An open question costs nothing, so
+        later questions wait longer."""
         probes = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
-        with suppress(CallerError, DaemonError):  # the client is closed, or can attach no more
+        with suppress(CallerError, DaemonError):  # the client is closed, or cannot attach any more
             while self._waiting or not self.reachable or self.live_link is None:
                 if self.reachable:
                     probes = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
@@ -311,7 +312,7 @@ class Session:
                     await asyncio.sleep(_STOPPING_S)
 
     async def _doubt(self) -> None:
-        """Loses a daemon that leaves first the calls and then a question for a sign of life without an answer."""
+        """Marks the daemon as away if it answers neither the calls nor a question for a sign of life."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         await asyncio.sleep(self._patience * _DOUBT_SHARE)
@@ -325,8 +326,8 @@ class Session:
             self._end_waiting()
 
     def _is_running(self) -> bool:
-        """Whether the daemon is a process of this host that is neither stopped nor dead. One in another pid namespace
-        is not seen."""
+        """Whether the daemon is a process of this host that is neither stopped nor dead. A daemon in another pid
+        namespace is not seen."""
         if self._link is None or not self._transport.can_map or self._patience >= _BUSY_S:
             return False
         try:
@@ -336,7 +337,7 @@ class Session:
         return stat.rpartition(")")[2].split()[0] in _RUNNING
 
     async def _health(self, seconds: float) -> bytes | None:
-        """What the daemon says of itself; None: nothing, in so many seconds."""
+        """The daemon's answer to a health check; None if none comes within ``seconds``."""
         loop = asyncio.get_running_loop()
         asking = asyncio.create_task(self._ask_health())
         try:
@@ -358,16 +359,16 @@ class Session:
                 return await check(b"")
             except AioRpcError as error:
                 if not link_is_broken(fault_of(error)):
-                    return b""  # a refusal is a sign of life, too
+                    return b""  # a refusal is a sign of life too
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
                 self.channel_closed_by(error)
             await asyncio.sleep(backoff.next())
 
     def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> DaemonUnavailable:
-        """What it means that gRPC ends a call so: its channel was closed under it, or before it could begin.
+        """The error for a call that gRPC ended because its channel was closed during or before the call.
 
-        The session has another link then. Raises :class:`ClientClosed` where :meth:`close` did it, and ``error``
-        where the task itself is being cancelled.
+        The session has another link then. Raises :class:`ClientClosed` if :meth:`close` closed the channel, and
+        ``error`` if the task itself is being cancelled.
         """
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -377,20 +378,21 @@ class Session:
         return DaemonUnavailable(f"{self.address}: attached anew during the call", reason="LINK_REPLACED")
 
     def suspect(self, link: Link) -> None:
-        """The daemon disowns this link, or is silent on it: attach again."""
+        """Closes a link that the daemon rejects or leaves silent, so that the session attaches again."""
         link.attach.close()
 
     def lend(self, session: int) -> None:
-        """A lease of this :attr:`Link.session` was granted: until :meth:`give_back` its memory may be touched."""
+        """Notes a granted lease of this :attr:`Link.session`: its memory may be touched until :meth:`give_back`."""
         self._lent[session] += 1
 
     def give_back(self, session: int) -> None:
-        """Its memory is not touched any more, though the daemon may not know yet, or not know the lease at all."""
+        """Notes that a lease's memory is no longer touched, whether or not the daemon knows."""
         self._lent[session] -= 1
         self._settle()
 
     def _settle(self) -> None:
-        """A daemon that restarted keeps the slots of the sessions that it forgot for as long as we may touch them."""
+        """Lets the daemon forget earlier sessions whose memory this process no longer touches: a restarted daemon keeps
+        their slots until then."""
         if self._link is None or self._link.attach.closed.is_set():
             return
         for session in [one for one in self._forgotten_by_daemon if self._lent[one] == 0]:
@@ -398,7 +400,7 @@ class Session:
             self._lent.pop(session, None)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that outlives its caller, until :meth:`close`; after that it is forgotten."""
+        """Runs work that outlives its caller, until :meth:`close`; later work is dropped."""
         if self._closed:
             work.close()
             return
@@ -407,23 +409,23 @@ class Session:
         task.add_done_callback(self._tasks.discard)
 
     def work(self, stream: Stream | None) -> Fence:
-        """As :meth:`Follower.work`, of all; where a device cannot tell, what the fence is asked raises."""
+        """Like :meth:`Follower.work`, for all followers. If a device fails, the fence raises the error when asked."""
         try:
             return all_of(follower.work(stream) for follower in list(self.followers) if not self._closed)
         except DeviceError as error:
             return Unknown(error)
 
     async def given_up(self) -> KvtierError:
-        """Waits until the daemon refuses this client for good, and says why."""
+        """Waits until the daemon refuses this client for good. Returns the error."""
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
         return self._fatal or ClientClosed("the client is closed", reason="CLOSED")
 
     async def close(self, work: Fence = PASSED) -> None:
-        """Hangs up. Background work gets a moment to end.
+        """Closes the session. Background work gets a moment to end.
 
-        The goodbye gives back all that is held, so it is only said once ``work`` (see :meth:`work`) is over. Where that
-        takes too long, the daemon has the slots back when this process ends.
+        The goodbye gives back all held slots, so it is sent only after ``work`` (see :meth:`work`) has passed. If that
+        takes too long, the daemon takes the slots back when this process ends.
         """
         if self._closed:
             return
@@ -432,7 +434,7 @@ class Session:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_GRACE_S)
             for task in late:
                 task.cancel()
-        with suppress(TimeoutError, KvtierError):  # no daemon, no session to say goodbye to
+        with suppress(TimeoutError, KvtierError):  # no daemon, so no goodbye
             async with asyncio.timeout(_HEAL_GRACE_S):
                 await self.link()
         self._closed = True
@@ -445,13 +447,13 @@ class Session:
             if at_rest:
                 for follower in list(self.followers):
                     follower.rest()
-                self._lent.clear()  # whose memory goes with this client, as what it leases now does
+                self._lent.clear()  # the memory of all leases goes with this client
                 self._settle()
                 await self._link.attach.say_bye()
             self._link.attach.close()
             await self._link.channel.close()
         for task in self._tasks:
-            task.cancel()  # begun meanwhile, and without a link there is nobody to talk to
+            task.cancel()  # begun meanwhile; without a link such work cannot reach the daemon
 
     def _require_open(self) -> None:
         if self._closed:
@@ -476,7 +478,7 @@ class Session:
                 self._set_link(await self._attach_again(self._link))
             except (CallerError, DaemonError) as error:
                 return self._give_up(error)  # the daemon refuses this client for good
-            except Exception as error:  # noqa: BLE001  our bug: nobody attaches any more, so nobody is to wait for it
+            except Exception as error:  # noqa: BLE001  a client bug: no task attaches any more, so calls must not wait
                 _log.exception("the client cannot attach again address=%s", self.address)
                 self._link.attach.close()
                 failure = DaemonError(f"{self.address}: cannot attach again: {error!r}", reason="CLIENT_BROKEN")
@@ -484,7 +486,7 @@ class Session:
                 return self._give_up(failure)
 
     def _give_up(self, error: KvtierError) -> None:
-        """Every call says so from now on."""
+        """Makes every later call raise the error."""
         self._fatal = error
         self.reachable = False
         self._changed.set()
@@ -499,7 +501,7 @@ class Session:
                 await asyncio.sleep(backoff.next())
 
     async def _attach(self, old: Link | None) -> Link:
-        """A new link; the old session goes on where the daemon knows it."""
+        """Attaches and returns a new link; the old session continues if the daemon knows it."""
         try:
             async with asyncio.timeout(_ATTACH_TIMEOUT_S):
                 attached = await self._hello(old)
@@ -530,7 +532,7 @@ class Session:
 
 
 async def _over(work: Fence) -> bool:
-    """Whether the work ends soon."""
+    """Whether the work ends within the grace period."""
     try:
         await passing(work, Deadline(_WORK_GRACE_S))
     except (DeadlineExceeded, DeviceError) as error:
@@ -540,6 +542,6 @@ async def _over(work: Fence) -> bool:
 
 
 async def _close_channel(channel: grpc.aio.Channel) -> None:
-    # Calls still under way fail by themselves, with a status that their callers can retry on; closing at once would
-    # cancel them instead, which looks like a cancelled task.
+    # Running calls fail by themselves, with a status that their callers can retry. Closing at once would cancel them,
+    # which looks like a cancelled task.
     await channel.close(grace=_CLOSE_GRACE_S)

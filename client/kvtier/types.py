@@ -1,4 +1,4 @@
-"""The words of the API: tiers, causes, results, cursors. Numeric values are the wire's unless said otherwise."""
+"""The types of the API: tiers, causes, results, cursors. Numeric values are the wire's unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
-from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
-from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  others take it from here
-from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  others take it from here
-from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  re-exported
+from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
+from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
+from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  re-exported
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
-"""On the wire: the parent of a chain's first block."""
+"""The parent of a chain's first block on the wire."""
 
 DEFAULT_PRIORITY: Final = 35
 
 
 MAPPED_TIERS: Final = (Tier.DEVICE, Tier.HOST)
-"""Tiers whose slots a client can map, the fastest first: leases exist there and only there."""
+"""Tiers whose slots a client can map, the fastest first. Leases exist only in these tiers."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
 class Cursor:
-    """A place in the event stream: the last event seen. ``id`` 0 = before the first; ``epoch`` 0 = the current one."""
+    """A position in the event stream: the last seen event. ``id`` 0 = before the first; ``epoch`` 0 = the current
+    epoch."""
 
     epoch: int
     id: int
@@ -39,8 +40,8 @@ class Cursor:
 
 @dataclass(slots=True, frozen=True)
 class LeaseTicket:
-    """A lease of one process, which others join with it: see :meth:`kvtier.Cache.join`. It can be pickled. It is worth
-    nothing without the right to read or write the cache."""
+    """A ticket with which other processes join a lease: see :meth:`kvtier.Cache.join`. Tickets can be pickled. A ticket
+    is useless without the right to read or write the cache."""
 
     cache: str
     group: int
@@ -52,12 +53,12 @@ class LeaseTicket:
 
 @dataclass(slots=True, frozen=True)
 class WriteTicket(LeaseTicket):
-    """Of a :class:`kvtier.WriteLease`."""
+    """Ticket of a :class:`kvtier.WriteLease`."""
 
 
 @dataclass(slots=True, frozen=True)
 class ReadTicket(LeaseTicket):
-    """Of a :class:`kvtier.ReadLease`, whose attributes these are."""
+    """Ticket of a :class:`kvtier.ReadLease`, with the attributes of the lease."""
 
     keys: tuple[bytes, ...]
     generations: tuple[int, ...]
@@ -72,12 +73,12 @@ def tiers_of(residency: int) -> Iterator[Tier]:
 
 
 def fastest(residency: int) -> Tier | None:
-    """The fastest tier of a residency set; None for the empty one."""
+    """The fastest tier of a residency set; None for the empty set."""
     return next(tiers_of(residency), None)
 
 
 def size(nbytes: float) -> str:
-    """Bytes as a person reads them: ``1.5 GiB``."""
+    """Bytes in readable form: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -97,7 +98,7 @@ def count(number: float) -> str:
 
 
 def duration(ns: float) -> str:
-    """Nanoseconds as a person reads them: ``1.2ms``."""
+    """Nanoseconds in readable form: ``1.2ms``."""
     for unit in ("ns", "µs", "ms"):
         if abs(ns) < 1000:
             return f"{ns:.0f}{unit}" if unit == "ns" else f"{ns:.1f}{unit}"
@@ -106,7 +107,8 @@ def duration(ns: float) -> str:
 
 
 def clean(text: str) -> str:
-    """What another process calls itself, fit for a terminal: nothing in it moves a cursor or sets a colour."""
+    """A name from another process, safe for a terminal: unprintable characters, which could move the cursor or set a
+    colour, become ``?``."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -114,13 +116,13 @@ class WritePolicy(IntEnum):
     """When blocks are copied down. Values as on the wire."""
 
     DEFAULT = 0
-    """The daemon's, or of a cache that exists, its own."""
+    """The policy of an existing cache, else the daemon's."""
     BACK = 1
-    """When the slot is wanted, or ahead of that to keep slots clean."""
+    """When the slot is needed, or ahead of need to keep slots clean."""
     THROUGH = 2
-    """To the lowest tier as soon as they are committed."""
+    """To the lowest tier, as soon as blocks are committed."""
     SELECTIVE = 3
-    """At their second use; dropped instead of demoted before."""
+    """At their second use; before that, blocks are dropped instead of demoted."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -128,27 +130,28 @@ class WritePolicy(IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class CacheOptions:
-    """What a cache is opened with. What is left out is the cache's own where it exists, else the daemon's default."""
+    """Options to open a cache with. Omitted options are those of an existing cache, else the daemon's defaults."""
 
     write_policy: WritePolicy = WritePolicy.DEFAULT
     eviction: str = ""
-    """Name of an eviction policy, such as "lru"."""
+    """Name of an eviction policy, for example "lru"."""
     event_hash: str = ""
-    """What blocks are named by in events besides their keys: v1_block_key, v2_sha256 or v2_sha256_64."""
+    """Hash that names blocks in events besides their keys: v1_block_key, v2_sha256 or v2_sha256_64."""
     keep_tokens: bool = False
-    """Token ids are kept, and sent to watchers that may see them."""
+    """Whether token ids are kept, and sent to watchers that may see them."""
     thresholds: Mapping[tuple[Tier, Tier], int] = field(default_factory=dict)
-    """By edge, the least priority at which a block goes down it: 0 to 101, 101 = never."""
+    """Least priority at which a block goes down an edge (from, to): 0 to 101, 101 = never."""
     checksum: str = ""
-    """``disk``: a block's bytes are checked from their write to disk on. ``commit``: from their commit on, where they
-    are committed in the CPU's memory."""
+    """``disk``: checksums protect a block's bytes from the write to disk on. ``commit``: from the commit on, for blocks
+    committed in the CPU's memory."""
 
 
 @dataclass(slots=True, frozen=True)
 class TierStats:
-    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease.
+    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``.
 
-    ``clean``: free, or with a block that is ready in a lower tier, too, so that reclaiming it takes no copy.
+    ``held``: slots under a lease. ``clean``: slots that are free, or whose block is also ready in a lower tier, so
+    reclaiming them needs no copy.
     """
 
     tier: Tier
@@ -166,7 +169,7 @@ class TierStats:
 
 @dataclass(slots=True, frozen=True)
 class EdgeStats:
-    """Everything that went along an edge since the cache was opened. Times are sums over blocks, in nanoseconds."""
+    """Totals of an edge since the cache was opened. Times are sums over blocks, in nanoseconds."""
 
     edge: str
     """``"device>host"``"""
@@ -181,7 +184,7 @@ class EdgeStats:
 
 @dataclass(slots=True, frozen=True)
 class GroupStats:
-    """One window group's part of its cache's numbers. ``window_tokens`` 0 = full attention."""
+    """A window group's share of its cache's numbers. ``window_tokens`` 0 = full attention."""
 
     group: int
     window_tokens: int
@@ -198,8 +201,11 @@ class GroupStats:
 
 @dataclass(slots=True, frozen=True)
 class CacheStats:
-    """One cache. Hits are blocks acquired, or read without a call, by the fastest tier they were found in at the moment
-    of the match. ``queried``: blocks of the chains that were asked for, each chain once; ``found``: of them."""
+    """Statistics of one cache.
+
+    Hits are blocks acquired, or read without a call, by their fastest tier at the match. ``queried``: blocks of the
+    chains asked for, each chain once; ``found``: how many of these were found.
+    """
 
     cache_id: int
     name: str
@@ -214,19 +220,19 @@ class CacheStats:
     stored: int
     removed: int
     waiting: int
-    """Calls waiting for room."""
+    """Number of calls that wait for room."""
     groups: tuple[GroupStats, ...]
     index_places: int = 0
-    """For blocks in the key index, where clients look them up; 0 = it has none, and clients call."""
+    """Places in the key index, where clients look blocks up; 0 = the cache has no index, and clients call."""
     unindexed: int = 0
-    """Blocks without a place there; unless 0, clients call for what they do not find."""
+    """Blocks without a place in the index; if above 0, clients call for blocks that they do not find."""
     device: str = ""
-    """As in :class:`CacheInfo`."""
+    """The cache's device, as in :class:`CacheInfo`."""
 
 
 @dataclass(slots=True, frozen=True)
 class SessionStats:
-    """One client process. ``attached`` is False where its connection broke and its process lives."""
+    """A client process. ``attached`` is False if its connection broke and its process lives."""
 
     session_id: int
     pid: int
@@ -239,10 +245,10 @@ class SessionStats:
 
 @dataclass(slots=True, frozen=True)
 class LeaseInfo:
-    """One lease and whose it is. ``age_ns``: since it was granted.
+    """A lease and its owner. ``age_ns``: time since the grant.
 
-    ``blank_slots`` are leased to write, ``held_blocks`` to read. ``orphaned``: the connection of its session broke and
-    its process lives.
+    ``blank_slots`` are leased to write, ``held_blocks`` to read. ``orphaned``: the session's connection broke, and its
+    process lives.
     """
 
     lease_id: int
@@ -261,7 +267,7 @@ class LeaseInfo:
 
 @dataclass(slots=True, frozen=True)
 class KickReport:
-    """What was given back, or would be."""
+    """Numbers of leases and slots that a kick gave back, or would give back."""
 
     leases: int
     slots: int
@@ -269,7 +275,7 @@ class KickReport:
 
 @dataclass(slots=True, frozen=True)
 class RemovalReport:
-    """The effect of removing a cache. ``freed``: bytes by tier that its budgets took. ``kept_in_store``: as in
+    """The effect of removing a cache. ``freed``: bytes of its budgets by tier. ``kept_in_store``: as in
     :class:`kvtier.ResetReport`."""
 
     blocks: int
@@ -279,7 +285,7 @@ class RemovalReport:
 
 @dataclass(slots=True, frozen=True)
 class RemoteGcReport:
-    """What went of the store beyond the host, or would go, and what stays."""
+    """Objects deleted from the remote store, or that would be, and objects kept."""
 
     objects: int
     bytes: int
@@ -289,7 +295,7 @@ class RemoteGcReport:
 
 @dataclass(slots=True, frozen=True)
 class WatcherStats:
-    """One stream of events and whose it is. ``lag``: how many events it has not been sent yet."""
+    """A watcher and its owner. ``lag``: number of events not sent to it yet."""
 
     session_id: int
     pid: int
@@ -300,11 +306,11 @@ class WatcherStats:
 
 @dataclass(slots=True, frozen=True)
 class EventLogStats:
-    """Past events on disk. ``max_bytes``: of its file, 0 = there is no log; ``bytes``: that records take.
+    """The log of past events on disk.
 
-    ``oldest_id``, ``newest_id``: first and last id in it, 0 = none. ``failures``: attempts to write that failed, and
-    ``lost_events``: that will never be in it, both of this life of the daemon. ``failing``: why it cannot be written at
-    present, empty where it can.
+    ``max_bytes``: limit of the file, 0 = no log; ``bytes``: size of its records. ``oldest_id``, ``newest_id``: first
+    and last event in the log, 0 = none. ``failures``: failed writes; ``lost_events``: events that the log will never
+    have; both since this daemon started. ``failing``: why the log cannot be written at present, else empty.
     """
 
     max_bytes: int = 0
@@ -319,8 +325,8 @@ class EventLogStats:
 
 @dataclass(slots=True, frozen=True)
 class TierBytes:
-    """Bytes of a tier. ``device``: that it is on, empty for host and disk. ``given``: by name of the cache that has
-    them, of those that you may administer."""
+    """Bytes of a tier. ``device``: the tier's device, empty for host and disk. ``given``: bytes by the name of the
+    owning cache, for caches that the caller may administer."""
 
     tier: Tier
     device: str
@@ -331,8 +337,8 @@ class TierBytes:
 
 @dataclass(slots=True, frozen=True)
 class DeviceStats:
-    """What device tiers are on. ``kind``: ``cuda``, or ``stand-in`` for shared memory in the place of a GPU's, which
-    has neither ``name`` nor ``uuid``. ``memory_bytes``: that the GPU has, whoever uses them."""
+    """The device of device tiers. ``kind``: ``cuda``, or ``stand-in`` for shared memory in place of a GPU's, without
+    ``name`` and ``uuid``. ``memory_bytes``: the GPU's total memory."""
 
     kind: str
     name: str = ""
@@ -342,7 +348,7 @@ class DeviceStats:
 
 @dataclass(slots=True, frozen=True)
 class RemoteOperation:
-    """Calls of one kind that the store beyond the host was asked; ``refused`` ones were not made."""
+    """Calls of one kind to the remote store; ``refused`` calls were not made."""
 
     operation: str
     calls: int
@@ -354,8 +360,8 @@ class RemoteOperation:
 
 @dataclass(slots=True, frozen=True)
 class RemoteStats:
-    """The store beyond the host. ``url``: empty where there is none. ``problem``: why it is left alone, if it is.
-    ``blocks``: counts by outcome. ``unwritten``: counts of the blocks that the store lacks, by reason."""
+    """The remote store. ``url``: empty if there is none. ``problem``: why the store is not used, if so. ``blocks``:
+    counts by outcome. ``unwritten``: counts of blocks that the store lacks, by reason."""
 
     url: str = ""
     problem: str = ""
@@ -366,11 +372,11 @@ class RemoteStats:
 
 @dataclass(slots=True, frozen=True)
 class PeerStats:
-    """A daemon that the daemon follows.
+    """A peer that the daemon follows.
 
-    ``state``: exact, syncing, stale, away, refused, idle (no cache is here to follow there) or itself. ``blocks``:
-    known to be there, of caches that are here with the same specification. ``problem``: why it is not exact, or a cache
-    is not followed; empty where neither is so.
+    ``state``: exact, syncing, stale, away, refused, idle (no local cache to follow there) or itself. ``blocks``: blocks
+    known there, of caches that exist here with the same specification. ``problem``: why the peer is not exact, or a
+    cache is not followed; else empty.
     """
 
     address: str
@@ -381,9 +387,9 @@ class PeerStats:
 
 @dataclass(slots=True, frozen=True)
 class Holding:
-    """What a daemon has of a chain in one window group: ``blocks`` of its prefix, by the fastest tier of each.
+    """A daemon's part of a chain in one window group: ``blocks`` of its prefix, by the fastest tier of each.
 
-    ``peer``: its address; empty = the daemon that was asked.
+    ``peer``: the daemon's address; empty = the daemon that was asked.
     """
 
     peer: str
@@ -395,8 +401,11 @@ class Holding:
 
 @dataclass(slots=True, frozen=True)
 class Holdings:
-    """Who has what of a chain. ``keys``: the chain's; or those known that begin as asked, at most 32, and if there are
-    several, nothing is said of any."""
+    """The holders of a chain.
+
+    ``keys``: the chain's keys, or for a key prefix the known matching keys, at most 32; ``found`` is empty if several
+    match.
+    """
 
     keys: tuple[bytes, ...]
     found: tuple[Holding, ...]
@@ -405,10 +414,11 @@ class Holdings:
 
 @dataclass(slots=True, frozen=True)
 class DaemonStats:
-    """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
+    """The daemon's statistics. ``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix
+    epoch.
 
-    ``uptime_ns``: by a clock that never jumps, taken with the counters: rates are differences over its differences.
-    ``watcher_stats``: of the ``watchers``, those of the ``sessions``.
+    ``uptime_ns``: by a clock that never jumps, read with the counters; divide differences of counters by its
+    differences to get rates. ``watcher_stats``: the ``watchers`` that belong to ``sessions``.
     """
 
     version: str
@@ -432,7 +442,8 @@ class DaemonStats:
 
 @dataclass(slots=True, frozen=True)
 class GroupTier:
-    """What a window group has of a tier: ``slots``, ``slot_bytes`` apart, in ``tokens`` and in ``bytes``."""
+    """A window group's part of a tier: ``slots`` at a stride of ``slot_bytes``, and their sum in ``tokens`` and
+    ``bytes``."""
 
     tier: Tier
     slots: int
@@ -443,7 +454,7 @@ class GroupTier:
 
 @dataclass(slots=True, frozen=True)
 class GroupInfo:
-    """One window group. Only tiers that the cache has, the fastest first."""
+    """A window group. ``tiers``: the cache's tiers, the fastest first."""
 
     group: int
     window_tokens: int
@@ -452,8 +463,8 @@ class GroupInfo:
 
 @dataclass(slots=True, frozen=True)
 class CacheInfo:
-    """One cache: what its bytes mean and where they may live. ``device``: a GPU's uuid, ``stand-in``, or empty.
-    ``remote``: the daemon has a store beyond the host."""
+    """A cache: the meaning of its bytes and their places. ``device``: a GPU's uuid, ``stand-in``, or empty. ``remote``:
+    the daemon has a remote store."""
 
     cache_id: int
     name: str

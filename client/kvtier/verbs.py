@@ -1,4 +1,4 @@
-"""Verbs of one window group that look blocks up, move, forget and keep them."""
+"""Verbs of one window group that look blocks up, move, drop and retain them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class PrefixVerbs:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
     async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        """How long a prefix of a chain is stored: :meth:`match` without the rest. No side effect."""
+        """Length of the stored prefix of a chain: :meth:`match` without the residencies. No side effect."""
         packed = packed_keys(keys)
         await in_turn(timeout)
         length = self.reader.prefix_length(packed, self.groups)
@@ -149,7 +149,7 @@ class GroupVerbs(PrefixVerbs):
     def __init__(self, binder: Binder, group: int, default_timeout: float) -> None:
         super().__init__(binder, Reader(binder), [group], default_timeout)
         self.group = group
-        """The window group whose verbs these are."""
+        """Index of the window group."""
 
     @property
     def lookups(self) -> str:
@@ -158,11 +158,11 @@ class GroupVerbs(PrefixVerbs):
 
     @property
     def reads(self) -> ReadCounts:
-        """How they went so far, whichever way."""
+        """Counts of lookups and gets so far, with and without calls."""
         return self.reader.counts
 
     async def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
-        """The residency of each key by itself, one byte each, 0 = absent; a key may come twice. No side effect."""
+        """The residency of each key by itself, one byte per key, 0 = absent. Keys may repeat. No side effect."""
         packed = packed_keys(keys)
         await in_turn(timeout)
         found = self.reader.probe(packed, self.group)
@@ -175,11 +175,12 @@ class GroupVerbs(PrefixVerbs):
         return bytes(residency[key] for key in each)
 
     async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> TokenMatch:
-        """How many tokens of a prompt are stored: :meth:`match` of its keys, and of the block after those the most that
-        another block begins with, or that a partial one has. No side effect.
+        """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
+        that it shares with a stored full or partial block. No side effect.
 
-        That block is looked for, by a call, only in a full-attention group of a cache with the option ``keep_tokens``,
-        and not while the daemon does not answer. Its keys are those of the same scope, without extra ids and items.
+        The next block is searched, by a call, only in a full-attention group of a cache with the option
+        ``keep_tokens``, and only while the daemon answers. Blocks with extra ids or items, or of another scope, do not
+        count.
         """
         found = await self.match(prompt.keys, timeout=timeout)
         tokens, keys, residency = prompt.tokens(found.blocks), prompt.keys[: found.blocks * KEY_BYTES], found.residency
@@ -238,9 +239,9 @@ class GroupVerbs(PrefixVerbs):
     ) -> list[BlockResult]:
         """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
 
-        Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun. On disk
-        what a block stands on must be there, too: what lacks more than 1,024 blocks there gets no room.
-        ``dry_run``: only says what could be done at best.
+        Blocks move in portions: when the caller gives up or the time is up, portions that have not begun are dropped. A
+        disk copy needs the block's ancestors on disk; a block that lacks more than 1,024 of them there gets NO_ROOM.
+        ``dry_run``: only returns the best possible results.
         """
         deadline = self._deadline(timeout)
         request = blocks_pb2.MoveRequest(
@@ -255,7 +256,7 @@ class GroupVerbs(PrefixVerbs):
         return [BlockResult(result) for result in reply.results]
 
     async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
-        """Forgets blocks and everything below them, in every tier. ``dry_run``: only says what would go."""
+        """Drops blocks and all their descendants, in every tier. ``dry_run``: only reports the effect."""
         packed, seq = packed_keys(keys), self._binder.session.next_seq()
         request = blocks_pb2.DropRequest(group=self.group, keys=packed, seq=seq, dry_run=dry_run)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
@@ -269,9 +270,10 @@ class GroupVerbs(PrefixVerbs):
         *,
         timeout: float | None = None,
     ) -> list[BlockResult]:
-        """New priorities, and for how long from now, or from the release of what is held; for all, or one a key.
+        """Sets priorities and durations, for all or one per key. A duration runs from now, or for held blocks from
+        their release.
 
-        ``durations_s``: None = for ever. At their end a block's priority is the default of 35 again.
+        ``durations_s``: None = for ever. After that time a block's priority is the default of 35 again.
         """
         packed, seq = packed_keys(keys), self._binder.session.next_seq()
         count = len(packed) // KEY_BYTES
@@ -286,24 +288,24 @@ class GroupVerbs(PrefixVerbs):
         return [BlockResult(result) for result in reply.results]
 
     async def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """Keeps copies that are READY in a tier there, whoever goes, until each pin is undone or the daemon ends.
+        """Keeps READY copies in a tier, even after the client has gone, until each pin is undone or the daemon ends.
 
-        Results: NOT_READY where there is no such copy, OVER_CAP where too much of the tier is pinned.
+        Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned.
         """
         return await self._pin(keys, tier, False, timeout)
 
     async def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """Undoes one pin of each. Result NOT_PINNED where there is none."""
+        """Undoes one pin of each block. Result NOT_PINNED for a block without a pin."""
         return await self._pin(keys, tier, True, timeout)
 
     async def reset(
         self, *, force: bool = False, dry_run: bool = False, repeats: int = 0, timeout: float | None = None
     ) -> ResetReport:
-        """Forgets all blocks of the cache, of every window group.
+        """Drops all blocks of the cache, in every window group.
 
-        Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
-        ``dry_run``: only counts the blocks that a forced reset would forget. ``repeats``: the generation of an earlier
-        reset; only the blocks that it kept go.
+        Raises :class:`kvtier.errors.StillHeld` while blocks are leased or pinned, unless forced: then the other blocks
+        go. ``dry_run``: only counts the blocks that a forced reset would drop. ``repeats``: the generation of an
+        earlier reset; drops only the blocks that this reset kept.
         """
         seq = self._binder.session.next_seq()
         request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=seq, repeats=repeats)

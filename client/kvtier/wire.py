@@ -1,4 +1,4 @@
-"""What a cache's verbs ask and answer."""
+"""Arguments and results of a cache's verbs, and their messages."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from kvtier.types import (
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
 MAX_KEYS: Final = 16_384
-"""Of one verb, as in a call to the daemon, which refuses more."""
+"""Most keys of one verb; the daemon refuses more in a call."""
 
 T = TypeVar("T")
 
 
 class Held(Generic[T]):
-    """What ``reserve`` and ``acquire`` return: await it for the lease, or enter it to have it released at the end."""
+    """A pending ``reserve`` or ``acquire``: await it for the lease, or enter it to release the lease at the end."""
 
     def __init__(self, take: Callable[[], Awaitable[T]], give_back: Callable[[T], Awaitable[None]]) -> None:
         self._take = take
@@ -60,11 +60,11 @@ class Held(Generic[T]):
         self._held: list[T] = []
 
     async def take(self) -> T:
-        """The lease, the caller's to release."""
+        """Takes the lease. The caller must release it."""
         return await self._take()
 
     async def give_back(self, lease: T) -> None:
-        """Releases what :meth:`take` returned."""
+        """Releases a lease that :meth:`take` returned."""
         await self._give_back(lease)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -119,10 +119,11 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class TokenMatch:
-    """A stored prefix of ``tokens`` tokens, in the blocks that ``keys`` name: a chain to be acquired, or got.
+    """A stored prefix of ``tokens`` tokens in the blocks of ``keys``, a chain to acquire or get.
 
-    Of the last block only the first ``partial_tokens`` count, of the ``blocks`` before it all; 0: it has no such block.
-    The bytes of its other tokens, if it has any, are another prompt's. ``residency``: one byte a key.
+    All tokens of the first ``blocks`` blocks count, and the first ``partial_tokens`` tokens of a last block after
+    these; 0: no partial block. Its other tokens, if any, belong to another prompt. ``residency``: one byte per
+    key.
     """
 
     tokens: int
@@ -134,7 +135,7 @@ class TokenMatch:
 
 @dataclass(slots=True, frozen=True)
 class Location:
-    """Where one key's bytes are. Slot and generation are None where the residency does not name the tier."""
+    """The places of one key's bytes. Slot and generation are None if the residency lacks the tier."""
 
     residency: int
     device_slot: int | None
@@ -145,9 +146,9 @@ class Location:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Locations(Sequence[Location]):
-    """Where many keys' bytes are: a list of :class:`Location`, kept as one array a field.
+    """The places of many keys' bytes: a sequence of :class:`Location`, kept as one array per field.
 
-    Where ``residency`` does not name a tier, its slots and generations mean nothing here, and are None in a
+    If ``residency`` lacks a tier, the arrays' slots and generations of that tier are meaningless, and None in a
     :class:`Location`. Equal to any sequence of the same locations.
     """
 
@@ -190,11 +191,11 @@ class Locations(Sequence[Location]):
 
 @dataclass(slots=True, frozen=True)
 class ReadCounts:
-    """How a cache object's lookups and gets went since it was opened, all window groups together.
+    """Counts of a cache object's lookups and gets since it was opened, over all window groups.
 
     ``lookups``: verbs answered from shared memory. ``hits``: blocks copied without a call; ``misses``: blocks that a
-    get asked for and found absent without one. ``reuses``: blocks copied in vain, since their slot was given away
-    meanwhile. ``calls``: verbs that asked the daemon.
+    get found absent without a call. ``reuses``: void copies of blocks, whose slot was given away meanwhile. ``calls``:
+    verbs that asked the daemon.
     """
 
     lookups: int = 0
@@ -206,19 +207,19 @@ class ReadCounts:
 
 @dataclass(slots=True, frozen=True)
 class ListedBlock:
-    """An indexed block. ``parent`` None = it is a root."""
+    """An indexed block. ``parent`` None = the block is a root."""
 
     key: bytes
     parent: bytes | None
     residency: int
     priority: int
     pinned: int = 0
-    """The tiers where it is pinned, as a bit set."""
+    """The tiers where the block is pinned, as a bit set."""
 
 
 @dataclass(slots=True, frozen=True)
 class Page:
-    """Part of a listing, which is consistent if every page has the same ``as_of``."""
+    """Part of a listing. A listing is consistent if every page has the same ``as_of``."""
 
     blocks: tuple[ListedBlock, ...]
     as_of: Cursor
@@ -226,7 +227,8 @@ class Page:
 
 @dataclass(slots=True, frozen=True)
 class DropReport:
-    """``results``: by key; ``dropped`` counts the subtrees. ``kept_in_store``: as in :class:`ResetReport`."""
+    """The effect of a drop. ``results``: one per key; ``dropped``: number of blocks, subtrees included.
+    ``kept_in_store``: as in :class:`ResetReport`."""
 
     results: list[BlockResult]
     dropped: int
@@ -235,10 +237,10 @@ class DropReport:
 
 @dataclass(slots=True, frozen=True)
 class ResetReport:
-    """``kept``: blocks that are leased or pinned, and their ancestors.
+    """The effect of a reset. ``kept``: number of blocks that are leased or pinned, and of their ancestors.
 
-    ``kept_in_store``: the store beyond the host did not answer. Other daemons may read the blocks there until the
-    daemon has told the store, which it does by itself. ``generation``: for :meth:`Cache.reset` to repeat this reset.
+    ``kept_in_store``: the remote store did not answer; other daemons may read the blocks there until this daemon has
+    told the store, which it does by itself. ``generation``: pass it to :meth:`Cache.reset` to repeat this reset.
     """
 
     dropped: int
@@ -250,14 +252,14 @@ class ResetReport:
 _KEY: Final = np.dtype(f"V{KEY_BYTES}")
 
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
-"""Block keys: packed, 32 bytes each, or one by one."""
+"""Block keys: packed, 32 bytes each, or as an iterable."""
 
 Budgets = Mapping[Tier, int | Sequence[int]]
-"""Bytes by tier: of all window groups together, which the daemon splits, or one number a group."""
+"""Bytes by tier: a number for all window groups together, which the daemon splits, or one number per group."""
 
 
 def packed_keys(keys: Keys, field: str = "keys") -> bytes:
-    """Keys as the wire has them. Raises :class:`InvalidArgument` where they are not 32 bytes each, or are too many."""
+    """Keys in wire format. Raises :class:`InvalidArgument` if a key is not 32 bytes, or there are too many."""
     packed = _packed_keys(keys, field)
     if len(packed) > MAX_KEYS * KEY_BYTES:
         raise InvalidArgument(field, f"{len(packed) // KEY_BYTES} keys", f"at most {MAX_KEYS} keys")
@@ -274,7 +276,7 @@ def _packed_keys(keys: Keys, field: str) -> bytes:
         listed = list(keys)
     except TypeError as error:
         raise InvalidArgument(field, keys, f"bytes, or keys one by one, {KEY_BYTES} bytes each") from error
-    with suppress(TypeError):  # the quick way to look at them all
+    with suppress(TypeError):  # the fast check of all keys
         packed = b"".join(listed)
         if len(packed) == KEY_BYTES * len(listed) and list(map(len, listed)).count(KEY_BYTES) == len(listed):
             return packed
@@ -284,8 +286,8 @@ def _packed_keys(keys: Keys, field: str) -> bytes:
 
 
 def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
-    """What a block key begins with. Raises :class:`InvalidArgument` where it is not ``shortest`` to 32 bytes, or their
-    hex."""
+    """The prefix of a block key, from bytes or hex. Raises :class:`InvalidArgument` if it is not ``shortest`` to 32
+    bytes."""
     limit = f"{shortest} to {KEY_BYTES} bytes, or {2 * shortest} to {2 * KEY_BYTES} hexadecimal digits, an even number"
     try:
         prefix = bytes.fromhex(value) if isinstance(value, str) else bytes(memoryview(value))
@@ -297,17 +299,17 @@ def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
 
 
 MAX_COUNT: Final = (1 << 32) - 1
-"""Of blocks in a message."""
+"""Most blocks in a message."""
 _MOST_RECOMPUTE_S: Final = 3600
 
 
 def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
-    """The same of several chains; the field says which."""
+    """Keys of several chains in wire format; errors name the chain."""
     return [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
 
 
 def split_keys(packed: bytes) -> list[bytes]:
-    """The keys of a field that the daemon filled."""
+    """The keys in a field of the daemon's answer."""
     if len(packed) % KEY_BYTES:
         raise DaemonError(f"{len(packed)} bytes of keys: not a multiple of {KEY_BYTES}", reason="BAD_ANSWER")
     keys: list[bytes] = np.frombuffer(packed, _KEY).tolist() if packed else []
@@ -334,19 +336,19 @@ def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
 
 
 def session_number(session_id: int) -> int:
-    """Raises :class:`InvalidArgument` for what cannot be a session's."""
+    """A session's number, checked. Raises :class:`InvalidArgument`."""
     require_within("session_id", session_id, 1, (1 << 64) - 1, "1 to 2^64 - 1")
     return session_id
 
 
 def _u64(field: str, value: int) -> int:
-    """protobuf's own refusal names no field."""
+    """A u64, checked here because protobuf's own error names no field."""
     require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
     return value
 
 
 def recompute_to_wire(seconds: float) -> int:
-    """What a block costs to compute, in nanoseconds. Raises :class:`InvalidArgument`."""
+    """The cost of computing a block, in nanoseconds. Raises :class:`InvalidArgument`."""
     require_within("recompute_seconds_per_block", seconds, 0, _MOST_RECOMPUTE_S, f"0 to {_MOST_RECOMPUTE_S} seconds")
     return round(seconds * 1e9)
 
@@ -464,7 +466,7 @@ def lease_info(message: admin_pb2.LeaseInfo) -> LeaseInfo:
 
 
 def same_fields(answer: Callable[..., T], message: Message, **converted: object) -> T:
-    """A dataclass with the message's fields of the same names; ``converted``: those of another type."""
+    """A dataclass with the message's fields of the same names; ``converted`` has the fields of other types."""
     names = [field.name for field in fields(cast("Any", answer)) if field.name not in converted]
     return answer(**converted, **{name: getattr(message, name) for name in names})
 
@@ -480,7 +482,7 @@ class Bound(Protocol):
 
 
 class Filled(Protocol):
-    """A lease whose slots are to be committed."""
+    """A lease with slots to commit."""
 
     id: int
     slots: tuple[int, ...]
@@ -490,7 +492,7 @@ class Filled(Protocol):
 
 
 class Telling(Protocol):
-    """What the keys are of."""
+    """The prompt of the keys."""
 
     def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]: ...
     def parent_of(self, key: bytes) -> bytes | None: ...
@@ -507,7 +509,7 @@ def commit_request(
     prompt: Telling | None,
     release: bool,
 ) -> blocks_pb2.CommitRequest:
-    """A commit but for its number. Raises :class:`InvalidArgument`."""
+    """A commit request without its sequence number. Raises :class:`InvalidArgument`."""
     packed = packed_keys(keys)
     count = len(packed) // KEY_BYTES
     if count > len(indices):
@@ -531,7 +533,7 @@ def commit_request(
 
 
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
-    """One parent a key: the chain's, or those given."""
+    """The parents, one per key: from the chain, or as given."""
     if parents is not None:
         return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
     return (packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]

@@ -1,4 +1,4 @@
-"""A cache's events as vLLM publishes them, over ZeroMQ."""
+"""A cache's events in vLLM's form, published over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.errors import InvalidArgument
 
 
 class Encoding(StrEnum):
-    """The two forms of an event: ``MAP`` of vLLM since June 2026 (its #42892), ``ARRAY`` of vLLM before."""
+    """The two encodings of an event: ``MAP`` of vLLM since June 2026 (its #42892), ``ARRAY`` of vLLM before."""
 
     MAP = "map"
     ARRAY = "array"
@@ -20,14 +20,14 @@ class Encoding(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Options:
-    """How a cache is published. Raises :class:`InvalidArgument` for an endpoint that is not allowed.
+    """Options of a bridge. Raises :class:`InvalidArgument` for an endpoint that is not allowed.
 
     Args:
-        replay_endpoint: where readers ask for batches that they missed; None = nowhere.
+        replay_endpoint: endpoint where readers request missed batches; None = none.
         insecure_any: allows endpoints that other hosts can reach.
-        topic: the first frame of each batch. ``replay_topic``: of answers to readers, too, as vLLM's since 0.26.
+        topic: the first frame of each batch. ``replay_topic``: also of answers to readers, as in vLLM since 0.26.
         group: publishes this window group only; None = all.
-        tokens: publishes token ids. ``data_parallel_rank``: stands in each batch.
+        tokens: publishes token ids. ``data_parallel_rank``: included in each batch.
         lora_names: an adapter's name by its LoRA id; other adapters are named by their id.
     """
 
@@ -48,7 +48,7 @@ class Options:
             self._check("replay_endpoint", self.replay_endpoint)
 
     def of_rank(self, further: int, cache: str) -> Options:
-        """The same for the next cache but ``further``: as vLLM's ranks, each has a port of its own."""
+        """The options of the cache that is ``further`` places later. Like vLLM's ranks, each cache has its own port."""
         ends = [None if each is None else _offset(each, further) for each in (self.endpoint, self.replay_endpoint)]
         return replace(
             self,
@@ -82,5 +82,5 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # the name of a host or an interface may be any address
+    except ValueError:  # a name of a host or an interface may mean any address
         return False

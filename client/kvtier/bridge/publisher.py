@@ -1,12 +1,12 @@
-"""vLLM's two sockets: a PUB for batches as they come, a ROUTER for readers that missed some.
+"""vLLM's two sockets: a PUB for new batches, a ROUTER for readers that missed batches.
 
-PUB sends ``topic | number, 8 bytes big-endian | batch`` and waits for nobody: a subscriber that is too slow misses
-batches and sees a hole in the numbers.
+PUB sends ``topic | number, 8 bytes big-endian | batch`` without waiting: a subscriber that is too slow misses batches
+and sees a hole in the numbers.
 
-ROUTER takes a request, ``(empty frame) | number``, and answers with all batches from that number on, an empty frame
-before each, and at the end one whose number is all ones and that has no bytes. If some of them are no longer held, the
-answer is the present state instead, from an ``AllBlocksCleared`` on, under the last numbers given out. A reader that
-applies it goes on with the next batch.
+ROUTER takes a request, ``(empty frame) | number``, and answers with all batches from that number on, each after an
+empty frame, and last a batch whose number is all ones and whose content is empty. If some of these batches are no
+longer held, the answer is the present state instead, from an ``AllBlocksCleared`` on, under the last numbers given out.
+A reader that applies the state continues with the next batch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvtier.errors import InvalidArgument
 from kvtier.events import Gap
 
 HISTORY_BYTES: Final = 64 << 20
-"""The most bytes of batches that are kept for readers; the last batch is always kept."""
+"""Most bytes of batches that are kept for readers; the last batch is always kept."""
 HEARTBEAT_S: Final = 5.0
-"""After so long a quiet an empty batch shows readers whether they missed the last one."""
+"""Seconds without events after which an empty batch shows readers whether they missed the last batch."""
 BATCH_WEIGHT: Final = 4096
-"""A batch is closed once it tells of so many blocks."""
+"""A batch is closed when its events have this many blocks."""
 END: Final = b"\xff" * 8
-"""The number of the frame that ends an answer."""
+"""The number in the frame that ends an answer."""
 STALLED_S: Final = 2.0
-"""An answer is given up if its reader takes nothing for so long: other readers wait."""
+"""Seconds after which an answer is abandoned if its reader takes nothing: other readers wait."""
 
 _NUMBER_BYTES: Final = 8
 _PAUSE_S: Final = 0.005
@@ -48,7 +48,7 @@ _OWNER_ONLY: Final = 0o177
 
 
 class Sockets(NamedTuple):
-    """vLLM's sockets, bound, and where they are. ``replay``: None = the router is not bound."""
+    """vLLM's sockets, bound, and their endpoints. ``replay``: None = the router is not bound."""
 
     pub: zmq.Socket[bytes]
     router: zmq.asyncio.Socket
@@ -57,7 +57,7 @@ class Sockets(NamedTuple):
 
 
 class Publisher:
-    """Publishes steps and answers readers that missed some. Belongs to one loop."""
+    """Publishes steps, and answers readers that missed batches. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class Publisher:
         everything: Callable[[], Iterable[Step]],
         first: int,
     ) -> None:
-        """
+        """Prepares a publisher on bound sockets.
+
         Args:
-            everything: steps that tell the present state, as of all that was published.
+            everything: returns steps that describe the present state, after all published steps.
             first: the number of the first batch.
         """
         self._pub = sockets.pub
@@ -85,7 +86,7 @@ class Publisher:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest batch that is held; :attr:`next` if there is none."""
+        """The number of the oldest held batch; :attr:`next` if there is none."""
         return self.next - len(self._held)
 
     def publish(self, steps: Iterable[Step]) -> None:
@@ -102,10 +103,10 @@ class Publisher:
                 await asyncio.sleep(HEARTBEAT_S - quiet)
 
     async def answer(self) -> None:
-        """Answers requests one after another. A malformed request gets no answer."""
+        """Answers requests one after another. Ignores malformed requests."""
         while True:
             reader, *frames = await self._router.recv_multipart()
-            # AIBrix leaves the empty frame out.
+            # AIBrix omits the empty frame.
             if len(frames) in (1, 2) and len(frames[-1]) == _NUMBER_BYTES and not any(frames[:-1]):
                 await self._serve(reader, int.from_bytes(frames[-1], "big"))
 
@@ -140,7 +141,7 @@ class Publisher:
         yield from zip(range(self.next - len(merged), self.next), map(self._encoded, merged), strict=True)
 
     async def _sent(self, frames: Sequence[bytes]) -> bool:
-        """Returns False if the reader is gone or takes nothing."""
+        """Sends frames to a reader. Returns False if the reader is gone or takes nothing."""
         give_up = time.monotonic() + STALLED_S
         while time.monotonic() < give_up:
             try:
@@ -156,7 +157,7 @@ class Publisher:
 
 
 def batches(steps: Iterable[Step]) -> Iterator[Step]:
-    """Joins steps to batches of at least ``BATCH_WEIGHT`` blocks, but for the last. A step is never cut."""
+    """Joins steps to batches of at least ``BATCH_WEIGHT`` blocks, except the last. A step is never split."""
     batch: Step = []
     weight = 0
     for step in steps:
@@ -183,8 +184,8 @@ async def run(
     """Publishes a cache's events until it is cancelled.
 
     Args:
-        on_bound: gets the endpoints, with the ports that were chosen.
-        on_gap: gets each gap; the difference that it made is published as soon as it is known.
+        on_bound: called with the endpoints, including chosen ports.
+        on_gap: called with each gap; the resulting differences are published as soon as they are known.
 
     Raises:
         InvalidArgument: an endpoint cannot be bound.
@@ -193,7 +194,7 @@ async def run(
     with sockets(options) as on:
         on_bound(on.endpoint, on.replay)
         events = VllmEvents(options)
-        # Above all numbers of an earlier bridge, so that its readers see a hole and ask.
+        # Above all numbers of an earlier bridge, so that its readers see a hole and send a request.
         publisher = Publisher(on, options, events.everything, time.time_ns() // 1000)
 
         async def follow() -> None:
@@ -202,7 +203,7 @@ async def run(
                     async for item in watch:
                         if isinstance(item, Gap):
                             on_gap(item)
-                            break  # a snapshot says what was missed
+                            break  # a new snapshot has the missed changes
                         publisher.publish(events.of(item))
 
         works = [follow(), publisher.beat()] + ([publisher.answer()] if on.replay is not None else [])
@@ -229,7 +230,7 @@ def sockets(options: Options, high_water_mark: int = 1000) -> Iterator[Sockets]:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, high_water_mark)
             socket.setsockopt(zmq.IPV6, 1)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what does not fit is dropped, and so may be an answer's end
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else ZeroMQ drops messages beyond its queue, maybe an answer's end
         replay = options.replay_endpoint
         where = bound(pub, "endpoint", options.endpoint)
         asked = None if replay is None else bound(router, "replay_endpoint", replay)
@@ -237,7 +238,7 @@ def sockets(options: Options, high_water_mark: int = 1000) -> Iterator[Sockets]:
 
 
 def bound(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: str) -> str:
-    """Binds a socket and returns where it is. Only the owner can open the file of an ``ipc://`` endpoint."""
+    """Binds a socket and returns its endpoint. Only the owner can open the file of an ``ipc://`` endpoint."""
     mask = os.umask(_OWNER_ONLY)
     try:
         socket.bind(endpoint)

@@ -1,10 +1,10 @@
 """kvtier's events in vLLM's form.
 
-Where the two differ:
+The differences:
 
 - vLLM's events name the *medium* that has a block, kvtier's the tiers that have it afterwards. A block that moves is
   stored in the new medium before it is removed from the old one, in one batch.
-- After a gap a new snapshot is compared with what was published, and only the differences are published.
+- After a gap a new snapshot is compared with the published state, and only the differences are published.
 - ``AllBlocksCleared`` concerns all groups, kvtier's events one; some readers skip it, some clear the GPU only. So all
   blocks of a cleared group are removed one by one, and ``AllBlocksCleared`` follows if no group has any left.
 """
@@ -26,16 +26,16 @@ from kvtier.wire import split_keys
 MEDIA: Final[Mapping[Tier, str]] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
 """The names that Dynamo maps to its tiers. llm-d takes any name, in lower case, and weighs gpu and cpu."""
 EVENT_BLOCKS: Final = 1024
-"""The most blocks of one event."""
+"""Most blocks of one event."""
 _NUMBER_BYTES: Final = 8
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """A chain of blocks, each the parent of the next, that a medium has from now on.
 
-    ``parent_block_hash``: of the first block's parent; None = it is a root. ``token_ids``: of all blocks, one after
-    another, or none. ``extra_keys``: one a block. ``cache_salt`` is SGLang's field, which Dynamo reads; it has no place
-    in an array.
+    ``parent_block_hash``: of the first block's parent; None = the block is a root. ``token_ids``: the tokens of all
+    blocks in order, or none. ``extra_keys``: one per block. ``cache_salt`` is SGLang's field, which Dynamo reads; the
+    array encoding omits it.
     """
 
     block_hashes: Sequence[int]
@@ -70,7 +70,7 @@ Step: TypeAlias = list[VllmEvent]
 
 
 def batch_of(events: Sequence[VllmEvent], encoding: Encoding, seconds: float, rank: int) -> list[Any]:
-    """A batch as msgpack takes it. AIBrix wants a number for the rank, Dynamo wants it to be there."""
+    """A batch for msgpack. AIBrix requires a number as the rank, Dynamo requires its presence."""
     return [seconds, list(events) if encoding is Encoding.MAP else [_as_array(event) for event in events], rank]
 
 
@@ -81,9 +81,10 @@ def _as_array(event: VllmEvent) -> list[Any]:
 
 @dataclass(slots=True, frozen=True)
 class Block:
-    """A block that routers are told of. ``name``: its hash. ``parent`` (its key), ``parent_name``: None = it is a root.
+    """A block in published events. ``name``: its hash. ``parent`` (its key), ``parent_name``: None = the block is a
+    root.
 
-    ``token_ids``: None = they are not known, or not published. ``items``: digests of the multimodal items, in hex.
+    ``token_ids``: None = unknown, or not published. ``items``: digests of the multimodal items, in hex.
     """
 
     key: bytes
@@ -98,7 +99,7 @@ class Block:
 
 
 class Change(NamedTuple):
-    """``before``, ``after``: sets of tiers; 0 = the block is not there."""
+    """A change of a block's tiers. ``before``, ``after``: sets of tiers; 0 = the block is absent."""
 
     block: Block
     before: int
@@ -115,9 +116,9 @@ class Group:
     blocks: dict[bytes, Block] = field(default_factory=dict)
 
     def apply(self, item: Event | SnapshotSlice, *, tokens: bool) -> list[Change]:
-        """Returns what the item changes: nothing if it is applied again."""
+        """Applies an item and returns its changes: none if it was applied before."""
         self.window_tokens = item.window_tokens
-        self.tokens_per_block = item.tokens_per_block or self.tokens_per_block  # only some events say it
+        self.tokens_per_block = item.tokens_per_block or self.tokens_per_block  # only some events have it
         kind = EventType.STORED if isinstance(item, SnapshotSlice) else item.type
         known, keys = self.blocks, split_keys(item.packed_keys)
         if kind is EventType.STORED:
@@ -139,10 +140,10 @@ class Group:
         return changes
 
     def difference(self, new: Group) -> tuple[list[Change], list[Change]]:
-        """What leads from this group to the new one, to be told in this order.
+        """The changes from this group to the new one, in the order to publish.
 
         Returns:
-            Blocks that are gone or whose key stands for another block now; then blocks that are new or elsewhere.
+            Blocks that are gone or whose key now means another block; then blocks that are new or in other tiers.
         """
         gone = [Change(block, block.residency, 0) for block in self.blocks.values() if not new.has(block)]
         kept = {key: block.residency for key, block in self.blocks.items()}
@@ -152,7 +153,7 @@ class Group:
         return gone, [change for change in changes if change.before != change.after]
 
     def has(self, block: Block) -> bool:
-        """Whether the key stands for the same block here, wherever that is."""
+        """Whether the key means the same block here, in any tier."""
         mine = self.blocks.get(block.key)
         return mine is not None and replace(mine, residency=block.residency) == block
 
@@ -160,14 +161,14 @@ class Group:
 class VllmEvents:
     """The events of one cache in vLLM's form, from a watch that begins with a snapshot.
 
-    After a gap, start a new watch with a snapshot: the end of the snapshot tells what was missed.
+    After a gap, start a new watch with a snapshot: the end of the snapshot yields the missed changes.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._groups: dict[int, Group] = {}
         self._snapshot: dict[int, Group] | None = None
-        """What a snapshot under way has said so far."""
+        """The groups of an unfinished snapshot so far."""
         self._begun = False
 
     @property
@@ -175,7 +176,7 @@ class VllmEvents:
         return sum(len(group.blocks) for group in self._groups.values())
 
     def of(self, item: WatchItem) -> Iterator[Step]:
-        """What to publish of an item."""
+        """The steps to publish for an item."""
         match item:
             case SnapshotStart():
                 self._snapshot = {}
@@ -192,7 +193,7 @@ class VllmEvents:
                 pass
 
     def everything(self) -> Iterator[Step]:
-        """The present state, for a reader that knows nothing or the wrong things."""
+        """The present state, for a reader with no state or a wrong one."""
         yield [AllBlocksCleared()]
         for group in self._groups.values():
             changes = [Change(block, 0, block.residency) for block in group.blocks.values()]
@@ -203,14 +204,14 @@ class VllmEvents:
         old, self._groups = self._groups, new
         if not self._begun:
             self._begun = True
-            yield [AllBlocksCleared()]  # an earlier bridge at this address may have told of others
+            yield [AllBlocksCleared()]  # an earlier bridge at this address may have published other blocks
         for number in old.keys() | new.keys():
             group = new.setdefault(number, Group(number))
             for changes in old.get(number, Group(number)).difference(group):
                 yield from ([event] for event in self._told(group, changes))
 
     def _told(self, group: Group, changes: Sequence[Change]) -> Iterator[VllmEvent]:
-        """Blocks stored, chain by chain and each in all its media, then blocks removed, children first.
+        """Events of stored blocks, chain by chain and each in all its media, then of removed blocks, children first.
 
         Readers drop a child whose parent they do not know, and the parent can be in another medium.
         """
@@ -245,12 +246,12 @@ class VllmEvents:
 
 
 def _hash(name: bytes) -> int:
-    """64 bits of a block's name: the form that every router reads."""
+    """The first 64 bits of a block's name: the form that every router reads."""
     return int.from_bytes(name[:_NUMBER_BYTES], "big")
 
 
 def parents_first(blocks: Iterable[Block]) -> list[Block]:
-    """The same blocks, each after its parent. Chains stay together as far as they can."""
+    """The same blocks, each after its parent. Chains stay together where possible."""
     waiting = {block.key: block for block in blocks}
     ordered: list[Block] = []
     for block in list(waiting.values()):
@@ -264,7 +265,7 @@ def parents_first(blocks: Iterable[Block]) -> list[Block]:
 
 
 def _runs(blocks: Iterable[Block], added: Mapping[bytes, int]) -> Iterator[list[Block]]:
-    """Cuts ordered blocks into chains that one event can tell of."""
+    """Cuts ordered blocks into chains that each fit one event."""
     run: list[Block] = []
     for block in blocks:
         if run and (len(run) == EVENT_BLOCKS or not _continues(run[-1], block, added)):
@@ -283,14 +284,14 @@ def _continues(above: Block, block: Block, added: Mapping[bytes, int]) -> bool:
 
 
 def _extra_keys(block: Block, lora_name: str | None) -> list[str] | None:
-    """What besides token ids identifies the block, in vLLM's order: adapter, items, and the salt of a root."""
+    """The parts of a block's identity besides token ids, in vLLM's order: adapter, items, and the salt of a root."""
     salt = block.cache_salt if block.parent is None else None
     return [key for key in (lora_name, *block.items, salt) if key is not None] or None
 
 
 def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: int) -> Iterator[Block]:
-    """The blocks of an item. With ``event_hash``, blocks without a hash, and their children, are left out. So are
-    partial blocks, which vLLM does not have, where the tokens of blocks are told here."""
+    """The blocks of an item. With ``event_hash``, blocks without a hash, and their children, are left out. Partial
+    blocks, which vLLM does not have, are left out if the item has tokens."""
     keys, parents = split_keys(item.packed_keys), split_keys(item.packed_parents)
     names, parent_names = keys, parents
     if item.event_hash:

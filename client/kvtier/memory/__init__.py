@@ -1,1 +1,1 @@
-"""Memory that is mapped here: slots of the tiers, and the GPUs that can address them."""
+"""Memory mapped in this process: slots of the tiers, and the GPUs that can address them."""

@@ -1,6 +1,6 @@
-"""Arrays and tensors of any kind, on the CPU or a GPU, by what they tell of themselves.
+"""Arrays and tensors of any kind, on the CPU or a GPU, by their own descriptions.
 
-Nothing here imports torch before the caller has: who passes a tensor has it.
+torch is imported only for a caller who passes a tensor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Bytes = NDArray[np.uint8]
 
 @runtime_checkable
 class CudaArray(Protocol):
-    """What CuPy, Numba and others call an array of a GPU."""
+    """A GPU array of CuPy, Numba and others."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
 def is_cuda_array(value: object) -> TypeGuard[CudaArray]:
-    """Whether it is one, tensors of torch aside."""
+    """Whether the value is a GPU array other than a torch tensor."""
     return not is_tensor(value) and not isinstance(value, np.ndarray) and isinstance(value, CudaArray)
 
 
 OnGpu: TypeAlias = "torch.Tensor | CudaArray"
-"""What lies on a GPU."""
+"""A tensor or array that may lie on a GPU."""
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -55,13 +55,14 @@ def is_readonly(array: CudaArray) -> bool:
 
 
 def stream_of(array: CudaArray) -> int | None:
-    """The stream that whoever takes the array has to come after: version 3 of the interface. None: none of its own."""
+    """The stream whose work a user of the array must wait for, by version 3 of the interface. None: the array names no
+    stream."""
     stream = array.__cuda_array_interface__.get("stream")
     return stream if isinstance(stream, int) else None
 
 
 def is_contiguous(block: OnGpu) -> bool:
-    """Whether it lies in C order, without gaps."""
+    """Whether the block lies in C order, without gaps."""
     if is_tensor(block):
         return block.is_contiguous()
     interface = block.__cuda_array_interface__
@@ -71,7 +72,7 @@ def is_contiguous(block: OnGpu) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """A tensor's bytes in C order, flat: its own memory where that is contiguous and the CPU's, else a copy."""
+    """A tensor's bytes in C order, flat: its own memory if that is contiguous and on the CPU, else a copy."""
     import torch
 
     flat: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,8 +1,9 @@
-"""What of this process's own work on a GPU must be over before the daemon is told that slots may be read or reused.
+"""Fences: this process's own GPU work that must end before the daemon lets others read or reuse slots.
 
-A kernel runs on after the call that launched it has returned. A commit that overtakes it makes a block of bytes that
-are not there yet, a release gives away a slot that is still being read; neither shows as an error anywhere. So calls
-about leases on a GPU take a point in a stream's work, a :class:`Fence`, and are sent once the stream has passed it.
+A kernel runs on after the call that launched it has returned. A commit that overtakes the kernel makes a block of
+missing bytes; a release that overtakes it gives away a slot that is still being read. Neither shows as an error. So
+calls about leases on a GPU take a point in a stream's work, a :class:`Fence`, and are sent once the stream has passed
+it.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ _log = logging.getLogger(__name__)
 
 
 class Fence(ABC):
-    """A point in the work of one stream or of several."""
+    """A point in the work of one or several streams."""
 
     @abstractmethod
     def passed(self) -> bool:
-        """Whether all that was given to the stream before has completed. Does not wait.
+        """Whether all earlier work of the stream has completed. Does not wait.
 
-        Raises :class:`kvtier.errors.DeviceError` where the device cannot tell: then it never will.
+        Raises :class:`kvtier.errors.DeviceError` if the device cannot tell; it never will then.
         """
 
 
 @runtime_checkable
 class StreamObject(Protocol):
-    """A stream of torch, or of whatever else says its handle so."""
+    """A stream of torch, or any object with its handle in ``cuda_stream``."""
 
     @property
     def cuda_stream(self) -> int: ...
 
 
 Stream: TypeAlias = int | StreamObject | Fence
-"""A ``CUstream``, an object that has one, or a fence that :meth:`kvtier.Cache.fence` gave earlier."""
+"""A ``CUstream``, an object with one, or a fence from :meth:`kvtier.Cache.fence`."""
 
 
 class _Passed(Fence):
@@ -65,12 +66,12 @@ class _Passed(Fence):
 
 
 PASSED: Final[Fence] = _Passed()
-"""There is no work to wait for."""
+"""The fence of no work."""
 
 
 @dataclass(slots=True, frozen=True)
 class Unknown(Fence):
-    """A point that could not be marked."""
+    """A fence that could not be marked. Asking it raises the error."""
 
     error: DeviceError
 
@@ -95,7 +96,7 @@ def handle_of(stream: int | StreamObject) -> int:
 
 
 class Fenced(Protocol):
-    """Mapped memory that a stream of this process may be working on."""
+    """Mapped memory on which a stream of this process may work."""
 
     def fence(self, stream: int | None) -> Fence: ...
 
@@ -113,7 +114,7 @@ def fence_over(memories: Iterable[Fenced], stream: Stream | None) -> Fence:
 
 
 def all_of(fences: Iterable[Fence]) -> Fence:
-    """Has passed when all have."""
+    """A fence that has passed when all have."""
     waiting = tuple(fence for fence in fences if fence is not PASSED)
     if len(waiting) > 1:
         return _All(waiting)
@@ -121,12 +122,12 @@ def all_of(fences: Iterable[Fence]) -> Fence:
 
 
 _LOOK_S: Final = 0.0005
-"""Between two looks at fences that have not passed: half of the delay that a commit may have from them."""
+"""Seconds between two checks of pending fences: half of the delay that fences may add to a commit."""
 
 
 class _Lookout:
-    """A thread that looks whether fences have passed, and sleeps while there are none. An event loop would look less
-    often, or do little else."""
+    """A thread that checks pending fences, and sleeps without any. An event loop would check less often, or do little
+    else."""
 
     def __init__(self) -> None:
         self.asked: Final[SimpleQueue[tuple[Fence, Future[None]]]] = SimpleQueue()
@@ -145,7 +146,7 @@ class _Lookout:
 async def passing(fence: Fence, deadline: Deadline) -> None:
     """Returns once the fence has passed.
 
-    Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) where it has not by the deadline, :class:`DeviceError`.
+    Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) if it has not by the deadline, :class:`DeviceError`.
     """
     if fence.passed():
         return
@@ -158,42 +159,44 @@ async def passing(fence: Fence, deadline: Deadline) -> None:
 
 
 def _settled(fence: Fence, told: Future[None]) -> bool:
-    """Whether nobody has to look any more."""
-    with suppress(InvalidStateError):  # it was cancelled meanwhile
+    """Whether the fence needs no further check."""
+    with suppress(InvalidStateError):  # the future was cancelled meanwhile
         try:
             if not fence.passed():
                 return told.cancelled()
             told.set_result(None)
-        except Exception as error:  # noqa: BLE001  raised where it is awaited
+        except Exception as error:  # noqa: BLE001  raised to the waiter
             told.set_exception(error)
     return True
 
 
 @cache
 def _lookout(pid: int) -> _Lookout:
-    """The process's own: a forked child has none of its parent's threads."""
+    """The process's own thread: a forked child has none of its parent's threads."""
     return _Lookout()
 
 
 def passage(fence: Fence) -> Future[None]:
-    """Is done less than a millisecond after the fence has passed, or fails with what :meth:`Fence.passed` raises."""
+    """A future that is done less than a millisecond after the fence has passed, or fails with the error of
+    :meth:`Fence.passed`."""
     future: Future[None] = Future()
     _lookout(os.getpid()).asked.put((fence, future))
     return future
 
 
 _LEGACY: Final = DriverStream(1)
-"""``CU_STREAM_LEGACY``. A 0 means the same to torch, but to the bindings whatever their environment says."""
+"""``CU_STREAM_LEGACY``. Torch takes 0 for the same stream; for the bindings the meaning of 0 depends on the
+environment."""
 _LONGEST_PAUSE_S: Final = 0.001
 
 Kept = TypeVar("Kept")
 
 
 class Gpu:
-    """Any thread may use it. What fails raises :class:`DeviceError`."""
+    """A GPU of this process. Thread-safe. Failures raise :class:`DeviceError`."""
 
     _open: ClassVar[dict[tuple[int, str], Gpu]] = {}
-    """By process, since a forked child cannot use its parent's, and by each name that it was opened by."""
+    """Open GPUs by process, since a forked child cannot use its parent's, and by each name that opened them."""
     _opening: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, driver: Driver) -> None:
@@ -201,14 +204,14 @@ class Gpu:
         self.driver: Final = driver
         self.to_host: Final = driver.stream()
         self.to_device: Final = driver.stream()
-        # Appending is atomic, and so is popping; to ask first whether there is any is not.
+        # Appending and popping are atomic; checking for content first is not.
         self._events: Final[deque[Event]] = deque()
         self._pid: Final = os.getpid()
-        _lookout(self._pid)  # garbage is collected at any moment, at some of which no thread can be started
+        _lookout(self._pid)  # start the thread now: garbage collection can come when no thread can be started
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """The one with this uuid, 32 hex digits. Takes long the first time.
+        """The GPU with this uuid, 32 hex digits. Slow the first time.
 
         Raises :class:`kvtier.abi.cuda.errors.CudaUnavailable`, :class:`CudaError`.
         """
@@ -216,7 +219,7 @@ class Gpu:
 
     @classmethod
     def holding(cls, block: OnGpu) -> Gpu | None:
-        """The one in whose memory a block lies; None: it cannot be used here, and a warning says why."""
+        """The GPU whose memory holds a block; None, with a logged warning, if it cannot be used here."""
         try:
             ordinal = block.device.index if is_tensor(block) else Driver.ordinal_at(address_of(block))
             return cls._named(f"cuda:{ordinal}")
@@ -239,7 +242,8 @@ class Gpu:
             return cls._open[pid, device]
 
     def fence(self, stream: int | None) -> Fence:
-        """The point that a stream has reached. None: torch's current one of this thread, else the legacy default."""
+        """The point that a stream has reached. None: torch's current stream of this thread, else the legacy default
+        stream."""
         place = DriverStream(self._current() if stream is None else stream) or _LEGACY
         with failing("marking how far a stream has come"), self.driver.visit():
             try:
@@ -249,7 +253,8 @@ class Gpu:
                     raise
                 return _Unmarked(self, place)
             if captured:
-                # An event recorded there belongs to the graph: to ask it would be an error, and spoil the graph.
+                # An event recorded in a capture belongs to the graph: querying it would be an error, and spoil the
+                # graph.
                 message = f"stream {place:#x} is being captured into a graph: its work has no end yet to wait for"
                 raise DeviceError(message, call="cuEventRecord", code=CAPTURED_EVENT, reason="DEVICE_FAILED")
             event = _popped(self._events) or self.driver.event()
@@ -262,22 +267,22 @@ class Gpu:
             return self.driver.done(event)
 
     def take_back(self, event: Event) -> None:
-        """Nobody asks for it any more; that it may still be pending does no harm to whoever records it next."""
+        """Takes an event back for reuse. A pending event does no harm: the next use records it anew."""
         self._events.append(event)
 
     def reached(self, fences: Iterable[Fence]) -> None:
-        """Returns when all have passed."""
+        """Returns when all fences have passed."""
         for fence in set(fences):
             self.wait(fence.passed)
 
     def copy(self, stream: DriverStream, singles: Iterable[Copy], batch: Sequence[Copy]) -> None:
-        """Copies, in no order; when it returns or raises, nothing is being copied any more. Only where the driver
-        answers neither about an event nor about the stream, though the device is not lost, can nobody wait for that.
+        """Copies, unordered. When it returns or raises, no copy is running. There is one exception: the driver answers
+        neither for an event nor for the stream although the device is not lost; then the end cannot be awaited.
 
         Args:
             stream: :attr:`to_host` or :attr:`to_device`.
-            singles: each one in a call of its own.
-            batch: of page-locked memory and of the device's, in one call where the driver has it.
+            singles: copies that each take a call of their own.
+            batch: copies between page-locked and device memory, in one call if the driver supports that.
         """
         with failing("copying to or from slots"), self.driver.visit():
             event = _popped(self._events) or self.driver.event()
@@ -294,18 +299,20 @@ class Gpu:
                 self._events.append(event)
 
     def unmap_later(self, undo: ExitStack) -> None:
-        """Nothing refers to a mapping any more, which ``undo`` ends. This thread's current stream and the default
-        stream may still be at work on it: it ends when they are done. Where the GPU cannot tell, it stays mapped to the
-        end of the process."""
+        """Ends an unreferenced mapping with ``undo`` once this thread's current stream and the default stream have done
+        their work on it. If the GPU cannot tell, the mapping stays to the end of the process."""
         if self._pid != os.getpid():
-            return  # it is the parent's
+            return  # the mapping is the parent's
         with suppress(DeviceError):
             passage(all_of([self.fence(None), self.fence(_LEGACY)])).add_done_callback(partial(_unmap, undo))
 
     def _over(self, stream: DriverStream, event: Event) -> Callable[[], bool]:
-        """Whether what the stream was given so far is over. The point is marked when this is first asked, by
-        :meth:`wait`: an interrupt in between would leave copies that nobody waits for. Where it cannot be marked, or
-        asked for, the stream itself is asked, and what went wrong is raised when that is idle."""
+        """Returns a check whether all earlier work of the stream is over.
+
+        The first call, inside :meth:`wait`, marks the point: an interrupt between mark and wait would leave copies
+        without a waiter. If the point cannot be marked or queried, the check queries the stream itself, and raises the
+        error once the stream is idle.
+        """
         marked, fault = False, None
 
         def over() -> bool:
@@ -328,9 +335,10 @@ class Gpu:
 
     @staticmethod
     def wait(passed: Callable[[], bool]) -> None:
-        """In this thread, first without sleeping: whoever waits is short of time, not of CPU, while a small copy takes.
+        """Waits in this thread, first without sleeping: a small copy is over soon, and its caller is short of time, not
+        of CPU.
 
-        An interrupt (Ctrl-C) is raised when it is over: the memory is a lease's or the caller's, and taken back then.
+        An interrupt (Ctrl-C) is raised after the wait: only then may the lease or the caller take the memory back.
         """
         pause, interrupt = 0.0, None
         while True:
@@ -366,8 +374,8 @@ class _Recorded(Fence):
 class _Unmarked(Fence):
     """A point in the default stream while a stream that waits for it is captured into a graph.
 
-    No event can be recorded in the default stream then. The point is marked when the capture has ended.
-    Source: CUDA driver API, ``cuStreamIsCapturing``.
+    No event can be recorded in the default stream then. The point is marked when the capture has ended. Source: CUDA
+    driver API, ``cuStreamIsCapturing``.
     """
 
     def __init__(self, gpu: Gpu, stream: DriverStream) -> None:
@@ -392,7 +400,7 @@ def _unmap(undo: ExitStack, passed: Future[None]) -> None:
             _log.warning("device memory stays mapped: %s", error)
 
     if passed.exception() is None:
-        # Not in the thread that looks at fences: it may take long.
+        # Not in the thread that checks fences: unmapping may take long.
         threading.Thread(target=unmap, name="kvtier-unmap", daemon=True).start()
 
 
@@ -409,7 +417,7 @@ def _popped(kept: deque[Kept]) -> Kept | None:
 
 
 def joined(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Fewer copies of the same bytes: those that follow each other at both ends become one."""
+    """Joins copies that are adjacent at both ends."""
     held: Copy | None = None
     for copy in copies:
         if held is not None and (held[0] + held[2], held[1] + held[2]) == copy[:2]:
@@ -424,7 +432,7 @@ def joined(copies: Iterable[Copy]) -> Iterator[Copy]:
 
 @contextmanager
 def failing(doing: str) -> Iterator[None]:
-    """Errors of CUDA as kvtier's, with what to do."""
+    """Turns CUDA errors into :class:`DeviceError`, with advice."""
     try:
         yield
     except CudaLost as error:

@@ -1,6 +1,6 @@
-"""A block's bytes as pieces in several arrays.
+"""Blocks whose bytes are pieces in several arrays.
 
-An engine whose tensors have the layer outermost keeps a block as a *page*: one piece in each tensor. Such tensors are
+An engine whose tensors have the layer outermost keeps a block as a *page*: one piece in each tensor. These tensors are
 *planes*. ``cache.put(keys, planes[pages])`` gathers the pieces, and ``cache.get(keys, planes[pages])`` scatters them.
 """
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 Part: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray"
-"""[pages, ...], of any dtype; each page is one contiguous run of bytes."""
+"""An array [pages, ...] of any dtype; each page is one contiguous run of bytes."""
 
 _TURN_S: Final = 0.002
-"""How long a copy keeps the interpreter's lock. To hand it over takes as long as to copy a page of 1 MiB."""
+"""Seconds that a copy keeps the GIL. A handover takes as long as the copy of a large page."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Plane:
-    """Bytes ``[offset, offset + nbytes)`` of every block: those of page p lie ``p * stride`` from ``address`` on.
+    """Bytes ``[offset, offset + nbytes)`` of every block; page p begins at ``address + p * stride``.
 
-    ``memory``: from the address on; None on a GPU.
+    ``memory``: begins at the address; None on a GPU.
     """
 
     array: Part
@@ -65,7 +65,7 @@ class Plane:
 
 
 class Cut(NamedTuple):
-    """The bytes of a plane's piece, from ``begin`` on, that belong into one pool of a slot, from ``at`` on."""
+    """Bytes of a plane's piece, from ``begin`` on, that belong in one pool of a slot, from ``at`` on."""
 
     pool: int
     at: int
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """All slots of a pool: where the first one begins, the bytes from one to the next, and those of a block."""
+    """All slots of a pool: start of the first, stride between slots, and bytes of a block in the pool."""
 
     start: int
     stride: int
@@ -83,20 +83,21 @@ class Pool(NamedTuple):
 
 
 class Planes:
-    """The arrays of an engine's pages, and which bytes of a block each of them has.
+    """The arrays of an engine's pages, and the bytes of a block that each array has.
 
-    ``planes[pages]`` are blocks, one a page, wherever a cache or an arena takes blocks. ``get`` answers with the
-    numbers of the pages that it filled.
+    ``planes[pages]`` are blocks, one per page, wherever a cache or an arena takes blocks. ``get`` returns the numbers
+    of the pages that it filled.
     """
 
     def __init__(self, parts: Sequence[Part | tuple[int, Part]], block_bytes: int | None = None) -> None:
-        """``parts``: arrays or tensors [pages, ...], all on the CPU or all on one GPU. Each one has the bytes of a
-        block that follow those of the part before; ``(offset, array)``: those from an offset on.
+        """``parts``: arrays or tensors [pages, ...], all on the CPU or all on one GPU. Each part has the bytes of a
+        block that follow the part before; ``(offset, array)``: the bytes from an offset on.
 
         Args:
-            block_bytes: default: up to the last byte of a part. A block may have bytes that no part has, as where each
-                rank has its own. They are not read, and only ``arena.write`` of reserved slots leaves them out.
-        Raises: :class:`InvalidArgument`, which names the part: the pages of K and V in one tensor, say, are two parts.
+            block_bytes: default: the end of the last part. A block may have bytes that no part has, for example other
+                ranks' bytes. They are not read, and only ``arena.write`` of reserved slots skips them.
+        Raises: :class:`InvalidArgument`, which names the part; a tensor with the pages of K and V, for example, is two
+        parts.
         """
         found: list[Plane] = []
         for number, part in enumerate(parts):
@@ -107,10 +108,10 @@ class Planes:
         self.block_bytes: Final = max(each.end for each in found) if block_bytes is None else block_bytes
         self.planes: Final = tuple(sorted(found, key=lambda plane: plane.offset))
         self.pages: Final = found[0].pages
-        """Of each array."""
+        """Number of pages of each array."""
         self.on_gpu: Final = found[0].memory is None
         self.nbytes: Final = sum(each.nbytes for each in found)
-        """Of a block, that the arrays have."""
+        """Bytes of a block that the arrays have."""
         for number, each in enumerate(found):
             field = f"parts[{number}]"
             if each.pages != self.pages:
@@ -126,7 +127,7 @@ class Planes:
                 raise InvalidArgument(f"parts[{found.index(after)}]", place, "bytes that no other part has")
 
     def __getitem__(self, pages: Sequence[int] | NDArray[np.integer[Any]]) -> Pages:
-        """Raises :class:`InvalidArgument` for a page that there is not."""
+        """The blocks in these pages. Raises :class:`InvalidArgument` for a page that does not exist."""
         numbers = np.fromiter(map(operator.index, pages), np.intp, len(pages))
         (wrong,) = np.nonzero((numbers < 0) | (numbers >= self.pages))
         if len(wrong):
@@ -168,9 +169,9 @@ def _plane(field: str, offset: int, array: Part) -> Plane:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Pages:
-    """Blocks, one a page of ``planes``.
+    """Blocks, one per page of ``planes``.
 
-    ``gpu``: which copies them, None on the CPU and before :meth:`within`; nothing may touch them before ``after``.
+    ``gpu``: the GPU that copies them, None on the CPU and before :meth:`within`. Do not touch them before ``after``.
     """
 
     planes: Planes
@@ -188,27 +189,27 @@ class Pages:
         return replace(self, numbers=self.numbers[some])
 
     def require(self, field: str, count: int, block_bytes: int, what: str = "key") -> None:
-        """Raises :class:`InvalidArgument` where these are not so many blocks of this size."""
+        """Raises :class:`InvalidArgument` unless these are ``count`` blocks of ``block_bytes``."""
         if len(self) != count:
             raise InvalidArgument(field, f"{len(self)} pages", f"{count}, one a {what}")
         if self.planes.block_bytes != block_bytes:
             raise InvalidArgument(field, f"planes of {self.planes.block_bytes} bytes a block", f"{block_bytes} bytes")
 
     def require_whole(self, field: str) -> None:
-        """Raises :class:`InvalidArgument` where a block has bytes that no plane has."""
+        """Raises :class:`InvalidArgument` if a block has bytes that no plane has."""
         if self.planes.nbytes != self.planes.block_bytes:
             part = f"planes of {self.planes.nbytes} bytes of a block's {self.planes.block_bytes}"
             raise InvalidArgument(field, part, "planes of all bytes: only arena.write of reserved slots takes a part")
 
     def require_writable(self, field: str) -> None:
-        """Raises :class:`InvalidArgument` for an array that is read-only."""
+        """Raises :class:`InvalidArgument` if an array is read-only."""
         for number, plane in enumerate(self.planes.planes):
             if plane.readonly:
                 raise InvalidArgument(field, f"planes of which number {number} is read-only", "writable")
 
     def within(self, reach: Callable[[OnGpu], Gpu | None]) -> Pages | None:
-        """The same, to be copied by the GPU that ``reach`` finds all planes on, after what their streams were given so
-        far. None: it finds none."""
+        """The same pages, for copies by the GPU that ``reach`` finds for all planes, after the present work of their
+        streams. None: ``reach`` finds no such GPU."""
         if self.gpu is not None or not self.planes.on_gpu:
             return self
         arrays: list[Any] = [plane.array for plane in self.planes.planes]
@@ -219,10 +220,11 @@ class Pages:
         return replace(self, gpu=gpu, after=tuple(gpu.fence(stream) for stream in streams))
 
     def copy(self, pools: Sequence[Bytes], slots: Sequence[int], *, to_slots: bool) -> None:
-        """Between pages and slots, both on the CPU. ``pools``: [slots, bytes] each; the slots exist.
+        """Copies between pages and slots, both on the CPU. ``pools``: [slots, bytes] each; the slots must exist.
 
-        Piece by piece with the interpreter's lock: numpy would let go of it at each piece, and beside a busy thread
-        wait 5 ms to have it back. A thread that keeps the lock for long when it gets it, gets it as much later again.
+        Copies piece by piece under the GIL: numpy would release it for each piece, and beside a busy thread wait a
+        whole switch interval to get it back. A thread that has kept the lock for long waits that much longer for it, so
+        a turn lasts as long as the last wait.
         """
         alike: dict[tuple[int, int, int], list[tuple[slice, memoryview]]] = {}
         for pool, at, plane, begin, nbytes in self._cuts([pool.shape[1] for pool in pools], len(slots)):
@@ -247,7 +249,7 @@ class Pages:
     def runs(
         self, pools: Sequence[Pool], slots: NDArray[np.intp]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of all pieces: where they lie in the slots, their addresses in the planes, and their bytes."""
+        """All pieces: offsets in the slots, addresses in the planes, and sizes in bytes."""
         cuts = [
             (pools[pool].start + at, pools[pool].stride, plane.address + begin, plane.stride, nbytes)
             for pool, at, plane, begin, nbytes in self._cuts([pool.nbytes for pool in pools], len(slots))
@@ -268,13 +270,13 @@ class Pages:
         return rows
 
     def staging(self, field: str) -> Bytes:
-        """Fresh rows, for :meth:`scatter`."""
+        """Fresh rows for :meth:`scatter`."""
         if self.planes.on_gpu:
             list(self._tensors(field))
         return np.empty((len(self), self.planes.block_bytes), np.uint8)
 
     def scatter(self, rows: Bytes, stream: torch.cuda.Stream | None = None) -> None:
-        """Fills the pages with rows of the CPU's memory; on a GPU, after what its stream was given before."""
+        """Fills the pages with rows of the CPU's memory; on a GPU, after the earlier work of its stream."""
         if not self.planes.on_gpu:
             return self.copy((rows,), range(len(self)), to_slots=False)
         import torch
@@ -286,7 +288,7 @@ class Pages:
         return None
 
     def _cuts(self, pools: Sequence[int], slots: int) -> list[Cut]:
-        """The pieces of a block for slots with pools of so many bytes. Raises :class:`InvalidArgument`."""
+        """The pieces of a block, for slots whose pools have these sizes in bytes. Raises :class:`InvalidArgument`."""
         self.require("blocks", slots, sum(pools), "slot")
         ends = list(accumulate(pools))
         return [
@@ -297,7 +299,8 @@ class Pages:
         ]
 
     def _tensors(self, field: str) -> Iterator[tuple[Plane, torch.Tensor]]:
-        """The planes, of which torch is to copy. Raises :class:`InvalidArgument` where one is no tensor of torch."""
+        """The planes with their tensors, for copies by torch. Raises :class:`InvalidArgument` for a plane without a
+        tensor."""
         for plane in self.planes.planes:
             if not is_tensor(plane.array):
                 raise InvalidArgument(field, "planes of a GPU", "tensors, or for slots that are mapped for their GPU")

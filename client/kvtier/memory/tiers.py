@@ -1,4 +1,4 @@
-"""Mapped memory of one tier, whatever can address it: how slots are shown, filled and read."""
+"""Mapped memory of one tier, addressed by the CPU or a GPU: views, writes and reads of its slots."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ class Memory(Protocol):
     """The slots of one tier, by window group."""
 
     def reach(self, block: OnGpu) -> Gpu | None:
-        """The GPU that a block lies on, where it can be copied from there, or to there; None: it cannot."""
+        """The GPU that a block lies on, if blocks there can be copied directly; else None."""
         ...
 
     def waits(self, blocks: Rows) -> bool:
-        """Whether a copy waits for a device, so that it, however small, does not belong on an event loop."""
+        """Whether a copy of any size waits for a device, so that it does not belong on an event loop."""
         ...
 
     def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
-        """A slot's bytes in place, one 1-D view a pool."""
+        """A slot's bytes in place, one 1-D view per pool."""
         ...
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
+        """Copies blocks into slots. When it returns or raises, no copy is running."""
         ...
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
-        """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
+        """Copies slots into blocks. When it returns or raises, no copy is running. Raises :class:`IndexError` for a
+        slot that does not exist."""
         ...
 
     def fence(self, stream: int | None) -> Fence:
@@ -66,12 +67,12 @@ class Memory(Protocol):
 class CpuMemory:
     """Shared memory, as numpy arrays. It is unmapped when the last array over it is gone.
 
-    Blocks may lie on any GPU of this process. The first of them has the memory page-locked in the background: the GPU
-    then reads and writes it without the processor's help.
+    Blocks may lie on any GPU of this process. The first GPU block starts page-locking of the memory in the background,
+    after which the GPU reads and writes the memory without the CPU.
     """
 
     def __init__(self, layout: ArenaLayout, tier: Tier, data: Bytes) -> None:
-        """``data``: the tier's whole segment, the array that was made of its mapping."""
+        """``data``: the tier's whole segment, as the array made from its mapping."""
         self._data: Final = data
         self._pools: Final = [
             tuple(layout.pool_view(data, tier, group, pool) for pool in range(len(place.pools)))
@@ -112,7 +113,7 @@ class CpuMemory:
         return None
 
     async def checksums(self, group: int, slots: Sequence[int]) -> bytes:
-        """xxh3-128 of the bytes of each slot, 16 bytes each."""
+        """xxh3-128 checksums of the slots, 16 bytes each."""
         pools, digest, digests = self._pools[group], xxhash.xxh3_128(), bytearray()
 
         def work() -> None:
@@ -131,7 +132,7 @@ class CpuMemory:
     def _copies(
         self, gpu: Gpu, group: int, rows: Sequence[tuple[int, DeviceBytes]], *, to_host: bool
     ) -> tuple[list[Copy], list[Copy]]:
-        """Between slots and rows on a GPU: copies of memory that is pageable yet, and of memory that is page-locked.
+        """The copies between slots and rows on a GPU, split by the slots' memory: (pageable, page-locked).
 
         Returns when the rows may be touched.
         """
@@ -159,8 +160,8 @@ class CpuMemory:
     def _split(
         self, gpu: Gpu, offsets: NDArray[np.int64], there: NDArray[np.int64], nbytes: NDArray[np.int64], to_host: bool
     ) -> tuple[list[Copy], list[Copy]]:
-        """Between places in the segment and addresses on a GPU: copies of memory that is pageable yet, and of memory
-        that is page-locked."""
+        """The copies between offsets in the segment and addresses on a GPU, split by the segment's memory: (pageable,
+        page-locked)."""
         locked, start = self._lock(gpu).nbytes, self._data.ctypes.data
         pageable: list[Copy] = []
         batch: list[Copy] = []
@@ -182,13 +183,13 @@ class CpuMemory:
                 ]
                 self._locks = PageLocks("arena", gpu.driver, chunks)
                 self._locks.start(data.base)
-                # The array ends before its mapping does. At the end of the process both stay: copies may be under way.
+                # The array ends before its mapping. At the end of the process both stay: copies may be running.
                 weakref.finalize(data, self._locks.stop).atexit = False
             return self._locks
 
 
 def _taken(blocks: Pages, memory: Memory) -> tuple[Gpu, Pages]:
-    """Pages on a GPU, once they may be touched. Raises :class:`InvalidArgument` where it does not reach the slots."""
+    """Pages on a GPU, once they may be touched. Raises :class:`InvalidArgument` if the GPU does not reach the slots."""
     pages = blocks.within(memory.reach)
     if pages is None or pages.gpu is None:
         raise InvalidArgument("blocks", "planes of a GPU", "planes of one GPU that the slots are mapped for")
@@ -205,7 +206,7 @@ def _any_on_gpu(blocks: Rows) -> bool:
 def _by_gpu(
     slots: Slots, blocks: Rows
 ) -> tuple[tuple[Slots, Sequence[Bytes] | Bytes | Pages], dict[Gpu, list[tuple[int, DeviceBytes]]]]:
-    """Slots and blocks of the CPU's memory, and by GPU the others, each with its slot."""
+    """Slots and blocks in the CPU's memory, and the other blocks by GPU, each with its slot."""
     gpus: dict[Gpu, list[tuple[int, DeviceBytes]]] = {}
     if not _any_on_gpu(blocks):
         return (slots, blocks if isinstance(blocks, Pages) else buffers.of_cpu(blocks)), gpus
@@ -219,7 +220,7 @@ def _by_gpu(
 
 
 Pieces: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]"
-"""Of a segment and a GPU's memory: offsets in the one, addresses in the other, and bytes."""
+"""Offsets in a segment, addresses in a GPU's memory, and sizes in bytes."""
 
 
 def _within_chunks(
@@ -234,11 +235,11 @@ def _within_chunks(
 
 
 class CannotMap(Exception):
-    """The message says why this process cannot have the memory."""
+    """This process cannot map the memory; the message says why."""
 
 
 async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], CudaMemory]:
-    """Maps the memory behind a descriptor, which stays the caller's. Raises :class:`CannotMap`."""
+    """Maps the memory of a descriptor, which the caller keeps. Raises :class:`CannotMap`."""
     kept = os.dup(fd)
 
     def open_and_map() -> tuple[Gpu, DeviceMemory]:
@@ -250,7 +251,7 @@ async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout]
         finally:
             os.close(kept)
 
-    # In a thread, since CUDA takes seconds to start. Whoever is cancelled leaves it running: it has the descriptor.
+    # In a thread, since CUDA starts slowly. A cancelled caller leaves the thread running: it has its own descriptor.
     opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
     opening.add_done_callback(_heard)
     try:
@@ -261,16 +262,16 @@ async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout]
 
 
 def _heard(opening: asyncio.Future[Any]) -> None:
-    """asyncio would say that nobody was told of a failure: its caller may have gone."""
+    """Reads the outcome, so that asyncio does not log a failure whose caller has gone."""
     if not opening.cancelled():
         opening.exception()
 
 
 class CudaMemory:
-    """Memory of a GPU. It is unmapped when its last view is gone: see :meth:`kvtier.memory.gpu.Gpu.unmap_later`."""
+    """GPU memory. It is unmapped when its last view is gone: see :meth:`kvtier.memory.gpu.Gpu.unmap_later`."""
 
     def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
-        """Raises :class:`DaemonError` where it is shorter than the layout says."""
+        """Raises :class:`DaemonError` if the memory is smaller than the layout."""
         if memory.nbytes < layout.device_bytes:
             message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
             raise DaemonError(message, reason="BAD_ARENA")
@@ -302,8 +303,8 @@ class CudaMemory:
         return self.gpu.fence(stream)
 
     def _copies(self, group: int, slots: Sequence[int], blocks: Rows) -> tuple[list[Copy], list[Copy]]:
-        """From blocks to slots: copies of the CPU's memory, of which only its owner knows whether it is page-locked,
-        and of the GPU's. Returns when the blocks may be touched."""
+        """Copies from blocks to slots: of the CPU's memory, which may or may not be page-locked by its owner, and of
+        the GPU's. Returns when the blocks may be touched."""
         if isinstance(blocks, Pages):
             return self._page_copies(group, slots, blocks)
         rows = list(blocks)
@@ -313,8 +314,8 @@ class CudaMemory:
         begun = 0
         for pool in self._pools[group]:
             nbytes = pool.shape[1]
-            # Copies of one array are joined. What was page-locked apart stays apart to the driver, even where one
-            # array ends at the other's first byte.
+            # Copies of one array are joined. Separately page-locked memory stays separate for the driver, even if one
+            # array begins at another's end.
             for _, some in groupby(zip(slots, rows, strict=True), key=_array_of):
                 pairs = list(some)
                 copies = batch if isinstance(pairs[0][1], DeviceBytes) else pageable
@@ -339,7 +340,7 @@ def _address_of(block: Row) -> int:
 
 
 def _array_of(row: tuple[int, Row]) -> int:
-    """Which array a block is in."""
+    """Id of the array that a block belongs to."""
     block: Any = row[1]
     while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
         block = block.base

@@ -1,4 +1,4 @@
-"""Exact local copies of what daemons hold, for routers: longest prefixes without a call."""
+"""Exact local indexes of daemons' blocks, for routers: longest prefixes without a call."""
 
 from kvtier.mirror.daemons import Mirrors
 from kvtier.mirror.follower import Mirror, MirrorState, MirrorView, Standing, rank_mirrors

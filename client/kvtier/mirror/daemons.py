@@ -1,4 +1,4 @@
-"""Mirrors of several daemons, each of which may be away for now."""
+"""Mirrors of several daemons, any of which may be away."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _LONGEST_TRY_S: Final = 5.0
 
 
 class Followed:
-    """One daemon: a session with it, and a mirror for each cache. It tries for ever, and tells its :attr:`problem`.
+    """A followed daemon: a session, and a mirror for each cache. Retries for ever; :attr:`problem` tells the last
+    error.
 
-    ``session``: None while there is none, and for a client of the caller's.
+    ``session``: None while not connected, and for a client that the caller passed.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Followed:
         insecure: bool = False,
         heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
     ) -> None:
-        """Raises :class:`InvalidArgument` for what can be no daemon's address."""
+        """``daemon``: a client or an address. Raises :class:`InvalidArgument` for an invalid address."""
         self.address: Final = daemon if isinstance(daemon, str) else daemon.address
         self.session: Session | None = None
         self._client = None if isinstance(daemon, str) else daemon
@@ -58,29 +59,29 @@ class Followed:
 
     @property
     def problem(self) -> KvtierError | None:
-        """Why a mirror is not exact; None while all of them are, or nobody knows yet."""
+        """Why a mirror is not exact; None while all are exact, or none has failed yet."""
         found = (view.problem for view in self._mirrors.values() if view.problem is not None)
         return self._away or next(found, None)
 
     @property
     def state(self) -> MirrorState:
-        """That of the mirror that knows least."""
+        """The least exact state of the mirrors."""
         states = {view.state for view in self._views.values()}
         return next((one for one in (MirrorState.SYNCING, MirrorState.STALE) if one in states), MirrorState.EXACT)
 
     def view(self, cache: str) -> MirrorView:
-        """What is known of a cache: nothing of one that is not followed."""
+        """The view of a cache; empty for a cache that is not followed."""
         return self._views[cache] if cache in self._views else MirrorView(Content((cache,)))
 
     def start(self) -> None:
-        """Begins to connect, and does not wait. What to follow says :meth:`choose`."""
+        """Begins to connect, without waiting. :meth:`choose` sets the caches to follow."""
         if self._client is None:
             self._following = asyncio.create_task(self._follow(), name=f"follow-{self.address}")
         else:
             self._connect(self._client)
 
     async def choose(self, caches: Collection[str]) -> None:
-        """Follows these caches from now on, and no others."""
+        """Follows exactly these caches from now on."""
         self._views = {cache: self.view(cache) for cache in caches}
         gone = [self._mirrors.pop(cache) for cache in [*self._mirrors] if cache not in self._views]
         if self._client is not None and self._connected.is_set():
@@ -95,7 +96,7 @@ class Followed:
             await mirror.synced()
 
     async def aclose(self) -> None:
-        """Stops following. What it knows stays, and is stale."""
+        """Stops following. The index stays, and is stale."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -114,7 +115,7 @@ class Followed:
             await asyncio.sleep(backoff.next())
 
     async def _attached(self, session: Session, client: AsyncClient) -> None:
-        """While the session heals by itself. Raises what ends it for good."""
+        """Follows until the session ends for good. Raises the error that ended it."""
         self.session, self._client = session, client
         try:
             self._connect(client)
@@ -127,7 +128,7 @@ class Followed:
         self._away = None
         for cache in [cache for cache in self._views if cache not in self._mirrors]:
             mirror = Mirror(client, [cache], heartbeat_s=self._heartbeat_s)
-            mirror.content = self._views[cache].content  # answers from what it knew before, until it is exact
+            mirror.content = self._views[cache].content  # answers from the last index until the mirror is exact
             mirror.content.problem = None
             self._views[cache] = self._mirrors[cache] = mirror
             mirror.start()
@@ -141,13 +142,13 @@ class Followed:
 
 
 class Mirrors:
-    """Several daemons' mirrors of some caches in one, for routers::
+    """Mirrors of some caches of several daemons, for routers::
 
         async with kvtier.Mirrors(["tcp://a:7411", "tcp://b:7411"], ["llama"], tls=files) as mirrors:
             best, *others = mirrors.rank(keys)
 
-    Entering it waits for nobody. A daemon that is away ranks by what it was last known to have, marked stale, and is
-    followed again once it answers.
+    Entering waits for no daemon. A daemon that is away ranks by its last known blocks, marked stale, and is followed
+    again once it answers.
     """
 
     def __init__(
@@ -159,11 +160,12 @@ class Mirrors:
         insecure: bool = False,
         heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
     ) -> None:
-        """
+        """Prepares the mirrors; entering starts them.
+
         Args:
-            daemons: clients, which stay the caller's, or addresses, for which ``tls`` and ``insecure`` are as in
+            daemons: clients, which the caller closes, or addresses, with ``tls`` and ``insecure`` as in
                 :func:`kvtier.connect`.
-            caches: names of caches, which need not exist yet; takes the right to watch each.
+            caches: names of caches, which need not exist yet; requires the right to watch each.
             heartbeat_s: see :class:`kvtier.Mirror`.
         """
         if isinstance(caches, str) or not caches:
@@ -177,7 +179,7 @@ class Mirrors:
                 raise InvalidArgument(f"daemons[{number}]", one.address, "a daemon that is not named before")
 
     def rank(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> list[Standing]:
-        """What each daemon has of the chain, the longest prefix first: see :func:`kvtier.rank_mirrors`."""
+        """Each daemon's standing for the chain, the longest prefix first: see :func:`kvtier.rank_mirrors`."""
         wanted = self._caches[0] if cache is None and len(self._caches) == 1 else cache
         if wanted is None or wanted not in self._caches:
             raise InvalidArgument("cache", cache, f"one of {', '.join(self._caches)}")
@@ -185,7 +187,7 @@ class Mirrors:
 
     @property
     def problems(self) -> Mapping[str, KvtierError]:
-        """Why a daemon's mirrors are not exact, by its address."""
+        """Maps the address of each daemon whose mirrors are not exact to the error."""
         return {name: one.problem for name, one in self._daemons.items() if one.problem is not None}
 
     async def synced(self, *, timeout: float | None = None) -> None:
@@ -199,7 +201,7 @@ class Mirrors:
             raise DeadlineExceeded(f"not exact: {', '.join(behind)}", reason="MIRROR_BEHIND") from error
 
     async def aclose(self) -> None:
-        """Stops following. What is known stays, and is stale."""
+        """Stops following. The index stays, and is stale."""
         await asyncio.gather(*(one.aclose() for one in self._daemons.values()))
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A mirror: an index that a snapshot fills and events keep exact, with another snapshot after lost events."""
+"""A mirror: an index that a snapshot fills and events keep exact. Lost events lead to a new snapshot."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from kvtier.wire import GroupSpan, Keys, Match, packed_keys
 DEFAULT_MIRROR_HEARTBEAT_S: Final = 1.0
 DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
 _STEADY_S: Final = 5.0
-"""A mirror that was exact for so long takes its next snapshot without a back-off."""
+"""A mirror that was exact for this many seconds takes its next snapshot without a back-off."""
 _NOWHERE: Final = Cursor(0, 0)
 MOST_BLOCKS: Final = 1 << 24
-"""Blocks that a mirror holds of a cache, whatever capacity its daemon tells: about 2 GB, and as much again while the
-next snapshot comes."""
+"""Most blocks of a cache in a mirror, whatever capacity the daemon reports. Memory doubles while a new snapshot
+arrives."""
 _ASK_S: Final = 2.0
-"""How long a daemon may take to tell its capacity."""
+"""Seconds that a daemon has to report its capacity."""
 _GIVEN_UP_S: Final = 60.0
-"""Before a mirror that was given up is tried again."""
+"""Seconds before a mirror that gave up tries again."""
 
 
 class MirrorState(StrEnum):
-    """What a mirror's answers are worth."""
+    """How exact a mirror's answers are."""
 
     SYNCING = "syncing"
-    """Its first snapshot is not complete: it knows no block."""
+    """The first snapshot is not complete: the mirror knows no block."""
     EXACT = "exact"
-    """It has what the daemon had at :attr:`MirrorView.cursor`, and hears of every change since."""
+    """The index is the daemon's at :attr:`MirrorView.cursor`, and follows every change since."""
     STALE = "stale"
-    """It has what the daemon had at :attr:`MirrorView.cursor`; it lost the daemon or events, and is catching up."""
+    """The index is the daemon's at :attr:`MirrorView.cursor`; the mirror lost the daemon or events, and is catching
+    up."""
 
 
 @dataclass(slots=True)
 class Content:
-    """What a mirror knows. ``watch``: the stream that keeps the index exact; None = there is none now."""
+    """The contents of a mirror. ``watch``: the stream that keeps the index exact; None = there is none now."""
 
     caches: tuple[str, ...]
     index: MirrorIndex = field(default_factory=MirrorIndex)
@@ -59,7 +60,7 @@ class Content:
 
 
 class MirrorView:
-    """The index of a mirror and its state. Looks never wait and never call the daemon; any thread may look."""
+    """The index of a mirror and its state. Lookups never wait and never call the daemon. Thread-safe."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
@@ -69,7 +70,7 @@ class MirrorView:
 
     @property
     def caches(self) -> tuple[str, ...]:
-        """The names of the caches that it follows."""
+        """Names of the followed caches."""
         return self.content.caches
 
     @property
@@ -81,18 +82,18 @@ class MirrorView:
 
     @property
     def cursor(self) -> Cursor | None:
-        """The event up to which the index is exact, even if it is stale; None before the first snapshot."""
+        """The event up to which the index is exact, stale or not; None before the first snapshot."""
         return self.content.cursor
 
     @property
     def lag(self) -> int:
-        """Events that the daemon had given out at its last word and the index does not have."""
+        """Number of events that the index lacks, by the daemon's last message."""
         watch = self.content.watch
         return 0 if watch is None else watch.lag
 
     @property
     def resyncs(self) -> int:
-        """How many snapshots have replaced an index that could not be kept exact."""
+        """Number of snapshots that replaced an index after lost events."""
         return self.content.resyncs
 
     @property
@@ -101,11 +102,12 @@ class MirrorView:
         return self.content.problem
 
     def __len__(self) -> int:
-        """Blocks of all window groups of all caches."""
+        """Number of blocks in all window groups of all caches."""
         return len(self.content.index)
 
     def longest_prefix(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> int:
-        """How many leading blocks of the chain the daemon can serve, over all window groups. See :meth:`match`."""
+        """Number of leading blocks of the chain that the daemon can serve, over all window groups. See
+        :meth:`match`."""
         return self.match(keys, cache, tiers=tiers).blocks
 
     def match(
@@ -114,9 +116,9 @@ class MirrorView:
         """As :meth:`kvtier.groups.AcrossGroups.match` at :attr:`cursor`, without a call.
 
         Args:
-            cache: not needed if only one is followed.
-            tiers: counts only blocks that are in one of these; empty = in any.
-            group: counts what this window group alone can serve; None = what all can.
+            cache: may be omitted if only one cache is followed.
+            tiers: count only blocks in these tiers; empty = in any.
+            group: match for this window group only; None = for all groups together.
         """
         cursor = self.content.cursor or _NOWHERE
         bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
@@ -125,17 +127,17 @@ class MirrorView:
         return Match(blocks, groups, cursor)
 
     def fingerprint(self, cache: str | None = None) -> bytes | None:
-        """Of the cache's specification there; None where it is not known to exist, or to have existed."""
+        """Fingerprint of the daemon's specification of the cache; None if the cache was never seen."""
         return self.content.index.fingerprint(self._named(cache))
 
     def block(self, key: bytes, cache: str | None = None, *, group: int = 0) -> MirroredBlock | None:
-        """Where a block is, and its effective priority; None = it is not indexed."""
+        """Residency and effective priority of a block; None = the block is not indexed."""
         if len(key) != KEY_BYTES:
             raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
         return self.content.index.get(self._named(cache), group, key)
 
     def blocks(self, cache: str | None = None, *, group: int = 0) -> Iterator[MirroredBlock]:
-        """Every block of a window group as it is now, in no order."""
+        """All present blocks of a window group, unordered."""
         return self.content.index.blocks(self._named(cache), group)
 
     def _named(self, cache: str | None) -> str:
@@ -153,8 +155,9 @@ class Mirror(MirrorView):
         async with kvtier.Mirror(client, ["llama"]) as mirror:
             blocks = mirror.longest_prefix(keys)
 
-    Entering it returns once it is exact. It then follows the daemon over restarts and losses: after lost events it
-    takes a snapshot; until that is complete it answers from what it knew, marked stale. It ends with its client.
+    Entering returns once the mirror is exact. The mirror then follows the daemon over restarts and losses: after lost
+    events it takes a new snapshot, and until that is complete answers from the last index, marked stale. A mirror ends
+    with its client.
     """
 
     def __init__(
@@ -165,10 +168,11 @@ class Mirror(MirrorView):
         heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
         timeout: float = DEFAULT_MIRROR_TIMEOUT_S,
     ) -> None:
-        """
+        """Prepares a mirror; entering or :meth:`start` begins it.
+
         Args:
-            caches: names of caches, which need not exist yet; takes the right to watch each.
-            heartbeat_s: how often the daemon speaks when nothing happens; after four silences the mirror is stale.
+            caches: names of caches, which need not exist yet; requires the right to watch each.
+            heartbeat_s: interval of messages without events; after four missing messages the mirror is stale.
             timeout: seconds that entering may take.
         """
         if isinstance(caches, str) or not caches:
@@ -182,14 +186,14 @@ class Mirror(MirrorView):
         self._exact_at: float | None = None
 
     async def synced(self, cursor: Cursor | None = None, *, timeout: float | None = None) -> None:
-        """Returns once it is exact and has every event up to ``cursor``.
+        """Returns once the mirror is exact and has every event up to ``cursor``.
 
         Args:
-            timeout: seconds; 0 only looks, None waits for ever.
+            timeout: seconds; 0 checks once, None waits for ever.
 
         Raises:
-            DeadlineExceeded: it is not exact in time.
-            ClientClosed: it never will be, because it or its client is closed.
+            DeadlineExceeded: the mirror is not exact in time.
+            ClientClosed: the mirror or its client is closed.
         """
         if timeout is not None and not timeout >= 0:
             raise InvalidArgument("timeout", timeout, "0 seconds or more")
@@ -202,12 +206,12 @@ class Mirror(MirrorView):
             raise DeadlineExceeded(message, reason="MIRROR_BEHIND") from error
 
     def start(self) -> None:
-        """Begins to follow, and does not wait for the first snapshot."""
+        """Begins to follow, without waiting for the first snapshot."""
         self._following = asyncio.create_task(self._follow())
         self._following.add_done_callback(lambda _: self._news.set())
 
     async def aclose(self) -> None:
-        """Stops following. What it knows stays, and is stale."""
+        """Stops following. The index stays, and is stale."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -215,7 +219,8 @@ class Mirror(MirrorView):
                 self._following.result()
 
     async def __aenter__(self) -> Self:
-        """Raises :class:`DeadlineExceeded`, :class:`kvtier.errors.PermissionDenied`, or what its first attempt met."""
+        """Raises :class:`DeadlineExceeded`, :class:`kvtier.errors.PermissionDenied`, or the error of the first
+        attempt."""
         self.start()
         try:
             async with asyncio.timeout(self._timeout):
@@ -240,7 +245,7 @@ class Mirror(MirrorView):
         return self.state is MirrorState.EXACT and (cursor is None or (self.cursor or _NOWHERE) >= cursor)
 
     async def _next_news(self) -> None:
-        """Raises what has ended the mirror, if nothing will change any more."""
+        """Waits for a change. Raises the error that ended the mirror if no change can come."""
         if self._following is None or self._following.done():
             if self._following is not None and not self._following.cancelled():
                 self._following.result()
@@ -269,7 +274,7 @@ class Mirror(MirrorView):
             await asyncio.sleep(_GIVEN_UP_S if given_up else backoff.next())
 
     async def _mirror(self) -> None:
-        """Takes a snapshot and follows the events after it, until one is missing."""
+        """Takes a snapshot and follows the events after it, until an event is lost."""
         content, index, rooms = self.content, MirrorIndex(), dict[str, int]()
         async with self._client.watch(
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
@@ -292,13 +297,15 @@ class Mirror(MirrorView):
                 if isinstance(item, (Event, SnapshotSlice)):
                     await self._require_room(index, item.cache, rooms)
                 if content.watch is not None:
-                    content.cursor = watch.cursor  # after the index, which other threads look into
+                    content.cursor = watch.cursor  # set after the index, which other threads read
                     self._news.set()
 
     async def _require_room(self, index: MirrorIndex, cache: str, rooms: dict[str, int]) -> None:
-        """Asks for a cache's capacity when the index passes the one in ``rooms``. Raises :class:`DaemonError` for a
-        cache that is not followed, and for more than twice as many blocks as slots: until its end, a snapshot of a full
-        cache has blocks that have gone and the blocks in their slots."""
+        """Asks for a cache's capacity when the index exceeds the capacity in ``rooms``.
+
+        Raises :class:`DaemonError` for a cache that is not followed, and for more than two blocks per slot: before its
+        end, a snapshot of a full cache has removed blocks and the new blocks of their slots.
+        """
         if cache not in self.caches:
             raise DaemonError(f"an event of cache {cache!r}, which is not followed", reason="BAD_ANSWER")
         if (size := index.size(cache)) <= rooms.get(cache, 0):
@@ -309,8 +316,8 @@ class Mirror(MirrorView):
             raise _TooMany(says, reason="BAD_ANSWER")
 
     async def _room(self, cache: str) -> int:
-        """Returns twice the slots of a cache in all tiers; :data:`MOST_BLOCKS` if that is less, or the daemon does not
-        tell this watcher."""
+        """Twice the slots of a cache in all tiers, at most :data:`MOST_BLOCKS`, which is also the answer if the daemon
+        does not report the cache to this watcher."""
         found: list[CacheInfo] = []
         with suppress(KvtierError):
             found = [each for each in await self._client.caches(timeout=_ASK_S) if each.name == cache]
@@ -319,15 +326,15 @@ class Mirror(MirrorView):
 
 
 class _TooMany(DaemonError):
-    """A mirror is given up: its daemon tells of more blocks than it can have."""
+    """The mirror gives up: its daemon reports more blocks than it can hold."""
 
 
 @dataclass(slots=True, frozen=True)
 class Standing:
-    """What one daemon has of a chain. ``blocks``: of its longest prefix.
+    """A daemon's part of a chain. ``blocks``: length of its longest prefix.
 
-    ``by_tier``: how many of the blocks of that prefix, over all window groups, have each tier as their fastest.
-    ``state`` and ``lag``: see :class:`kvtier.MirrorState` and :attr:`kvtier.Mirror.lag`.
+    ``by_tier``: number of blocks of that prefix, over all window groups, by their fastest tier. ``state`` and ``lag``:
+    see :class:`kvtier.MirrorState` and :attr:`kvtier.Mirror.lag`.
     """
 
     name: str
@@ -340,18 +347,18 @@ class Standing:
 def rank_mirrors(
     mirrors: Mapping[str, MirrorView], keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()
 ) -> list[Standing]:
-    """What each daemon has of the chain, without a call.
+    """Ranks daemons by their part of the chain, without a call.
 
-    The longest prefix comes first; of equals an exact mirror, then the one with more in faster tiers, then by name. A
-    stale mirror keeps its place: its daemon had these blocks when it was last heard.
+    The longest prefix comes first; of equals an exact mirror, then more blocks in faster tiers, then the name. A stale
+    mirror keeps its place: its daemon last had these blocks.
 
     Args:
-        mirrors: by name. Other arguments as of :meth:`kvtier.Mirror.match`.
+        mirrors: by name. Other arguments: see :meth:`kvtier.Mirror.match`.
     """
     packed = packed_keys(keys)
     standings = []
     for name, mirror in mirrors.items():
-        state, lag = mirror.state, mirror.lag  # before the look, so that an exact answer was exact when it was given
+        state, lag = mirror.state, mirror.lag  # read before the match, so that an exact answer was exact when given
         found = mirror.match(packed, cache, tiers=tiers)
         standings.append(Standing(name, found.blocks, _by_tier(found.groups), state, lag))
     return sorted(standings, key=_rank)

@@ -1,6 +1,6 @@
-"""Residency and priority of every block by the events, and the longest prefixes in it.
+"""Residency and priority of every block, from events, and the longest prefixes of these blocks.
 
-Applying an item twice changes nothing, so the slices and events of a snapshot may overlap.
+Items are idempotent, so slices and events of a snapshot may overlap.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Blocks = dict[bytes, int]
 """The blocks of a window group: key to residency set | priority << 8, one number to save memory."""
 
 _NUMBERS: Final[dict[int, int]] = {}
-"""The few hundred numbers in use, one object each for millions of blocks."""
+"""The values in use, one shared object each to save memory."""
 
 
 class MirroredBlock(NamedTuple):
-    """``residency``: a set of tiers, as bits. ``priority``: the effective one."""
+    """A block of a mirror. ``residency``: a set of tiers, as bits. ``priority``: the effective priority."""
 
     key: bytes
     residency: int
@@ -41,7 +41,8 @@ class MirroredBlock(NamedTuple):
 
 
 class MirrorIndex:
-    """All caches of one daemon. One thread applies items; other threads see each block before or after a change."""
+    """The blocks of all caches of one daemon. Only one thread applies items; other threads see each block before or
+    after a change."""
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
@@ -50,12 +51,13 @@ class MirrorIndex:
         return sum(len(blocks) for cache in list(self._caches.values()) for blocks in list(cache.groups.values()))
 
     def size(self, cache: str) -> int:
-        """Blocks of all window groups of a cache."""
+        """Number of blocks in all window groups of a cache."""
         known = self._caches.get(cache)
         return sum(map(len, known.groups.values())) if known is not None else 0
 
     def apply(self, event: Event) -> None:
-        """Raises :class:`DaemonError` for columns of different lengths, and for a window group that no cache has."""
+        """Applies an event. Raises :class:`DaemonError` for columns of different lengths, and for an impossible window
+        group."""
         cache = self._caches.setdefault(event.cache, _Cache())
         match event.type:
             case EventType.STORED | EventType.UPDATED:
@@ -71,7 +73,7 @@ class MirrorIndex:
                 cache.clear(event.group)
 
     def take(self, part: SnapshotSlice) -> None:
-        """Applies a slice of a snapshot. Raises :class:`DaemonError` as :meth:`apply` does."""
+        """Applies a slice of a snapshot. Raises :class:`DaemonError` like :meth:`apply`."""
         cache = self._caches.setdefault(part.cache, _Cache())
         cache.reshape(part)
         _put(cache.blocks(part.group), part)
@@ -81,7 +83,7 @@ class MirrorIndex:
         return None if value is None else _block(key, value)
 
     def blocks(self, cache: str, group: int) -> Iterator[MirroredBlock]:
-        """The blocks at this moment, in no order."""
+        """The present blocks, unordered."""
         now = self._blocks(cache, group).copy()
         return map(_block, now.keys(), now.values())
 
@@ -89,16 +91,16 @@ class MirrorIndex:
         """The longest prefix of packed ``keys`` that every group, or this one, can serve, by group.
 
         Args:
-            tiers: bits of those that count.
+            tiers: bits of the tiers that count.
 
         Returns:
-            Nothing if there is no such cache. See :mod:`kvtier.chains`.
+            Nothing if the cache does not exist. See :mod:`kvtier.chains`.
         """
         known = self._caches.get(cache)
         return known.match(keys, tiers, group) if known is not None else ()
 
     def fingerprint(self, cache: str) -> bytes | None:
-        """Of the specification; None if there is no such cache."""
+        """Fingerprint of the specification; None if the cache does not exist."""
         known = self._caches.get(cache)
         return (known.fingerprint or None) if known is not None else None
 
@@ -108,7 +110,7 @@ class MirrorIndex:
 
 
 class _Cache:
-    """One cache. ``attentions``: by group, what it needs of a sequence; empty while they are not known."""
+    """A cache. ``attentions``: each group's attention; empty while unknown."""
 
     __slots__ = ("attentions", "fingerprint", "groups")
 
@@ -124,10 +126,10 @@ class _Cache:
 
     def clear(self, group: int) -> None:
         if self.blocks(group):
-            self.groups[group] = {}  # another thread may go over the former
+            self.groups[group] = {}  # another thread may iterate over the old dict
 
     def reshape(self, item: Event | SnapshotSlice) -> None:
-        """Takes over the windows of the cache; other groups were of a cache that had the name before."""
+        """Adopts the cache's windows. Drops groups of an earlier cache of this name."""
         windows = item.all_window_tokens
         groups = max(len(windows), len(item.all_sink_tokens), len(item.all_flat))
         if not item.tokens_per_block or not windows or groups > MAX_GROUPS:
@@ -172,9 +174,9 @@ def _block(key: bytes, value: int) -> MirroredBlock:
 
 
 def _leading(blocks: Blocks, keys: bytes, bound: int, tiers: int, *, chained: bool) -> int:
-    """How many of the first ``bound`` keys a group without a window has in these tiers, one after another.
+    """Number of leading keys, of the first ``bound``, that a group without a window has in these tiers.
 
-    What is indexed of chains is closed under parents, so its end is found by bisection. What a tier has is not.
+    Indexed chains are closed under parents, so bisection finds their end; the blocks of one tier are not.
     """
     end = bisect_left(range(bound), True, key=lambda place: _key(keys, place) not in blocks) if chained else bound
     if chained and tiers == ALL_TIERS:
@@ -191,7 +193,7 @@ def _look_up(blocks: Blocks, keys: bytes, tiers: int) -> LookUp:
 
 
 def _residencies(blocks: Blocks, keys: bytes, tiers: int) -> bytes:
-    """One byte a block, without the bits of other tiers."""
+    """The residencies, one byte per block, without the bits of other tiers."""
     return bytes([value & tiers for value in map(blocks.get, split_keys(keys), repeat(0))])
 
 

@@ -1,1 +1,1 @@
-"""Real traffic, replayed: a request trace run against a daemon, with every byte and every event checked."""
+"""Replays of request traces against a daemon, with every byte and every event checked."""

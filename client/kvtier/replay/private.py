@@ -25,14 +25,14 @@ _SHOWN_LOG_LINES: Final = 15
 
 @dataclass(slots=True, frozen=True)
 class TierSlots:
-    """Blocks by tier; 0 = the daemon does not have that tier."""
+    """Blocks by tier; 0 = the daemon lacks the tier."""
 
     device: int
     host: int
     disk: int
 
     def as_bytes(self, spec: CacheSpec) -> dict[Tier, int]:
-        """The size of each tier for so many blocks of ``spec``."""
+        """The bytes of each tier for these numbers of blocks of ``spec``."""
         stride = spec.record_bytes(0)
         return {Tier.DEVICE: self.device * stride, Tier.HOST: self.host * stride, Tier.DISK: self.disk * stride}
 
@@ -40,8 +40,8 @@ class TierSlots:
 class PrivateDaemon:
     """Runs ``kvtierd`` in a child process: ``async with PrivateDaemon(sizes) as daemon: connect(daemon.address)``.
 
-    Its files are in a temporary directory that is removed with it. Inside the block it can be stopped and started
-    again on the same files.
+    The daemon's files are in a temporary directory, which is removed at the end. Inside the block the daemon can be
+    stopped and started again on the same files.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class PrivateDaemon:
         keep: Path | None = None,
         module: Sequence[str] = ("kvtierd.main",),
     ) -> None:
-        """
+        """Prepares the daemon; entering starts it.
+
         Args:
-            sizes: bytes by tier; 0 or absent = the daemon does not have that tier.
-            device: what the device tier is on.
-            keep: a directory for the state and the disk tier, which stays.
+            sizes: bytes by tier; 0 or absent = the daemon lacks the tier.
+            device: the device of the device tier.
+            keep: a permanent directory for the state and the disk tier.
             module: the Python module to run, with its first arguments.
         """
         self._sizes = dict(sizes)
@@ -72,7 +73,7 @@ class PrivateDaemon:
 
     @property
     def pid(self) -> int:
-        """Raises :class:`DaemonUnavailable` if it is not running."""
+        """The daemon's process id. Raises :class:`DaemonUnavailable` if the daemon is not running."""
         if self._process is None:
             raise DaemonUnavailable("the private daemon is not running", reason="NO_DAEMON")
         return self._process.pid
@@ -85,7 +86,7 @@ class PrivateDaemon:
             *("--runtime-dir", self.address),
             *("--state-dir", str(state / "state")),
             *("--disk-dir", str(state / "disk")),
-            *("--default-budget", "100%"),  # its one cache has it all, and so may its one writer
+            *("--default-budget", "100%"),  # the only cache gets all, and its only writer may reserve all
             *("--max-reserved-fraction", "1"),
         ]
         for tier, size in self._sizes.items():

@@ -1,4 +1,4 @@
-"""Replays a request trace as an engine would, and checks every byte and every event."""
+"""Replays a request trace like an engine, and checks every byte and every event."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvtier.replay.trace import Payload, Request, key_of
 from kvtier.types import BlockResult, Tier, fastest
 
 _QUIET_S: Final = 10.0
-"""How long the comparison with the daemon's listing waits for a quiet cache."""
+"""Seconds that the comparison with the daemon's listing waits for a quiet cache."""
 _PAUSE_S: Final = 0.1
 
 
 @dataclass(slots=True)
 class Report:
-    """The outcome. ``event_gaps``: how often events were lost.
+    """The outcome of a replay. ``event_gaps``: number of losses of events.
 
-    ``hits``: prefix hits by the fastest tier of each block, counted when a request first acquires it.
+    ``hits``: prefix hits by the fastest tier of each block, counted when a request first acquires the block.
     """
 
     requests: int = 0
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def flawless(self) -> bool:
-        """No wrong byte, no lost event, no block that is elsewhere than the events say."""
+        """Whether the replay found no wrong byte, no lost event, and no block in other tiers than by the events."""
         return not (self.verify_failures or self.event_gaps or self.residency_mismatches)
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ async def replay(
     A longer prompt is cut to the capacity of the tier.
 
     Args:
-        progress: called with the number of requests that are done.
+        progress: called with the number of finished requests.
     """
     report, tier, payload = Report(), cache.lease_tier(), Payload(cache.block_bytes)
     async with Mirror(client, [cache.name]) as mirror:
@@ -88,7 +88,7 @@ async def replay(
 
 
 async def _serve(cache: Cache, tier: Tier, payload: Payload, keys: list[bytes], report: Report) -> None:
-    """Acquires and verifies what is stored, and stores the rest."""
+    """Acquires and verifies the stored blocks, and stores the rest."""
     async with cache.acquire(keys, tier) as hits:
         report.block_refs += len(keys)
         report.verify_failures += await wrong_blocks(hits, payload)
@@ -108,7 +108,7 @@ def _fill(lease: WriteLease, keys: Sequence[bytes], payload: Payload) -> None:
 
 
 async def wrong_blocks(lease: ReadLease, payload: Payload) -> int:
-    """How many blocks of the lease hold other bytes than their keys say. All bytes are compared in place."""
+    """Number of blocks of the lease with wrong bytes for their keys. Compares all bytes in place."""
 
     def compare() -> int:
         return sum(not payload.matches(key, lease.view(index)[0]) for index, key in enumerate(lease.keys))
@@ -117,10 +117,10 @@ async def wrong_blocks(lease: ReadLease, payload: Payload) -> int:
 
 
 async def _mismatches(cache: Cache, mirror: Mirror) -> int:
-    """How many blocks are elsewhere in the daemon's listing than by its events.
+    """Number of blocks whose tiers differ between the daemon's listing and its events.
 
-    A listing takes several calls, and a block may move meanwhile. So it is repeated until both agree, or for
-    ``_QUIET_S`` seconds.
+    A listing takes several calls, and a block may move meanwhile, so the comparison is repeated until both agree, or
+    for ``_QUIET_S`` seconds.
     """
     give_up = time.monotonic() + _QUIET_S
     while True:

@@ -1,7 +1,7 @@
-"""The client for programs without an event loop: the verbs, names, arguments and errors of the asynchronous one.
+"""The client for programs without an event loop: the verbs, names, arguments and errors of the asynchronous client.
 
-:class:`Client` runs an asynchronous client on a loop in a thread of its own. What it hands out may be used from several
-threads. A call that is interrupted (Ctrl-C) is cancelled and leaves nothing held. A forked child cannot use it.
+:class:`Client` runs an asynchronous client on an event loop in its own thread. Threads may share its objects. A call
+that is interrupted (Ctrl-C) is cancelled and leaves nothing held. A forked child cannot use the client.
 """
 
 from kvtier.sync.cache import AcrossGroups, AcrossLease, Cache, Leases, ReadLease, WriteLease

@@ -1,7 +1,7 @@
 """The synchronous twins of the client's classes.
 
-A twin has the names, arguments and errors of its asynchronous class, whose docstrings hold for it. It runs the verb on
-the client's loop and waits. Arrays are copied, shared memory is looked up, and streams of a GPU are read in the calling
+A twin has the names, arguments and errors of its asynchronous class, whose docstrings apply. A twin runs a verb on the
+client's loop and waits. Arrays are copied, shared memory is looked up, and streams of a GPU are read in the calling
 thread.
 """
 
@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 
 class Twin(Generic[Inner]):
-    """``inner``: the asynchronous object. ``thread``: where its coroutines run."""
+    """A synchronous object. ``inner``: its asynchronous twin; ``thread``: the thread that runs the twin's
+    coroutines."""
 
     def __init__(self, thread: LoopThread, inner: Inner) -> None:
         self.thread: Final = thread
@@ -52,7 +53,7 @@ class Twin(Generic[Inner]):
 
 
 class Fact(Generic[T]):
-    """An attribute of the asynchronous object, read as it is now."""
+    """An attribute of the asynchronous object, read at access."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -62,7 +63,7 @@ class Fact(Generic[T]):
 
 
 def waits(verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """The verb, awaited on the client's loop."""
+    """A method that awaits the verb on the client's loop."""
 
     @wraps(verb)
     def waiting(self: Twin[Any], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -72,7 +73,7 @@ def waits(verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callab
 
 
 def answers(verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """The verb, which does not wait, called in this thread."""
+    """A method that calls the verb, which does not wait, in this thread."""
 
     @wraps(verb)
     def answering(self: Twin[Any], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,7 +92,7 @@ def like(verb: Callable[Concatenate[Any, P], Any]) -> Callable[[Callable[..., T]
 
 
 def plain(method: Callable[..., T], verb: Callable[..., Any]) -> Callable[..., T]:
-    """``wraps`` without the way back to the coroutine function: inspection sees a function that returns a value."""
+    """Finishes ``wraps`` and hides the coroutine function, so that inspection sees a function that returns a value."""
     vars(method).pop("__wrapped__")
     method.__signature__ = inspect.signature(verb)  # type: ignore[attr-defined]
     return method
@@ -100,7 +101,7 @@ def plain(method: Callable[..., T], verb: Callable[..., Any]) -> Callable[..., T
 class Lease(Twin[L]):
     """Slots of one tier, held until :meth:`release` or the end of the ``with`` block.
 
-    In a forked child it can neither be used nor released: the parent holds it.
+    The parent holds the lease after a fork; the child can neither use nor release it.
     """
 
     id = Fact[int]()
@@ -158,7 +159,7 @@ class WriteLease(Lease[lease.WriteLease]):
 
 
 class ReadLease(Lease[lease.ReadLease]):
-    """Acquired blocks: READY in one tier, and they stay there."""
+    """Acquired blocks: READY in one tier, where the lease keeps them."""
 
     keys = Fact[tuple[bytes, ...]]()
     needed = Fact[Needed]()
@@ -186,7 +187,7 @@ class AcrossLease(Twin[groups.AcrossLease]):
     def __init__(self, owner: Cache, inner: groups.AcrossLease) -> None:
         super().__init__(owner.thread, inner)
         self.groups: Final = tuple(ReadLease(owner.in_group(group), part) for group, part in enumerate(inner.groups))
-        """One lease a group, in order, which may be empty."""
+        """The leases, one per group, in order; a lease may be empty."""
 
     @like(groups.AcrossLease.release)
     def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
@@ -205,7 +206,7 @@ H = TypeVar("H", bound="ReadLease | AcrossLease")
 
 
 class Leases(list[H]):
-    """What ``acquire_many`` returns: its leases, released together at the end of a ``with`` block."""
+    """The leases of an ``acquire_many``, released together at the end of a ``with`` block."""
 
     def __init__(self, owner: Cache, leases: Iterable[H]) -> None:
         super().__init__(leases)
@@ -242,7 +243,7 @@ class PrefixTwin(Twin[V]):
 
 
 class AcrossGroups(PrefixTwin[groups.AcrossGroups]):
-    """Made by :attr:`Cache.across`."""
+    """The verbs over all window groups, from :attr:`Cache.across`."""
 
     def __init__(self, owner: Cache, inner: groups.AcrossGroups) -> None:
         super().__init__(owner.thread, inner)
@@ -289,7 +290,7 @@ class AcrossGroups(PrefixTwin[groups.AcrossGroups]):
 
 
 class Cache(PrefixTwin[cache.Cache]):
-    """Made by :meth:`kvtier.Client.open_cache`."""
+    """A cache, opened by :meth:`kvtier.Client.open_cache`."""
 
     name = Fact[str]()
     spec = Fact[CacheSpec]()
@@ -322,7 +323,7 @@ class Cache(PrefixTwin[cache.Cache]):
 
     @property
     def across(self) -> AcrossGroups:
-        """The verbs over all window groups at once, for sequences that need their blocks in each."""
+        """The verbs over all window groups at once, for sequences that need their blocks in each group."""
         return AcrossGroups(self, self.inner.across)
 
     @like(cache.Cache.probe)
@@ -443,7 +444,7 @@ def _asked(thread: LoopThread, keys: Keys, timeout: float | None) -> bytes:
 
 
 def _or_ask(thread: LoopThread, found: T | None, ask: Work[T]) -> T:
-    """What shared memory told, else what the daemon answers."""
+    """The answer from shared memory, or else from the daemon."""
     return thread.run(ask) if found is None else found
 
 
@@ -459,8 +460,8 @@ def _each(thread: LoopThread, items: AsyncIterator[T]) -> Iterator[T]:
 
 
 def _delivered(out: Blocks | None, rows: list[Any]) -> list[Any]:
-    """What the caller gets: the arrays that it gave, filled, or else the rows. Tensors on a GPU are filled on this
-    thread's current stream, of which the loop's thread knows nothing."""
+    """The blocks as the caller gets them: its own arrays, filled, or else the rows. Tensors on a GPU are filled on this
+    thread's current stream, which the loop's thread does not know."""
     if out is None:
         return rows
     buffers.fill(buffers.late(out, rows))

@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class Watch(Twin[watch.Watch]):
-    """``for item in client.watch()``. Of several threads that iterate, each gets other items.
+    """``for item in client.watch()``. Threads may iterate together; each item goes to one thread.
 
-    It ends when any thread closes it.
+    The watch ends when any thread closes it.
     """
 
     cursor = Fact[Cursor | None]()
@@ -68,7 +68,7 @@ class Watch(Twin[watch.Watch]):
                 raise
 
     def __enter__(self) -> Self:
-        """Of a watch that begins now, now is this moment. Raises :class:`kvtier.errors.DaemonUnavailable`."""
+        """Fixes the start of a watch that begins now. Raises :class:`kvtier.errors.DaemonUnavailable`."""
         self.thread.run(self.inner.__aenter__)
         return self
 
@@ -79,9 +79,8 @@ class Watch(Twin[watch.Watch]):
 class Client(Twin[client.AsyncClient]):
     """A synchronous client of the daemon whose runtime directory is ``address``: ``with kvtier.Client() as client``.
 
-    Args: as of :func:`kvtier.connect`.
-
-    Raises: as :func:`kvtier.connect`. Once closed, or in a forked child, :class:`kvtier.errors.ClientClosed`.
+    Arguments and errors: see :func:`kvtier.connect`. After :meth:`close`, and in a forked child, verbs raise
+    :class:`kvtier.errors.ClientClosed`.
     """
 
     address = Fact[str]()
@@ -132,10 +131,10 @@ class Client(Twin[client.AsyncClient]):
         return Watch(self.thread, self.inner.watch(**wanted))
 
     def submit(self, work: Work[T]) -> Future[T]:
-        """Begins a verb and does not wait: ``client.submit(lambda: cache.inner.get(keys))``, of the asynchronous twin.
+        """Begins a verb without waiting: ``client.submit(lambda: cache.inner.get(keys))``, of the asynchronous twin.
 
-        The future can be polled, waited for and cancelled; arrays are the verb's until it is done. Work of a GPU's
-        streams is not waited for. Raises :class:`kvtier.errors.ClientClosed`.
+        The future can be polled, awaited in a thread and cancelled; the verb owns its arrays until it is done. GPU work
+        on streams is not waited for. Raises :class:`kvtier.errors.ClientClosed`.
         """
         return self.thread.submit(work)
 
@@ -153,15 +152,16 @@ class Client(Twin[client.AsyncClient]):
         self.close()
 
     def __del__(self) -> None:
-        inner = getattr(self, "inner", None)  # None: it never connected
+        inner = getattr(self, "inner", None)  # None: the client never connected
         if inner is not None and self.thread.running and not self.thread.forked:
             warnings.warn(f"unclosed client of {inner.address}", ResourceWarning, stacklevel=1, source=self)
-            # The garbage collector may run this in any thread, also in the one that would have to be waited for.
+            # The garbage collector may run this in any thread, including the client's own thread, which cannot wait for
+            # itself.
             self.thread.stop_soon(inner.close)
 
 
 class Mirror(MirrorView):
-    """``with kvtier.sync.Mirror(client, ["llama"]) as mirror``: see :class:`kvtier.Mirror`. Any thread may look."""
+    """``with kvtier.sync.Mirror(client, ["llama"]) as mirror``: see :class:`kvtier.Mirror`. Lookups are thread-safe."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Mirror(MirrorView):
     synced = waits(follower.Mirror.synced)
 
     def close(self) -> None:
-        """Stops following. What it knows stays, and is stale. Does nothing if its client is closed."""
+        """Stops following. The index stays, and is stale. Does nothing if the client is closed."""
         if not self.thread.forked:
             with suppress(ClientClosed):
                 self.thread.run(self.inner.aclose)
@@ -200,6 +200,6 @@ _open: Final[weakref.WeakSet[Client]] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A daemon thread dies where it stands: before that, sessions still open say goodbye."""
+    """Closes open clients at exit, before their daemon threads die, so that sessions say goodbye."""
     for each in list(_open):
         each.close()

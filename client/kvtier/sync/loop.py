@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and threads that wait for coroutines on it."""
+"""An event loop in its own thread, and other threads that wait for coroutines on it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ Undo = Callable[[T], Coroutine[Any, Any, None]]
 _log = logging.getLogger(__name__)
 
 _LOOK_UP_S: Final = 1.0
-"""A signal that comes between Python's last look for one and the sleep on a lock wakes nobody: the sleeper looks up."""
+"""Seconds between wake-ups of a waiting thread: a signal that arrives just before the thread sleeps on a lock does not
+wake it."""
 
 
 class LoopThread:
-    """Runs coroutines for other threads until :meth:`stop`. All methods may be called from any thread but its own."""
+    """Runs coroutines for other threads until :meth:`stop`. Thread-safe, except in its own thread."""
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
@@ -40,7 +41,7 @@ class LoopThread:
         self._farewell: asyncio.Future[Work[None]]
         self._started = threading.Event()
         self._fault: Exception | None = None
-        """Why there is no loop."""
+        """The error that kept the loop from starting."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         self._started.wait()
@@ -49,18 +50,18 @@ class LoopThread:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that made it: the thread stayed behind in the parent."""
+        """Whether this process is a forked child, whose parent has the thread."""
         return os.getpid() != self._pid
 
     @property
     def running(self) -> bool:
-        """False once it is being stopped."""
+        """False once :meth:`stop` has begun."""
         return not self._stopping
 
     def fence(self, leases: Iterable[Lease], stream: Stream | None) -> Fence:
-        """As :func:`kvtier.memory.gpu.fence_of`: here, since the loop's thread has other current streams.
+        """Like :func:`kvtier.lease.fence_of`, in the caller's thread: the loop's thread has other current streams.
 
-        Raises also :class:`ClientClosed`, as :meth:`run` does.
+        Raises :class:`ClientClosed` too, like :meth:`run`.
         """
         self.require_usable()
         return fence_of((lease for lease in leases if not lease.released), stream)
@@ -68,8 +69,8 @@ class LoopThread:
     def run(self, work: Work[T], undo: Undo[T] | None = None) -> T:
         """The coroutine's result, awaited on the loop.
 
-        A caller that is interrupted (Ctrl-C) cancels it and waits until it has ended; a result that came all the same
-        is given to ``undo``. Raises :class:`ClientClosed` after :meth:`stop` and in a forked child.
+        A caller that is interrupted (Ctrl-C) cancels the coroutine and waits for its end; a result in spite of that
+        goes to ``undo``. Raises :class:`ClientClosed` after :meth:`stop` and in a forked child.
         """
         self.require_usable()
         call = Call(self._loop, work, undo)
@@ -77,7 +78,7 @@ class LoopThread:
             self._begin(call)
             return call.wait()
         except Exception:
-            raise  # the coroutine's own, or there is no loop
+            raise  # the coroutine's error, or the loop is closed
         except BaseException:
             call.leave()
             raise
@@ -86,19 +87,19 @@ class LoopThread:
                 self._calls.discard(call)
 
     def submit(self, work: Work[T]) -> Future[T]:
-        """Begins the coroutine and does not wait for it; who cancels the future cancels it. Raises as :meth:`run`."""
+        """Begins the coroutine without waiting; cancelling the future cancels it. Raises like :meth:`run`."""
         self.require_usable()
         return asyncio.run_coroutine_threadsafe(work(), self._loop)
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Calls back on the loop. Raises as :meth:`run`."""
+        """Calls back on the loop. Raises like :meth:`run`."""
         self.require_usable()
         self._loop.call_soon_threadsafe(callback)
 
     def stop(self, farewell: Work[None]) -> None:
-        """Runs ``farewell``, then ends the thread; calls still under way raise :class:`ClientClosed`.
+        """Runs ``farewell``, then ends the thread; running calls raise :class:`ClientClosed`.
 
-        Whoever comes second waits for the end, too. In a forked child nothing happens.
+        A second caller waits for the end, too. Does nothing in a forked child.
         """
         if self.forked:
             return
@@ -107,7 +108,7 @@ class LoopThread:
             self._thread.join()
 
     def stop_soon(self, farewell: Work[None]) -> None:
-        """The same without waiting for it."""
+        """Like :meth:`stop`, without waiting."""
         if self.forked:
             return
         with self._lock:
@@ -139,7 +140,7 @@ class LoopThread:
         except Exception as error:
             if self._started.is_set():
                 raise
-            self._fault = error  # no descriptor for a loop, mostly
+            self._fault = error  # usually no file descriptor is left for the loop
         finally:
             self._started.set()
             with self._lock:
@@ -156,13 +157,13 @@ class LoopThread:
 
 
 class Call(Generic[T]):
-    """One coroutine on the loop and the one thread that waits for it."""
+    """A coroutine on the loop, and the thread that waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Work[T], undo: Undo[T] | None) -> None:
         self._loop: Final = loop
         self._work: Final = work
         self._undo: Final = undo
-        # Not a condition, as futures have: one that is interrupted when it has just been taken is held for ever, and
+        # Not a condition, as futures have: an interrupt just after its lock is taken leaves the lock held for ever, and
         # the loop's thread waits for it.
         self._over: Final[SimpleQueue[asyncio.Task[T] | None]] = SimpleQueue()
         self._task: asyncio.Task[T] | None = None
@@ -179,23 +180,23 @@ class Call(Generic[T]):
 
     def leave(self) -> None:
         """Cancels the coroutine and waits for its end: nothing touches the caller's arrays afterwards."""
-        with suppress(RuntimeError, ClientClosed):  # the loop is closed, hence every coroutine on it over
+        with suppress(RuntimeError, ClientClosed):  # the loop is closed, so all its coroutines have ended
             self._loop.call_soon_threadsafe(self._leave)
             self.wait()
 
     def begin(self) -> None:
-        """On the loop."""
+        """Starts the coroutine. Called on the loop."""
         self._task = self._loop.create_task(self._work())
         self._task.add_done_callback(self._ended)
 
     def settle(self, task: asyncio.Task[T] | None) -> None:
-        """The task has ended; None: the loop has."""
+        """Wakes the waiting thread: the task has ended; None: the loop has."""
         self._over.put(task)
 
     def _leave(self) -> None:
         self._left = True
         if self._task is None:
-            self.settle(None)  # interrupted before it was handed over
+            self.settle(None)  # interrupted before the task began
         elif not self._task.cancel():
             self._ended(self._task)
 
@@ -212,7 +213,7 @@ async def _undone(undo: Coroutine[Any, Any, None]) -> None:
     try:
         await undo
     except KvtierError as error:
-        # The daemon gives back what this process holds when the client is closed, or the process ends.
+        # The daemon takes the slots back when the client is closed or the process ends.
         _log.warning("what an interrupted call had got could not be given back at once: %s", error)
 
 

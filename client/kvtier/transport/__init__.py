@@ -1,4 +1,4 @@
-"""The ways to a daemon: the sockets in a runtime directory, or TCP."""
+"""Transports to a daemon: the sockets in a runtime directory, or TCP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{
 
 @dataclass(slots=True, frozen=True)
 class TlsFiles:
-    """PEM files: this client's certificate chain and key, and the authorities that vouch for daemons."""
+    """PEM files: this client's certificate chain and key, and the certificates of the daemons' authorities."""
 
     cert: Path
     key: Path
@@ -39,15 +39,16 @@ class Connection(Protocol):
     closed: asyncio.Event
 
     async def map(self, cache_id: int, *, write: bool) -> Segments:
-        """A cache's segments, whose descriptors are the caller's then."""
+        """A cache's segments. The caller owns the descriptors."""
         ...
 
     def forget(self, token: str) -> None:
-        """What an earlier life of the daemon lent to the session of this token is not touched any more."""
+        """Tells the daemon that this process no longer touches the memory of this token's session with an earlier
+        daemon."""
         ...
 
     async def say_bye(self) -> None:
-        """Ends the session with all that it holds."""
+        """Ends the session and gives back all its leases."""
         ...
 
     def close(self) -> None:
@@ -57,13 +58,13 @@ class Connection(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Attached:
-    """A connection that was welcomed, and the channel that goes with it."""
+    """A connection that the daemon welcomed, and its channel."""
 
     connection: Connection
     welcome: protocol.Welcome
     channel: grpc.aio.Channel
     calls: grpc.aio.Channel | LocalChannel
-    """What calls are made over."""
+    """The channel for calls."""
 
 
 class Transport(Protocol):
@@ -73,16 +74,16 @@ class Transport(Protocol):
     def can_map(self) -> bool: ...
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
-        """A connection that says hello, with the token of an earlier session where there is one.
+        """Connects and says hello, with the token of an earlier session if given.
 
-        ``channel``: that session's, which may be used on. Raises :class:`kvtier.errors.KvtierError`; of a token that
-        the daemon does not know with the reason UNKNOWN_SESSION.
+        ``channel``: the earlier session's channel, for reuse. Raises :class:`kvtier.errors.KvtierError`, with the
+        reason UNKNOWN_SESSION for a token that the daemon does not know.
         """
         ...
 
 
 class LocalTransport:
-    """Over the sockets in a runtime directory."""
+    """Transport over the sockets in a runtime directory."""
 
     can_map: Final = True
 
@@ -90,7 +91,7 @@ class LocalTransport:
         self._address = address
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
-        require_grpc()  # before the daemon knows of anybody
+        require_grpc()  # before the daemon creates a session
         connection = await AttachConnection.open(self._address)
         try:
             welcome = await connection.hello(token)
@@ -104,7 +105,7 @@ class LocalTransport:
 
 
 class TcpTransport:
-    """Over TCP, where a stream is the session's connection."""
+    """Transport over TCP. A stream is the session's connection."""
 
     can_map: Final = False
 
@@ -114,7 +115,7 @@ class TcpTransport:
         self._looked = False
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
-        """Always with a channel of its own: one that broke may sleep longer than the daemon is away."""
+        """Always opens a new channel: a broken channel may back off for longer than the daemon is away."""
         channel = await self._channel()
         try:
             connection, welcome = await StreamConnection.open(channel, token)
@@ -139,20 +140,20 @@ class TcpTransport:
 
 
 def is_tcp(address: str) -> bool:
-    """Whether it says so, or looks like it: a runtime directory does not end in a colon and a number."""
+    """Whether the address is TCP by scheme or form: a runtime directory does not end in a colon and a number."""
     return address.startswith(TCP_SCHEME) or _HOST_PORT.fullmatch(address) is not None
 
 
 def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Transport:
-    """``host:port``, with or without ``tcp://`` before it, is TCP; anything else a runtime directory.
+    """The transport to an address: TCP for ``host:port``, with or without ``tcp://``, else a runtime directory.
 
-    Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for, and for an empty
-    address, which would be the working directory.
+    Raises :class:`InvalidArgument` for TCP without TLS, unless ``insecure`` and to this host, and for an empty address,
+    which would mean the working directory.
     """
     if not address:
         raise InvalidArgument("address", address, "a runtime directory or host:port")
     found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
-    if found is not None and int(found[3]) > MAX_PORT:  # gRPC would take what 16 bits leave of it
+    if found is not None and int(found[3]) > MAX_PORT:  # gRPC would truncate the port to 16 bits
         raise InvalidArgument("address", address, f"host:port with a port of at most {MAX_PORT}")
     if found is None:
         if address.startswith(TCP_SCHEME):
@@ -190,11 +191,11 @@ async def _read(field: str, path: Path) -> bytes:
 
 
 def _require_use(files: TlsFiles) -> None:
-    """Raises :class:`InvalidArgument` for files that can be read and are of no use: gRPC would try them for as long as
-    the caller waits, and say of none of them that it is at fault."""
+    """Raises :class:`InvalidArgument` for readable but unusable files: gRPC would retry with them for the whole wait,
+    and name none of them as the cause."""
     if not all(Path(path).is_file() for path in (files.cert, files.key, files.ca)):
-        return  # pipes, which have been read: a shell's <(…)
-    import ssl  # for clients of TCP alone
+        return  # pipes can be read only once: a shell's <(…)
+    import ssl  # needed only for TCP
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
@@ -202,7 +203,7 @@ def _require_use(files: TlsFiles) -> None:
     except ssl.SSLError as error:
         raise InvalidArgument("tls.ca", str(files.ca), f"certificates of authorities, PEM: {error}") from error
     try:
-        context.load_cert_chain(files.cert, files.key, password=lambda: b"")  # never asked for on a terminal
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")  # no prompt on the terminal
     except (ssl.SSLError, ValueError) as error:
         limit = f"a certificate, PEM, with its key in {files.key}: {error}"
         raise InvalidArgument("tls.cert", str(files.cert), limit) from error

@@ -1,4 +1,4 @@
-"""The connection of a client of this host: its session, the memory it maps, and its calls."""
+"""The connection of a client on the daemon's host: its session, mapped memory, and calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Answer:
 
 @dataclass(slots=True, frozen=True)
 class Segments:
-    """Descriptors by name, to be closed when they are mapped, and what the daemon said of them."""
+    """Descriptors by name, to close after mapping, and the daemon's description of them."""
 
     fds: Mapping[str, int]
     told: protocol.Mapped
@@ -64,20 +64,21 @@ class Segments:
 
 
 def attach_socket() -> socket.socket:
-    """Of the kind of the daemon's, non-blocking and not connected."""
+    """A socket of the daemon's kind, non-blocking and not connected."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
     return sock
 
 
 _MOST_UNDER_WAY: Final = 128 << 10
-"""Bytes of unanswered calls: the socket's buffer holds more, so that there is always room for another message."""
+"""Most bytes of unanswered calls: the socket's buffer is larger, so there is always room for another message."""
 _MAX_U32: Final = 2**32 - 1
 _STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class AttachConnection:
-    """One connection. Requests but for calls are answered in order. :attr:`closed` is set when either side hangs up."""
+    """A connection to the attach socket. Requests are answered in order, calls are not. :attr:`closed` is set when
+    either side hangs up."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -91,17 +92,17 @@ class AttachConnection:
 
     @classmethod
     async def open(cls, address: str) -> Self:
-        """Connects. Raises :class:`DaemonUnavailable` where nobody listens, :class:`PermissionDenied`."""
+        """Connects. Raises :class:`DaemonUnavailable` if no daemon listens, :class:`PermissionDenied`."""
         try:
             path = protocol.socket_path(address, protocol.ATTACH_SOCKET)
         except protocol.AddressError as error:
             raise InvalidArgument("address", address, str(error)) from error
         try:
             sock = attach_socket()
-        except OSError as error:  # this process has no descriptor left, or the host no memory: for now
+        except OSError as error:  # this process has no descriptor left, or the host no memory: both may pass
             raise DaemonUnavailable(f"no socket for {path}: {error.strerror}", reason="NO_SOCKET") from error
         try:
-            sock.connect(path)  # at once, or never: asyncio would take a full backlog for a connection under way
+            sock.connect(path)  # connect at once or fail: asyncio would take a full backlog for a pending connection
         except BlockingIOError as error:
             sock.close()
             message = f"too many clients wait for the daemon at {path}"
@@ -116,13 +117,13 @@ class AttachConnection:
         return cls(sock)
 
     async def hello(self, token: str | None) -> protocol.Welcome:
-        """Introduces this process; ``token`` resumes an earlier session of it."""
+        """Introduces this process; ``token`` resumes its earlier session."""
         answer = await self._ask(protocol.Hello(token=token))
         _close_all(answer.fds)
         return _accepted(_decoded(protocol.decode_welcome, answer.data))
 
     async def map(self, cache_id: int, *, write: bool) -> Segments:
-        """The cache's segments, whose descriptors are the caller's then."""
+        """The cache's segments. The caller owns the descriptors."""
         answer = await self._ask(protocol.Map(cache_id=cache_id, write=write))
         try:
             mapped = _accepted(_decoded(protocol.decode_mapped, answer.data))
@@ -134,21 +135,21 @@ class AttachConnection:
         return Segments(dict(zip(mapped.fds, answer.fds, strict=True)), mapped)
 
     def forget(self, token: str) -> None:
-        """Nothing that the session of this token had is touched any more: see :class:`kvtier.abi.attach.Forget`."""
+        """Notes that the memory of this token's session is no longer touched: see :class:`kvtier.abi.attach.Forget`."""
         if not self.closed.is_set():
-            with suppress(OSError):  # the next daemon is told again
+            with suppress(OSError):  # the session tells the next daemon again
                 self._sock.send(protocol.encode(protocol.Forget(token)))
 
     async def say_bye(self) -> None:
-        """Ends the session, and gives back all that it holds, instead of leaving it for this process to resume."""
+        """Ends the session and gives back all its leases, instead of leaving the session for this process to resume."""
         if not self.closed.is_set():
             with suppress(OSError):  # without a daemon there is no session to end
                 self._sock.send(protocol.encode(protocol.Bye()))
 
     async def call(self, path: bytes, request: bytes, trace: str = "") -> bytes | None:
-        """The reply of a unary method; None where gRPC is to make the call. ``trace``: as metadata have it.
+        """The reply of a unary method; None if the caller must use gRPC instead. ``trace``: as in the metadata.
 
-        Raises :class:`grpc.aio.AioRpcError` as gRPC does, :class:`DaemonUnavailable`.
+        Raises :class:`grpc.aio.AioRpcError` like gRPC, :class:`DaemonUnavailable`.
         """
         number = next(self._numbers) & _MAX_U32
         packet = calls.encode_call(number, path, request, trace.encode())
@@ -161,7 +162,7 @@ class AttachConnection:
         try:
             answer = await waiter
         except asyncio.CancelledError:
-            with suppress(OSError):  # the daemon hangs up, or finds nobody who waits
+            with suppress(OSError):  # the daemon has hung up, or its answer finds no waiter
                 self._sock.send(calls.encode_give_up(number))
             raise
         finally:
@@ -176,7 +177,7 @@ class AttachConnection:
         return answer.body
 
     def close(self) -> None:
-        """Hangs up. Whoever still waits for an answer gets :class:`DaemonUnavailable`. Closing twice is allowed."""
+        """Hangs up. Callers that wait for an answer get :class:`DaemonUnavailable`. Closing twice is allowed."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -193,9 +194,8 @@ class AttachConnection:
             raise DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
         packet = protocol.encode(request)
         waiter: asyncio.Future[_Answer] = self._loop.create_future()
-        self._waiting.append(
-            waiter
-        )  # from here on the request is sent, or the connection closed: answers have no names
+        # From here on the request must be sent or the connection closed, as answers go by order.
+        self._waiting.append(waiter)
         try:
             self._send(packet)
         except DaemonUnavailable:
@@ -210,7 +210,7 @@ class AttachConnection:
 
     def _send(self, packet: bytes) -> None:
         try:
-            # What fits the socket's buffer beside the calls under way fits, or the peer has stopped reading.
+            # The packet fits the socket's buffer beside the pending calls, unless the peer has stopped reading.
             self._sock.send(packet)
         except OSError as error:
             self.close()
@@ -236,7 +236,7 @@ class AttachConnection:
             return
         waiter = self._waiting.popleft()
         if waiter.done():
-            # Its caller was cancelled; the answer still had to be taken off the queue.
+            # The caller was cancelled; its answer still had to leave the queue.
             _close_all(fds)
         else:
             waiter.set_result(_Answer(data, fds))
@@ -248,12 +248,12 @@ class AttachConnection:
             self.close()
             return
         waiter = self._calls.get(answer.number)
-        if waiter is not None and not waiter.done():  # else whoever called has given up
+        if waiter is not None and not waiter.done():  # else the caller has given up
             waiter.set_result(answer)
 
 
 class LocalChannel:
-    """What stubs are made over: unary calls go by the attach socket, streams and what is too long by gRPC."""
+    """The channel for stubs: unary calls use the attach socket, streams and long messages gRPC."""
 
     def __init__(self, channel: grpc.aio.Channel, connection: AttachConnection) -> None:
         self._channel = channel
@@ -269,7 +269,7 @@ class LocalChannel:
         response_deserializer: Callable[[bytes], Message],
         **options: Any,
     ) -> Callable[..., Awaitable[Message]]:
-        """As a channel of gRPC's does, but for the result: it can be awaited, no more."""
+        """Like a gRPC channel's, but the result can only be awaited."""
         path = method.encode()
         over_grpc: Any = self._channel.unary_unary(method, request_serializer, response_deserializer, **options)
 

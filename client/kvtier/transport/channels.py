@@ -1,8 +1,9 @@
-"""gRPC's channels of this process, and what a fork leaves of them.
+"""This process's gRPC channels, and their state after a fork.
 
-One thread of ``grpc.aio`` brings the answers of all channels, and a forked child has none of its parent's threads. As
-long as a channel of the parent's is there, gRPC takes that thread for running: a call on a new one would wait for ever,
-whatever its timeout. And where the last of them is freed, the child waits for the thread's end, or crashes.
+A single ``grpc.aio`` thread delivers the answers of all channels, and a forked child has none of its parent's threads.
+While a channel of the parent exists in the child, gRPC assumes that this thread runs: a call on a new channel would
+wait for ever, whatever its timeout. When the last of these channels is freed, the child waits for the thread's end, or
+crashes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _inherited: Final[list[grpc.aio.Channel]] = []
 
 
 def open_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """The caller closes it. ``credentials``: None = neither TLS nor anything else."""
+    """Opens a channel, which the caller closes. ``credentials``: None = no TLS."""
     require_grpc()
     if credentials is None:
         channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
@@ -43,7 +44,8 @@ def open_channel(target: str, credentials: grpc.ChannelCredentials | None = None
 
 
 def require_grpc() -> None:
-    """Raises :class:`CallerError` in a child that was forked while its parent had a channel, open or not yet freed."""
+    """Raises :class:`CallerError` in a child process that was forked while its parent had a channel, open or not yet
+    freed."""
     if _inherited:
         message = "this process was forked from one that had a client, and gRPC does not work in it: start it with exec"
         raise CallerError(f"{message}, as multiprocessing's spawn does, or before there is a client", reason="FORKED")
@@ -51,7 +53,7 @@ def require_grpc() -> None:
 
 def _in_child() -> None:
     for channel in _own:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # not even the end of the interpreter frees it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))  # not even the end of the interpreter frees the channel
         _inherited.append(channel)
     _own.clear()
 

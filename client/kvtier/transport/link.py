@@ -36,7 +36,7 @@ class Stubs:
 
 @dataclass(slots=True, frozen=True)
 class Link:
-    """An attached session and the way to its daemon. ``session`` rises when the daemon has forgotten the last."""
+    """An attached session and its channel. ``session`` rises when the daemon has forgotten the last session."""
 
     session: int
     welcome: protocol.Welcome
@@ -46,12 +46,12 @@ class Link:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of each call in the session."""
+        """Metadata of each call in the session."""
         return ((protocol.SESSION_METADATA_KEY, self.welcome.token), *_trace())
 
 
 def _trace() -> tuple[tuple[str, str], ...]:
-    """The caller's OpenTelemetry span. Who has one has imported the library, so this need not."""
+    """The caller's OpenTelemetry span. A caller with a span has imported the library, so this module need not."""
     current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
     if current is None or not (span := current().get_span_context()).is_valid:
         return ()

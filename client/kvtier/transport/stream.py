@@ -1,4 +1,4 @@
-"""The connection of a client of another host: a stream with heartbeats."""
+"""The connection of a client on another host: a stream with heartbeats."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvtier.transport.attached import Segments
 from kvtier.v1 import session_pb2, session_pb2_grpc
 
 SILENT_BEATS: Final = 3
-"""Heartbeats missed before the daemon counts as gone."""
+"""Number of missed heartbeats after which the daemon counts as gone."""
 
 _BYE_S: Final = 2.0
 
 _BROKEN: Final = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
-"""What gRPC raises on a stream that has ended."""
+"""gRPC's errors on a stream that has ended."""
 
 
 class StreamConnection:
-    """Sends heartbeats, and hears the daemon's; see :class:`kvtier.transport.Connection`."""
+    """Sends heartbeats and listens for the daemon's; see :class:`kvtier.transport.Connection`."""
 
     def __init__(self, call: Any, heartbeat_s: float) -> None:
         self._call = call
@@ -36,7 +36,7 @@ class StreamConnection:
     async def open(
         cls, channel: grpc.aio.Channel, token: str | None, *, attempts: int = 8
     ) -> tuple[Self, protocol.Welcome]:
-        """Says hello and hears the welcome. Raises :class:`kvtier.errors.KvtierError`."""
+        """Says hello and waits for the welcome. Raises :class:`kvtier.errors.KvtierError`."""
         stub: Any = session_pb2_grpc.SessionsStub(channel)
         call = stub.Session()
         hello = session_pb2.Hello(version=protocol.VERSION, token=token or "")
@@ -45,7 +45,7 @@ class StreamConnection:
             reply = await call.read()
         except grpc.aio.AioRpcError as error:
             fault = fault_of(error)
-            if fault.message == FAILED_WRITE and attempts > 1:  # gRPC hides a refusal that comes during the write
+            if fault.message == FAILED_WRITE and attempts > 1:  # gRPC hides a refusal that arrives during the write
                 return await cls.open(channel, token, attempts=attempts - 1)
             raise error_of(fault) from None
         except BaseException:
@@ -64,7 +64,7 @@ class StreamConnection:
         raise CallerError(f"cache {cache_id}: memory cannot be mapped over TCP", reason="CANNOT_MAP")
 
     def forget(self, token: str) -> None:
-        """Nothing: over TCP no memory is lent."""
+        """Does nothing: over TCP no memory is lent."""
 
     async def say_bye(self) -> None:
         if self.closed.is_set():
@@ -89,7 +89,7 @@ class StreamConnection:
                 await self._call.write(session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat()))
 
     async def _listen(self) -> None:
-        """Until the stream ends, or says nothing for too long."""
+        """Reads heartbeats until the stream ends, or is silent for too long."""
         try:
             while True:
                 async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
