@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
-from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  others take it from here
-from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
+from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 
 STORED: Final = EventType.STORED

@@ -1,7 +1,7 @@
 """Eviction order: one small class for each policy.
 
-A block's place in the order is its rank, one number for all tiers. So no parent ranks under its child, whatever tiers
-the two are in, and comparing numbers orders a tier's candidates. Policies differ in how a use changes the rank.
+A block's place in the order is its rank, one number for all tiers. So no parent ranks under its child, even in
+another tier, and comparing numbers orders a tier's candidates. Policies differ in how a use changes the rank.
 """
 
 from __future__ import annotations

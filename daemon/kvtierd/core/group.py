@@ -520,7 +520,7 @@ class GroupState:
         used, self._used_on_disk = self._used_on_disk, {}
         return [block.key for block in used if (copy := block.copies[DISK]) is not None and copy.valid]
 
-    # -- existence -------------------------------------------------------------------------------------------------
+    # -- indexing and removal --------------------------------------------------------------------------------------
 
     def unsupported(self, parent_key: Key | None) -> bool:
         """Whether a block under this parent could not be indexed: the parent is not indexed or is a partial block."""

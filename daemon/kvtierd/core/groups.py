@@ -1,10 +1,10 @@
-"""Requests over all window groups of a cache, or over a sliding one: one prefix, with what every group needs for it
-READY and held there, or nothing in any.
+"""Requests over all window groups of a cache, or over one sliding group: one prefix, whose blocks every group needs
+READY and held, or nothing in any group.
 
-Such a request has a part in each group's queue, which waits there like any other. It takes its slots in all groups in
-one step, when all of its parts are at the head of their queues and have room. Where a group cannot make room, or loses
-a block, or a copy fails, the whole request is matched anew, for a shorter prefix: what a sliding group needs of that is
-other blocks, not fewer of the same.
+A request has a part in each group's queue, which waits there like any other request. The request takes its slots in all
+groups in one step, when all its parts head their queues and have room. If a group cannot make room or loses a block, or
+a copy fails, the whole request is matched again for a shorter prefix: a sliding group needs other blocks for a shorter
+prefix, not fewer of the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MakeRefusal(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One group's share: the blocks that the prefix needs there."""
+    """One group's part of a request: the blocks that the prefix needs there."""
 
     window: WindowManager
     fetch: FetchTicket
@@ -47,8 +47,14 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class AcrossTicket:
-    """``length``: of the prefix it is after now. ``spoiled``: blocks whose copies for it have failed; it does not try
-    them again. ``alone``: it is of one group, and answered as such."""
+    """
+    waiting --room in all parts--> filling --all copies ended--> answered;  filling --a copy failed--> waiting
+    waiting, filling --expire, refuse--> answered;  waiting, filling --withdraw--> gone unanswered
+
+    A request with a part in each group. ``length``: of the prefix that it now asks for. ``spoiled``: blocks whose
+    copies for it have failed; they are not tried again. ``alone``: the request is over one group, so its grant names no
+    groups.
+    """
 
     id: TicketId
     session: SessionId
@@ -63,17 +69,18 @@ class AcrossTicket:
 
     @property
     def waiting(self) -> bool:
-        """Its blocks are claimed and it queues for room; else it holds them and copies fill its slots."""
+        """Whether its blocks are claimed and it queues for room. Afterwards it holds its blocks, and copies fill its
+        slots."""
         return self.parts[0].fetch.waiting
 
     @property
     def least(self) -> int:
-        """A shorter prefix is no answer."""
+        """Least length of a prefix that is an answer."""
         return max(self.min_blocks, 1)
 
 
 class AcrossGroups:
-    """All such requests of a cache. None waits that could go on: see :meth:`advance`."""
+    """All multi-group requests of a cache. :meth:`advance` is called until no request can go on."""
 
     def __init__(
         self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal
@@ -94,8 +101,8 @@ class AcrossGroups:
     def match(
         self, id: TicketId, session: SessionId, window: WindowManager | None, tier: Tier, chain: ChainRequest, now: int
     ) -> AcrossTicket:
-        """Claims what the longest usable prefix needs in every group, or in that of ``window`` alone; room for it is
-        made later, by :meth:`queue`."""
+        """Claims the blocks that the longest usable prefix needs in every group, or in ``window`` alone. :meth:`queue`
+        makes room for them later."""
         parts = []
         for each in self._windows if window is None else (window,):
             turn = Turn()
@@ -112,7 +119,8 @@ class AcrossGroups:
         return ticket
 
     def queue(self, ticket: AcrossTicket, now: int) -> None:
-        """Shortens the request to what the tier can hold at best in every group, and lets it wait for that."""
+        """Shortens the request to the prefix that the tier could hold at best in every group, then queues or answers
+        it."""
         tier = ticket.tier
 
         def unheld(block: Block) -> bool:
@@ -133,7 +141,7 @@ class AcrossGroups:
             self._shorten(ticket, now, RefusalReason.TIER_FULL, within)
 
     def expire(self, ticket: AcrossTicket) -> None:
-        """The deadline passed: the answer is the longest prefix that is READY by now."""
+        """Ends a request at its deadline: grants the longest prefix that is READY now, or refuses."""
 
         def ready(state: GroupState, block: Block) -> bool:
             copy = block.copies[ticket.tier]
@@ -149,14 +157,14 @@ class AcrossGroups:
         self._grant(ticket)
 
     def withdraw(self, ticket: AcrossTicket) -> None:
-        """The caller has gone: nothing stays held, nothing is answered."""
+        """Withdraws a request whose caller has gone. Drops its claims and holds, and gives no answer."""
         del self.tickets[ticket.id]
         self._let_go(ticket)
 
-    # -- going on ----------------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     def refresh(self, now: int) -> None:
-        """Matches anew what lost a block while it waited."""
+        """Matches waiting requests again that have lost a block."""
         removed = sum(window.state.removed for window in self._windows)
         losing = any(window.state.lost or window.state.losing for window in self._windows)
         if removed == self._removed and not losing:
@@ -168,7 +176,7 @@ class AcrossGroups:
                 self._shorten(ticket, now, RefusalReason.TOO_SHORT)
 
     def advance(self, now: int) -> bool:
-        """Does the next thing that the queues, which have been served, allow. False where there is none."""
+        """Takes the next step that the queues, which have been served, allow. False if there is none."""
         return any(self._advance(ticket, now) for ticket in list(self.tickets.values()))
 
     def _advance(self, ticket: AcrossTicket, now: int) -> bool:
@@ -188,7 +196,7 @@ class AcrossGroups:
         return False
 
     def _make_do(self, ticket: AcrossTicket, now: int) -> None:
-        """Nothing more can be had in some group and nothing is in flight there."""
+        """Shortens a request that has a part for which no more room can come."""
 
         def missing(block: Block) -> bool:
             return block.copies[ticket.tier] is None
@@ -203,7 +211,7 @@ class AcrossGroups:
         self._shorten(ticket, now, RefusalReason.TIER_FULL, within)
 
     def _finish(self, ticket: AcrossTicket, now: int) -> None:
-        """All copies have ended, well or not."""
+        """Answers a request whose copies have all ended, or matches it again if a copy failed."""
         failed = {
             block
             for part in ticket.parts
@@ -222,7 +230,7 @@ class AcrossGroups:
         return match([part.window.state for part in ticket.parts], ticket.keys[:bound], usable)
 
     def _readable(self, ticket: AcrossTicket, now: int) -> Usable:
-        """In the tier, on its way there, or behind a usable edge."""
+        """Accepts blocks that are in the tier, on their way there, or behind a usable edge."""
         windows = {part.window.state: part.window for part in ticket.parts}
 
         def readable(state: GroupState, block: Block) -> bool:
@@ -237,7 +245,7 @@ class AcrossGroups:
         reason: RefusalReason,
         limits: Callable[[Sequence[Cover]], list[Limit]] = lambda covers: [],
     ) -> None:
-        """Goes on for the longest prefix that can still be had, or refuses for this reason."""
+        """Queues the request for the longest prefix that it can still have, or refuses it for this reason."""
         length, covers = self._match(ticket, ticket.length, self._readable(ticket, now))
         length = longest(length, [*limits(covers), *(cover.unbroken for cover in covers)])
         if length < ticket.least:
@@ -247,7 +255,7 @@ class AcrossGroups:
         self._enqueue(ticket)
 
     def _claim(self, ticket: AcrossTicket, length: int, covers: Sequence[Cover]) -> None:
-        """Claims what the prefix needs and gives up what was claimed or held before."""
+        """Claims the blocks that the prefix needs, and drops earlier claims and holds."""
         ticket.length = length
         for part, cover in zip(ticket.parts, covers, strict=True):
             part.needed = cover.state.attention.needs(length)
@@ -283,7 +291,7 @@ class AcrossGroups:
             self._recorder.grant(Grant(ticket.id, None, matched=matched, blocks=blocks, groups=tuple(groups)))
 
     def refuse(self, ticket: AcrossTicket, reason: RefusalReason) -> None:
-        """Nothing stays held."""
+        """Refuses a request. Drops its claims and holds."""
         del self.tickets[ticket.id]
         self._let_go(ticket)
         free = min(part.window.state.slots[ticket.tier].free for part in ticket.parts)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, NewType, TypeVar, cast
 
-from kvtier.abi.words import BITS as BITS  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import BITS as BITS  # noqa: PLC0414  re-exported
 from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
-from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  re-exported
 
 CacheId = NewType("CacheId", int)
 GroupId = NewType("GroupId", int)
