@@ -55,9 +55,9 @@ class Copy:
       | +---abandon, detach---+                | | +-----stay-----+ |
       +---------insert, recover----------------+ +------detach------+--> absent
 
-    A block's bytes in one tier. Arrows are methods of ``GroupState``, and ``recovery.recover``. A detached copy lives
-    until its last hold, read and fill end. While ``holds`` or ``reads`` is positive, its slot is neither reused nor
-    given up.
+    A block's bytes in one tier. Arrows name methods of ``GroupState``; ``recover`` is in ``core/recovery.py``. A
+    detached copy lives until its last hold, read and fill end. While ``holds`` or ``reads`` is positive, its slot is
+    neither reused nor given up.
     """
 
     __slots__ = ("holds", "listed", "phase", "ranked", "reads", "slot")
@@ -103,7 +103,8 @@ class Block:
                           v |
                         spoiled --lose_on: valid in no other tier--> unindexed
 
-    One block of a window group. There are millions, so a block has no container that most blocks do without.
+    One block of a window group. The arrows to and from "spoiled" are in ``core/removal.py``. There are millions of
+    blocks, so a block has no container that most blocks do without.
     """
 
     __slots__ = (

@@ -189,7 +189,7 @@ class Turn:
 @dataclass(slots=True, eq=False)
 class FetchTicket:
     """
-    waiting --take--> filling --pending = 0--> answered;  filling --claim (a shorter prefix)--> waiting
+    waiting --take--> filling --pending = 0--> answered;  part: filling --claim (shorter prefix)--> waiting
     waiting, filling --expire, refuse--> answered;  waiting, filling --withdraw--> gone unanswered
 
     A request for blocks to be READY in a tier: an acquire (``hold``) or a move.

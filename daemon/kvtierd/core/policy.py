@@ -104,7 +104,7 @@ class Policy:
     waiting_victims: int = 32
     """Largest number of blocks chosen to leave a tier while they wait for slots below."""
     blocks_a_call: int = 1_024
-    """Blocks that one call handles of work without bounds: a reset, the loss of a tier, retentions that end."""
+    """Limit of blocks that one call handles in unbounded work: a reset, the loss of a tier, retentions that end."""
     blocks_a_move: int = 32
     blocks_an_event: int = 256
     degrade_after: int = 3

@@ -18,9 +18,11 @@ from kvtierd.core.ids import SlotId
 
 class SlotState(IntEnum):
     """
-    FREE --reserve--> BLANK --commit--> READY --demotion, deletion--> RETIRING --> FREE;  RETIRING --hit--> READY
-    FREE --copy planned--> FILLING --copy arrived--> READY;  BLANK, FILLING, READY --release, failure, drop--> FREE
+    FREE --reserve--> BLANK --commit--> READY;  FREE --copy planned--> FILLING --copy arrived--> READY
+    READY, FILLING --demotion, deletion, removal while a copy runs--> RETIRING --> FREE;  RETIRING --hit--> READY
+    BLANK, ORPHANED, FILLING, READY --release, failure, removal--> FREE
     BLANK --connection broken--> ORPHANED --re-attached--> BLANK;  any --tier lost, bad disk bytes--> QUARANTINED
+    QUARANTINED --disk restored--> FREE;  QUARANTINED --deletion tried again--> RETIRING
     """
 
     FREE = 0
