@@ -52,7 +52,7 @@ class Lru:
         """Counts one use of each block that a request found, however often the request touches the block."""
 
     def settle(self) -> None:
-        """Lets the policy change how a use ranks. Called when no use has yet to reach an ancestor."""
+        """Lets the policy change how a use ranks. Called when every use has reached all ancestors."""
 
     def leave(self, block: Block) -> None:
         """Forgets a block that is no longer indexed."""
@@ -124,7 +124,7 @@ class Ranked:
 
     An entry counts while the block's copy in ``tier`` says that the block is on the list ``bit`` at the entry's rank,
     so the list is not told of removals. An offer takes O(log n); no call scans the heap. When most entries may be
-    stale, each offer moves a few live ones to a new heap, so that no call waits for the whole heap. An entry is one
+    stale, each offer moves a few live entries to a new heap, so that no call waits for the whole heap. An entry is one
     integer, the rank above the slot: with tuples, garbage collection would stop the loop for long. ``blocks``: the
     tier's blocks by slot.
     """

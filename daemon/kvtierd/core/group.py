@@ -179,8 +179,7 @@ class GroupState:
         self.ahead[tier].add(block)
 
     def forget_ahead(self, tier: Tier) -> bool:
-        """Lets the copies in the tier that keep slots above clean go; the last resort. Returns whether there were
-        any."""
+        """Last resort: lets copies leave the tier that keep slots above clean. Returns whether there were any."""
         found = [block for high in self.above[tier] for block in self.ahead[high] if block.residency & BITS[tier]]
         for block in found:
             self.needed(block)

@@ -20,8 +20,8 @@ _GONE: Final = Block(Key(b""), None, None, Traits(0))
 class BlockIndex:
     """Maps keys to blocks, and pages through the blocks in the order of indexing.
 
-    Each block gets a number above all earlier ones. Parents are indexed before their children, so every page can be
-    replayed in order. The order list keeps removed blocks until they outnumber the indexed ones. Then each removal
+    Each block gets a number above all earlier numbers. Parents are indexed before their children, so every page can be
+    replayed in order. The order list keeps removed blocks until they outnumber the indexed blocks. Then each removal
     sweeps a few places, newest first, so that a long removed chain is not freed all at once. A page costs O(log n) plus
     its length plus the removed blocks it skips.
     """

@@ -1,6 +1,6 @@
 """Making room: exact, recursive, and waiting only downward.
 
-A slot in the tier below is secured before its victim is chosen, so every planned demotion can be carried out. The
+A slot in the tier below is secured before a victim is chosen for it, so every planned demotion can be carried out. The
 lowest tier can always drop, so no requests wait in a circle.
 """
 

@@ -166,7 +166,7 @@ def reset(state: GroupState, before: int) -> tuple[int, int, int, list[Key]]:
 
 
 def kept(roots: Iterable[Block]) -> int:
-    """Number of blocks that a reset keeps: the indexed ones of ``roots``, and all their ancestors."""
+    """Number of blocks that a reset keeps: the indexed ``roots`` and all their ancestors."""
     seen: set[Block] = set()
     for block in roots:
         current: Block | None = block if block.indexed else None

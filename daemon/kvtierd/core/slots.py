@@ -148,7 +148,7 @@ class SlotTable:
         self._free = array("I")
 
     def reopen(self, bad: Collection[SlotId]) -> None:
-        """Puts quarantined slots back in use, except the ``bad`` ones."""
+        """Puts quarantined slots back in use, except ``bad`` slots."""
         for number in range(self.capacity - 1, -1, -1):
             slot = SlotId(number)
             if self._states[slot] == SLOT_QUARANTINED and slot not in bad:
