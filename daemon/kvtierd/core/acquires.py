@@ -37,7 +37,7 @@ class MakeRefusal(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One group's share: the blocks that the prefix needs there."""
+    """One group's part of a request: the blocks that the prefix needs there."""
 
     window: WindowManager
     fetch: FetchTicket
@@ -61,12 +61,13 @@ class AcquireTicket:
 
     @property
     def waiting(self) -> bool:
-        """Its blocks are claimed and it queues for room; else it holds them and copies fill its slots."""
+        """Whether its blocks are claimed and it queues for room. Afterwards it holds its blocks, and copies fill its
+        slots."""
         return self.parts[0].fetch.waiting
 
     @property
     def least(self) -> int:
-        """A shorter prefix is no answer."""
+        """Least length of a prefix that is an answer."""
         return max(self.min_blocks, 1)
 
 
@@ -156,10 +157,10 @@ class Acquires:
         del self.tickets[ticket.id]
         self._let_go(ticket)
 
-    # -- going on ----------------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     def refresh(self, now: int) -> None:
-        """Matches anew what lost a block while it waited."""
+        """Matches waiting requests again that have lost a block."""
         removed = sum(window.state.removed for window in self._windows)
         losing = any(window.state.lost or window.state.losing for window in self._windows)
         if removed == self._removed and not losing:
@@ -239,7 +240,7 @@ class Acquires:
         reason: RefusalReason,
         limits: Callable[[Sequence[Cover]], list[Limit]] = lambda covers: [],
     ) -> None:
-        """Goes on for the longest prefix that can still be had, or refuses for this reason."""
+        """Queues the request for the longest prefix that it can still have, or refuses it for this reason."""
         length, covers = self._match(ticket, ticket.length, self._readable(ticket, now))
         length = longest(length, [*limits(covers), *(cover.unbroken for cover in covers)])
         if length < ticket.least:

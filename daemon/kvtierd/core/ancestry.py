@@ -1,8 +1,8 @@
-"""What a block passes on to all that it stands on: its uses, and its effective priority.
+"""Propagates uses and effective priorities from blocks to their ancestors, in one window group.
 
-Of one window group. A chain may have a million blocks, so what reaches the ancestors climbs deepest first, a slice a
-call; what a call leaves is done by the next ones. Until its turn comes a block is ``due``: it may rank under its
-children, and its priority may not be the highest of theirs. It cannot be dropped meanwhile, since it has children.
+A chain may have a million blocks, so propagation runs deepest block first, a slice a call; later calls go on. Until
+propagation reaches a block, the block is ``due``: it may rank under its children, and its priority may differ from the
+highest of its own and theirs. A block with children cannot be dropped, so a wrong rank does no harm.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from kvtierd.core.ids import GroupId
 from kvtierd.core.outcome import Recorder
 
 SCANNED: Final = 32
-"""Children whose priorities are looked at one by one; those of larger families are counted."""
+"""Number of children up to which their priorities are read one by one; larger families are counted by priority."""
 
 
 class Ancestry:
-    """``reconsider`` is told of each block whose rank changes, ``used`` of each that is used."""
+    """Propagation of uses and priorities. ``reconsider``: called with each block whose rank changes. ``used``: called
+    with each block that is used."""
 
     __slots__ = (
         "_families",
@@ -53,25 +54,25 @@ class Ancestry:
         self._reconsider = reconsider
         self._used = used
         self.due: dict[Block, tuple[bool, Cause | None]] = {}
-        """Whether it is to be used; why its priority is to be reckoned anew, None: it is not."""
+        """Blocks with work left: whether to count a use, and the cause of a change of priority (None: no change)."""
         self._heap: list[tuple[int, int, Block]] = []
         self._numbers = count()
         self._families: dict[Block, Counter[int]] = {}
-        """The priorities of its children, of a block that has had more than a few at once."""
+        """Priorities of the children, for blocks that have had more than ``SCANNED`` children at once."""
 
     def use(self, blocks: Iterable[Block]) -> None:
-        """All of these and all that they stand on are used: children before parents, else in this order."""
+        """Uses these blocks and all their ancestors, children before parents, otherwise in this order."""
         for block in blocks:
             if block.indexed:
                 self._owe(block, True, None)
 
     def give(self, block: Block, priority: int, cause: Cause) -> None:
-        """A new priority of its own, which what it stands on is told of later."""
+        """Sets the block's own priority; :meth:`climb` passes it on to the ancestors."""
         block.retain(priority, block.traits.duration_ms, block.traits.deadline_ns)
         self._reckon(block, cause)
 
     def born(self, block: Block, cause: Cause) -> None:
-        """It is a child of its parent now."""
+        """Counts a new child of the block's parent."""
         parent = block.parent
         if parent is None:
             return
@@ -84,19 +85,19 @@ class Ancestry:
             self._owe(parent, False, cause)
 
     def died(self, block: Block, cause: Cause) -> None:
-        """It is no longer indexed, nor a child of its parent."""
+        """Forgets a block that is no longer indexed and no longer its parent's child."""
         self.due.pop(block, None)
         self._families.pop(block, None)
         if block.parent is not None:
             self._child_leaves(block.parent, block.priority, cause)
 
     def climb(self) -> None:
-        """Does what is due, within the slice of a call."""
+        """Propagates due uses and priorities, within the slice of the call."""
         while self.due and self._left:
             block = heapq.heappop(self._heap)[2]
             owed = self.due.pop(block, None)
             if owed is None:
-                continue  # it was removed, or has had its turn
+                continue  # removed, or handled already
             self._left -= 1
             uses, cause = owed
             if uses:
@@ -109,17 +110,17 @@ class Ancestry:
             self._heap.clear()
 
     def end_call(self) -> None:
-        """The next slice begins."""
+        """Starts the slice of the next call."""
         self._left = self._slice
 
     def expected(self, block: Block) -> int:
-        """The effective priority: the highest of its own and of its children's."""
+        """The effective priority: the highest of the block's own and its children's."""
         family = self._families.get(block)
         children = family if family is not None else [child.priority for child in block.children]
         return max(block.own_priority, max(children, default=0))
 
     def miscounted(self, block: Block) -> bool:
-        """For the checker: its large family is counted wrongly, or not at all."""
+        """For the checker: whether the children's priorities are miscounted, or a large family is not counted."""
         children = Counter(child.priority for child in block.children)
         return self._families.get(block, children if children.total() <= SCANNED else None) != children
 
@@ -148,7 +149,7 @@ class Ancestry:
         self._child_leaves(parent, old, cause)
 
     def _child_leaves(self, parent: Block, priority: int, cause: Cause) -> None:
-        """The parent has one child less of this priority."""
+        """Counts one child of this priority less."""
         family = self._families.get(parent)
         if family is not None:
             family[priority] -= 1

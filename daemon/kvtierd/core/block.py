@@ -1,7 +1,7 @@
 """Blocks and their copies.
 
 A block is a metadata handle identified by (window group, key), never an address. Its bytes live in copies, at most one
-a tier.
+copy a tier.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 from kvtierd.core.ids import TIERS, Key, SlotId, Traits, shared
 
 _ORDER_BITS: Final = 52
-"""So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
+"""Bits of a rank below the priority. A rank stays under 2^60: a larger Python integer takes 16 bytes more."""
 _ORDER: Final = (1 << _ORDER_BITS) - 1
 
 _DEPTHS: Final = [0]
-"""One object for all blocks of a depth: an integer of their own would be 32 bytes each."""
+"""Integer objects by depth, shared by the blocks of a depth: an own object would cost 32 bytes a block."""
 
 
 def _below(depth: int) -> int:
@@ -28,13 +28,13 @@ def _below(depth: int) -> int:
 
 
 class Phase(IntEnum):
-    """Where a copy is in its life; set when a move is planned. No copy at all: absent."""
+    """The phase of a copy; FILLING and LEAVING are set when a move is planned. An absent copy has no phase."""
 
     FILLING = 0
     READY = 1
     LEAVING = 2
-    """READY, and it goes as soon as the copy downwards that reads it has arrived. A hit turns it back into READY; the
-    copy goes on."""
+    """Valid, and dropped when the copy downwards that reads it has arrived. A hit makes it READY again; the copy
+    downwards goes on."""
 
 
 FILLING: Final = Phase.FILLING
@@ -44,15 +44,20 @@ LEAVING: Final = Phase.LEAVING
 
 DOWNWARDS: Final = 1
 UPWARDS: Final = 1 << 16
-"""What a copy in flight adds to what it reads. There are fewer at once than would run from one kind into the other."""
+"""A copy in flight adds one of these to the ``reads`` of its source. Fewer than ``UPWARDS`` copies read one source at a
+time, so the two counts never mix."""
 
 
 class Copy:
-    """A block's bytes in one tier.
+    """
+    absent --start_copy--> FILLING --arrive--> READY --leave--> LEAVING
+      | ^                     |                ^ | ^              | |
+      | +---abandon, detach---+                | | +-----stay-----+ |
+      +---------insert, recover----------------+ +------detach------+--> absent
 
-    ``holds``: leases on it, and one more while it is pinned. ``reads``: copies in flight that read it, ``DOWNWARDS`` or
-    ``UPWARDS`` for each. While either is positive its slot is neither reused nor given up. ``listed``: the candidate
-    lists it stands on, as a bit set, at the rank ``ranked``.
+    A block's bytes in one tier. Arrows name methods of ``GroupState``; ``recover`` is in ``core/recovery.py``. A
+    detached copy lives until its last hold, read and fill end. While ``holds`` or ``reads`` is positive, its slot is
+    neither reused nor given up.
     """
 
     __slots__ = ("holds", "listed", "phase", "ranked", "reads", "slot")
@@ -61,41 +66,45 @@ class Copy:
         self.slot = slot
         self.phase = phase
         self.ranked = 0
+        """Rank at which the copy stands on its candidate lists."""
         self.holds = 0
+        """Number of leases and fetches that hold the copy, plus one while it is pinned."""
         self.reads = 0
+        """Copies in flight that read this copy: the sum of ``DOWNWARDS`` or ``UPWARDS`` for each."""
         self.listed = 0
+        """Candidate lists that the copy stands on, as a bit set."""
 
     @property
     def valid(self) -> bool:
-        """Its bytes are the block's."""
+        """Whether the bytes are the block's."""
         return self.phase is not FILLING
 
     @property
     def still(self) -> bool:
-        """Valid, and nobody holds it, reads it or is moving it."""
+        """Whether the copy is READY, unheld and unread."""
         return self.phase is READY and self.holds == 0 and self.reads == 0
 
     @property
     def sinking(self) -> bool:
-        """Valid, nobody holds it, and all that reads it is one copy downwards."""
+        """Whether the copy is READY, unheld and read by exactly one copy downwards."""
         return self.phase is READY and self.holds == 0 and self.reads == DOWNWARDS
 
     @property
     def readers(self) -> int:
-        """How many copies in flight read it."""
+        """Number of copies in flight that read this copy."""
         return self.reads // UPWARDS + self.reads % UPWARDS
 
 
 class Block:
-    """One block of a window group. There are millions, so it has no container that most do without.
+    """
+    insert, recover --> indexed --remove--> unindexed --last hold, read and fill end--> gone
+                          | ^
+     lose_bytes in memory | | lose_on: valid in another tier
+                          v |
+                        spoiled --lose_on: valid in no other tier--> unindexed
 
-    ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
-    ``rank``: eviction order inside a group, lowest first: priority, then uses as the policy counts them; unique.
-    ``copies``: by tier. ``residency``: the tiers whose copy is valid, as a bit set. ``claims``: fetches that matched it
-    and wait for room; nothing of it is given up meanwhile. ``disk_children``: indexed children with a copy on disk, or
-    on the way there. ``traits``: as they are now, ``own_priority`` among them. ``parent``: what it stands on;
-    ``parent_key``: what its committer said. A root, and a block of a sliding or flat group, stands on nothing.
-    ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
+    One block of a window group. The arrows to and from "spoiled" are in ``core/removal.py``. There are millions of
+    blocks, so a block has no container that most blocks do without.
     """
 
     __slots__ = (
@@ -119,25 +128,35 @@ class Block:
     def __init__(self, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
         self.key = key
         self.parent_key = parent_key
+        """The parent that the committer named."""
         self.parent = parent
+        """None for a root, and for every block of a sliding or flat group."""
         self.first_child: Block | None = None
         self.next_sibling: Block | None = None
         self.previous_sibling: Block | None = None
         self.traits = shared(traits)
+        """Current traits, ``own_priority`` included."""
         self.rank = traits.priority << _ORDER_BITS
+        """Eviction order in the group, lowest first: priority, then uses as the policy counts them. Unique."""
         self.copies: list[Copy | None] = [None] * len(TIERS)
+        """Copies by tier."""
         self.depth: int = _below(parent.depth) if parent is not None else 0
         self.claims = 0
+        """Fetches that matched the block and wait for room. A claimed block gives up no copy."""
         self.disk_children = 0
+        """Number of indexed children with a copy on disk or on the way there."""
         self.priority = traits.priority
+        """Effective priority: the highest of the own and the children's, so no parent ranks under a child."""
         self.residency = 0
+        """Tiers whose copy is valid, as a bit set."""
         self.indexed = False
+        """Whether the key index finds the block."""
 
     def __str__(self) -> str:
         return self.key.hex()
 
     def retain(self, priority: int, duration_ms: int, deadline_ns: int) -> None:
-        """Other traits of its own."""
+        """Replaces the block's own priority, duration and deadline. The label stays."""
         self.traits = shared(Traits(priority, duration_ms, deadline_ns, self.traits.label))
 
     @property
@@ -146,16 +165,16 @@ class Block:
 
     @property
     def order(self) -> int:
-        """Its rank inside its priority."""
+        """The rank without the priority."""
         return self.rank & _ORDER
 
     @property
     def held(self) -> bool:
-        """Somebody holds a copy of it."""
+        """Whether any copy of the block has a hold."""
         return any(copy is not None and copy.holds for copy in self.copies)
 
     def used(self, order: int) -> None:
-        """``order``: another one than that of any block of the group."""
+        """Sets the order inside the priority. ``order``: unique among the blocks of the group."""
         self.rank = self.priority << _ORDER_BITS | order
 
     def reprioritise(self, priority: int) -> None:
@@ -164,7 +183,7 @@ class Block:
         self.rank = self.rank_at(priority)
 
     def rank_at(self, priority: int) -> int:
-        """Its rank, had it this effective priority."""
+        """The rank that the block would have at this effective priority."""
         return priority << _ORDER_BITS | self.rank & _ORDER
 
     @property
@@ -193,11 +212,11 @@ class Block:
         child.previous_sibling = child.next_sibling = None
 
     def part(self) -> None:
-        """From its relatives, for good."""
+        """Unlinks the block from its relatives, for good."""
         self.parent = self.first_child = self.next_sibling = self.previous_sibling = None
 
     def ancestors(self) -> Iterator[Block]:
-        """From the parent up."""
+        """Yields the ancestors, the parent first."""
         block = self.parent
         while block is not None:
             yield block

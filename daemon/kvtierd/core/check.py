@@ -1,6 +1,6 @@
-"""The invariants, in one place: called by tests after every step and by the daemon's debug flag.
+"""Checks the invariants, after every step of a test and under the daemon's debug flag.
 
-Recomputes everything that the core keeps incrementally from the little that it cannot derive, and compares.
+Recomputes everything that the core keeps incrementally, from the few facts that cannot be derived, and compares.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STATE_IN: Final = {
 
 
 def check(manager: BlockManager) -> None:
-    """Raises :class:`InvariantViolation` naming the first broken invariant, numbered as in the design."""
+    """Raises :class:`InvariantViolation` for the first broken invariant, numbered as in the design."""
     for group, window in manager.windows.items():
         leases = [lease for lease in manager.leases.values() if lease.group == group]
         fetches = [t for w, t in manager.tickets.values() if w is window and isinstance(t, FetchTicket)]
@@ -70,7 +70,7 @@ def _acquire(ticket: AcquireTicket) -> None:
 
 
 def _broken(invariant: int, what: str) -> InvariantViolation:
-    """Made only where something is: the checker runs after every step, and what it might say costs more than it."""
+    """Makes the error. Called only for a broken invariant: formatting messages would cost more than all checks."""
     return InvariantViolation(f"invariant {invariant}: {what}")
 
 
@@ -96,7 +96,7 @@ class _Checker:
         self.queues()
 
     def slots(self) -> None:
-        """1, 2, 4: every slot has one user and the state that this user means; the states sum to the capacity."""
+        """1, 2, 4: every slot has one user and the state that its user implies; the states sum to the capacity."""
         for tier in self.state.tiers:
             table = self.state.slots[tier]
             states = table.snapshot()
@@ -126,7 +126,7 @@ class _Checker:
         for lease in self.leases:
             for slot in lease.blank if lease.tier is tier else ():
                 writers = lease.writers(slot)
-                if writers[:1] == [lease]:  # those that joined one another use it together
+                if writers[:1] == [lease]:  # joined leases use the slot together
                     orphaned = all(one.orphaned for one in writers)
                     use(slot, SlotState.ORPHANED if orphaned else SlotState.BLANK)
         for copy in self._detached(tier):
@@ -142,7 +142,7 @@ class _Checker:
                     raise _broken(1, f"{tier} slot {number} is {SlotState(state).name} for no reason")
 
     def _detached(self, tier: Tier) -> list[Copy]:
-        """Copies that are no block's any more but still held, read or being filled."""
+        """Copies that are detached from their block but still held, read or being filled."""
         seen: dict[int, Copy] = {}
         for lease in self.leases:
             if lease.tier is tier:
@@ -158,7 +158,7 @@ class _Checker:
         return list(seen.values())
 
     def index(self) -> None:
-        """5: indexed means READY somewhere, and so is its parent."""
+        """5: an indexed block is READY in some tier, and so is its parent."""
         sets = Counter(block.residency for block in self.state.index)
         if any(self.state.residencies.count(one) != sets[one] for one in range(1, 1 << len(TIERS))):
             raise _broken(5, f"blocks by residency are {sets}, counted otherwise")
@@ -197,8 +197,8 @@ class _Checker:
             raise _broken(5, "a root with tokens is not listed, or another block is")
 
     def order(self) -> None:
-        """5: effective priority is the highest of own and children's; no parent ranks under its child. Both but for
-        blocks whose turn to hear of their children has not come."""
+        """5: effective priority is the highest of own and children's; no parent ranks under its child. Due blocks are
+        exempt."""
         ancestry = self.state.ancestry
         if not all(block.indexed for block in ancestry.due):
             raise _broken(5, "a block that has gone is still to hear of its children")
@@ -222,13 +222,13 @@ class _Checker:
             if on_disk != block.disk_children:
                 raise _broken(5, f"block {block} miscounts its disk children")
             if copy is None or not copy.valid or block.parent is None:
-                continue  # A copy on its way whose parent's failed is turned away when it lands.
+                continue  # a copy in flight whose parent's copy failed is abandoned when it lands
             above = block.parent.copies[Tier.DISK]
             if above is None or not above.valid:
                 raise _broken(5, f"block {block} is on disk without its parent")
 
     def holds(self) -> None:
-        """4: holds and claims are exactly those of leases and fetches; what is held is in no way leaving."""
+        """4: holds and claims are exactly the leases' and fetches'; a held copy is not leaving."""
         held: Counter[int] = Counter()
         copies: dict[int, tuple[Tier, Copy]] = {}
         claims: Counter[Block] = Counter()
@@ -264,7 +264,7 @@ class _Checker:
                 raise _broken(4, f"{tier}: {self.state.held[tier]} held slots, not {count}")
 
     def _pinned(self, tier: Tier, held: Counter[int]) -> None:
-        """4: what is pinned is there, and counts as held once; not too many slots are."""
+        """4: a pinned copy is there and counts as held once; the number of pinned slots is within its limit."""
         for block, copy in self.state.pins.copies(tier):
             if not block.indexed or block.copies[tier] is not copy:
                 raise _broken(4, f"{tier} slot {copy.slot} is pinned and gone")
@@ -276,7 +276,7 @@ class _Checker:
             raise _broken(7, f"{tier}: more than {most} slots are pinned")
 
     def clocks(self) -> None:
-        """A clock runs for every block that nobody holds whose priority is to fall, and for no other."""
+        """A clock runs for every unheld block whose priority is to end, and for no other block."""
         running = {block for block in self.state.index if block.traits.deadline_ns}
         if running != self.state.clocks.running():
             raise _broken(6, "a deadline is not kept, or is of nobody's")
@@ -289,8 +289,8 @@ class _Checker:
                 raise _broken(6, f"block {block}: its clock runs or stands wrongly")
 
     def windows(self) -> None:
-        """A writer holds nothing of a sliding group that the newest block of its chain does not look back on, but its
-        sinks."""
+        """A writer in a sliding group holds only its sinks and the blocks that the newest block of its chain looks back
+        on."""
         for lease in self.leases:
             reach = {block for trail in lease.trails.values() for block in trail}
             if lease.trails and not reach.issuperset(lease.held):
@@ -300,7 +300,7 @@ class _Checker:
                     raise _broken(4, f"lease {lease.id} looks back too far")
 
     def flying(self) -> None:
-        """3: sources of copies in flight stay valid; reads are exactly the flights."""
+        """3: sources of copies in flight stay valid; ``reads`` counts exactly the copies in flight."""
         reads: Counter[int] = Counter()
         for flight in self.flights:
             reads[id(flight.source)] += DOWNWARDS if flight.edge[1] > flight.edge[0] else UPWARDS
@@ -323,7 +323,7 @@ class _Checker:
                         raise _broken(2, f"{tier} slot {copy.slot} is filled by nothing")
 
     def candidates(self) -> None:
-        """4, 5: only what may leave is offered, and all of it."""
+        """4, 5: the candidate lists hold exactly the blocks that may leave."""
         for tier in self.state.tiers:
             lists = self.state.candidates(tier)
             expected: dict[str, set[Block]] = {name: set() for name in LISTS}
@@ -364,7 +364,7 @@ class _Checker:
         return [name for name, true in belongs.items() if true]
 
     def queues(self) -> None:
-        """Nobody is overtaken, and nobody waits for nothing."""
+        """Requests wait in order, and only while work is in flight."""
         for tier in self.state.tiers:
             queue = self.window.queued(tier)
             if [t.id for t in queue] != sorted(t.id for t in queue):
@@ -374,5 +374,5 @@ class _Checker:
                 raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:
-        """It has its room here and is part of a request that does not everywhere."""
+        """Whether the head has room here and waits for other groups."""
         return isinstance(head, FetchTicket) and head.hold and head.able

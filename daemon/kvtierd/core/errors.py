@@ -1,7 +1,7 @@
-"""Errors of the core, split by whose they are.
+"""Errors of the core: the caller's, and bugs of the core.
 
-A :class:`CallerError` is raised before anything has changed. An :class:`InvariantViolation` is our bug: the state can
-no longer be trusted and nothing should go on.
+A :class:`CallerError` is raised before anything has changed. After an :class:`InvariantViolation` the state can no
+longer be trusted, and the caller must stop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CoreError(Exception):
-    """Everything the core raises."""
+    """Base class of the core's errors."""
 
 
 class CallerError(CoreError):
@@ -24,7 +24,7 @@ class CallerError(CoreError):
 
 
 class BadArgument(CallerError):
-    """An argument is outside what is allowed."""
+    """An argument is outside its limit."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field} = {value}: {limit}")
@@ -60,7 +60,8 @@ class TierOffline(CallerError):
 
 
 class StillHeld(CallerError):
-    """A reset is refused while anything is leased or pinned. ``holders``: sessions and their slots, most first."""
+    """A reset is refused while anything is leased or pinned. ``holders``: sessions and their slots, most slots
+    first."""
 
     def __init__(self, holders: Sequence[Holder], pinned: int) -> None:
         super().__init__(f"{sum(holder.slots for holder in holders)} slots are leased, {pinned} pinned")
@@ -69,4 +70,4 @@ class StillHeld(CallerError):
 
 
 class InvariantViolation(CoreError, AssertionError):
-    """Our bug."""
+    """A bug of the core."""

@@ -1,4 +1,4 @@
-"""Events: what happened to blocks, in one order.
+"""Events: the changes of blocks, in one order.
 
 Type and field names are TensorRT-LLM's (created, stored, removed, updated), with ``cleared`` besides. An event carries
 many blocks of one type, cache, group and cause. ``stored`` and ``updated`` carry each block's residency AFTER the
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
-from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  others take it from here
-from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
+from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 
 STORED: Final = EventType.STORED
@@ -29,8 +29,8 @@ RECOVERED: Final = Cause.RECOVERED
 
 
 class BlockChange(NamedTuple):
-    """One block after the change. ``residency`` is 0 for a removed block. ``parent_label``: of stored ones only,
-    and only of a parent that the block stands on: none in a sliding or flat group."""
+    """One block after a change. ``residency`` is 0 for a removed block. ``parent_label``: only for a stored block with
+    a parent object, so None in a sliding or flat group."""
 
     key: Key
     parent: Key | None
@@ -41,8 +41,8 @@ class BlockChange(NamedTuple):
 
 
 class Changes:
-    """The blocks of an event by the column, one place in each for a block: most of what is done with them is done to a
-    column. Row by row they are :class:`BlockChange`."""
+    """The blocks of an event in columns, one place a block; most readers work on columns. Iteration yields
+    :class:`BlockChange` rows."""
 
     __slots__ = ("keys", "labels", "parent_labels", "parents", "priorities", "residencies")
 
@@ -87,11 +87,10 @@ NO_CHANGES: Final = Changes.of(())
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """One event. ``time_ns`` is the wall clock that the caller of the core passed in.
+    """One event. ``time_ns``: the wall clock that the core's caller passed in.
 
-    ``moved_from`` … ``copy_ns`` are set where a move caused it, ``moved_from`` alone where blocks only left that tier;
-    ``capacity`` (slots by tier of the cache, the highest
-    first) only for ``created``.
+    ``moved_from`` … ``copy_ns`` are set if a move caused the event; ``moved_from`` alone if blocks only left that tier.
+    ``capacity``: the group's slots by tier, highest tier first; only for ``created``.
     """
 
     id: EventId
@@ -110,22 +109,22 @@ class Event:
 
 
 NO_END: Final = 1 << 64
-"""Above every event id."""
+"""Larger than every event id."""
 
 
 class EventSequencer:
-    """Gives out event ids: one for all caches of a daemon, contiguous inside an epoch."""
+    """Assigns event ids, contiguous in an epoch. All caches of a daemon share one sequencer."""
 
     __slots__ = ("_last", "_sure")
 
     def __init__(self, last: int = 0) -> None:
         self._last = last
         self._sure = NO_END
-        """Ids up to here may be given out; for more, :meth:`_extend` is asked."""
+        """Ids up to this one may be assigned; :meth:`_extend` raises the limit."""
 
     @property
     def last(self) -> EventId:
-        """The last id given out."""
+        """The last id assigned."""
         return EventId(self._last)
 
     def take(self) -> EventId:

@@ -1,8 +1,7 @@
 """Eviction order: one small class for each policy.
 
-A block's place in the order is its rank, one number a block: so no parent ranks under its child, in whatever tiers the
-two are, and a tier's candidates are ordered by comparing numbers. What differs between policies is what a use does to a
-rank.
+A block's place in the order is its rank, one number for all tiers. So no parent ranks under its child, even in
+another tier, and comparing numbers orders a tier's candidates. Policies differ in how a use changes the rank.
 """
 
 from __future__ import annotations
@@ -17,55 +16,54 @@ from kvtierd.core.ids import SlotId, Tier
 from kvtierd.core.shadow import LEVELS, LFUDA, LRU, REMEMBERED, Departed, Shadows
 
 USES: Final = 2.5
-"""Of a block by a request: when it finds or stores it, and when it lets go of it."""
+"""Uses of a block by one request: on a find or store, and on the release."""
 _LEVEL_STEP: Final = 8
-"""Orders apart of two uses: room for the level."""
+"""Distance between the orders of two uses; the level of a block fits in between."""
 _SLOT_BITS: Final = 32
 _SLOT: Final = (1 << _SLOT_BITS) - 1
 SWEPT_AN_OFFER: Final = 2
-"""Entries of a list of candidates that an offer looks at, where stale ones are to go."""
+"""Entries of a candidate list that one offer looks at while stale entries are swept out."""
 
 
 class Lru:
-    """Ranks the blocks of one group, lowest priority first; inside a priority, the least recently used first. Other
-    policies are its subclasses.
+    """Ranks the blocks of one group: lowest priority first, then least recently used. Base class of the other policies.
 
-    Orders inside a priority are unique, and no parent's is under its child's once both have been used.
+    Orders inside a priority are unique. A parent's order is above its child's once both have been used.
     """
 
     __slots__ = ("_clock", "lift")
 
     def __init__(self, slots: int, shadows: Shadows) -> None:
-        """``slots``: of the group's lowest tier. ``shadows``: say what each policy would find."""
+        """``slots``: slots of the group's lowest tier. ``shadows``: estimate the misses of each policy."""
         self._clock = 0
         self.lift = 0
-        """How much later in the order a block is for each level, which its last bits say."""
+        """Distance in the order that one level adds. The last bits of a block's order are its level."""
 
     def use(self, block: Block) -> None:
-        """It is used. Always with all that it stands on, children before parents."""
+        """Counts a use of the block. The caller also uses all its ancestors, children before parents."""
         self._clock += 1
         block.used(self._clock)
 
     def enter(self, block: Block) -> None:
-        """The block is indexed: its first use."""
+        """Counts the first use of a block that is now indexed."""
         self.use(block)
 
     def found(self, blocks: Sequence[Block]) -> None:
-        """A request has found these blocks: one more use of each, however often it touches them."""
+        """Counts one use of each block that a request found, however often the request touches the block."""
 
     def settle(self) -> None:
-        """Every prefix has been used whole: the moment to change what a use does."""
+        """Lets the policy change how a use ranks. Called when every use has reached all ancestors."""
 
     def leave(self, block: Block) -> None:
-        """It is indexed no more."""
+        """Forgets a block that is no longer indexed."""
 
 
 class Lfuda(Lru):
-    """Blocks used more often stay longer: LFU with dynamic aging (Arlitt et al., 2000) for chains.
+    """Keeps blocks that are used more often longer: LFU with dynamic aging (Arlitt et al., 2000) for chains.
 
     Each use after the first, up to :data:`LEVELS`, moves a block as far back in the order as one use of every slot
-    would. Uses are remembered after a block has left. Where the shadows say that last use alone finds more, it
-    decides alone. A block's level, at most its parent's, is the last bits of its order, so orders are unique.
+    would. Uses are remembered after a block has left. While the shadows say that plain LRU finds more, LRU alone
+    decides. A block's level, at most its parent's, is the last bits of its order, so orders are unique.
     """
 
     __slots__ = ("_departed", "_least", "_levels", "_lifts", "_shadows")
@@ -76,9 +74,9 @@ class Lfuda(Lru):
         self._lifts = False
         self._shadows = shadows
         self._levels: dict[Block, int] = {}
-        """Of those that have been used more than once."""
+        """Levels of the blocks that have been used more than once."""
         self._least: dict[Block, int] = {}
-        """Of parents of blocks that have just been used, whose own use is to come."""
+        """Least level of each parent whose child has just been used and whose own use is still to come."""
         self._departed = Departed(slots + REMEMBERED)
 
     def use(self, block: Block) -> None:
@@ -87,7 +85,7 @@ class Lfuda(Lru):
         if self._least:
             level = max(level, self._least.pop(block, 0))
         order = self._order(level)
-        while order <= block.order:  # children that are not used now must stay under it
+        while order <= block.order:  # children that are not used now must keep lower ranks
             level += 1
             order = self._order(level)
         block.used(order)
@@ -118,17 +116,17 @@ class Lfuda(Lru):
 
 
 EVICTORS: Final[Mapping[str, type[Lru]]] = {LRU: Lru, LFUDA: Lfuda}
-"""By the name that a cache's options give."""
+"""Policies by their name in a cache's options."""
 
 
 class Ranked:
-    """A list of candidates, the lowest rank first.
+    """A list of candidates, lowest rank first: a heap whose stale entries are skipped when they surface.
 
-    A block that was offered at a rank is a candidate while its own record, its copy's in the ``tier``, says that it is
-    on the list ``bit`` at that rank: the list itself need not be told that one has gone. A heap whose stale entries are
-    skipped when they surface: O(log n) an offer, no scan ever. Where most of it may be stale, each offer moves a few
-    entries that are not to a new one, so that nobody waits for a whole heap. An entry is one integer, the rank above
-    the slot: a garbage collection would stop the loop to look at as many tuples. ``blocks``: the tier's, by slot.
+    An entry counts while the block's copy in ``tier`` says that the block is on the list ``bit`` at the entry's rank,
+    so the list is not told of removals. An offer takes O(log n); no call scans the heap. When most entries may be
+    stale, each offer moves a few live entries to a new heap, so that no call waits for the whole heap. An entry is one
+    integer, the rank above the slot: with tuples, garbage collection would stop the loop for long. ``blocks``: the
+    tier's blocks by slot.
     """
 
     __slots__ = ("_bit", "_blocks", "_heap", "_old", "_sweep_at", "_swept", "_tier")
@@ -139,13 +137,13 @@ class Ranked:
         self._blocks = blocks
         self._heap: list[int] = []
         self._old: list[int] = []
-        """What is left of the heap before this one. Taken from its end, so it stays a heap."""
+        """The rest of the previous heap. Entries leave at its end, so it stays a heap."""
         self._swept: set[int] = set()
-        """Entries that have been moved: a block may have been offered twice."""
+        """Entries moved to the new heap: a block may have been offered twice."""
         self._sweep_at = 64
 
     def offer(self, rank: int, slot: SlotId) -> None:
-        """The block in the slot becomes a candidate, or is one whose rank is another now."""
+        """Makes the block in the slot a candidate, or changes a candidate's rank."""
         heapq.heappush(self._heap, rank << _SLOT_BITS | slot)
         if self._old or self._swept:
             self._sweep()
@@ -153,7 +151,7 @@ class Ranked:
             self._old, self._heap = self._heap, []
 
     def _listed(self, entry: int) -> Block | None:
-        """The block of an entry that is not stale."""
+        """The block of an entry; None if the entry is stale."""
         block = self._blocks[entry & _SLOT]
         copy = None if block is None else block.copies[self._tier]
         return block if copy is not None and copy.listed & self._bit and copy.ranked == entry >> _SLOT_BITS else None
@@ -165,12 +163,11 @@ class Ranked:
                 self._swept.add(entry)
                 heapq.heappush(self._heap, entry)
         if not self._old:
-            self._sweep_at = 2 * len(self._swept) + 64  # what was offered meanwhile may be stale again
+            self._sweep_at = 2 * len(self._swept) + 64  # entries offered meanwhile may be stale again
             self._swept = set()
 
     def victim(self, spared: Collection[Block] = ()) -> Block | None:
-        """The candidate to go first, but none of the few ``spared``. It stays a candidate until its record says
-        otherwise."""
+        """The first candidate that is not ``spared``. The victim stays a candidate until its copy's record changes."""
         aside: list[int] = []
         found = None
         while found is None and (heap := self._lower()):
@@ -186,12 +183,12 @@ class Ranked:
         return found
 
     def _lower(self) -> list[int]:
-        """Of the two heaps that with the lowest rank."""
+        """The heap with the lower first rank."""
         heap, old = self._heap, self._old
         return old if old and (not heap or old[0] < heap[0]) else heap
 
     def __iter__(self) -> Iterator[Block]:
-        """Every candidate once, in any order."""
+        """Yields every candidate once, in any order."""
         found = (self._listed(entry) for entry in chain(self._heap, self._old))
         return iter({block: None for block in found if block is not None})
 
@@ -206,15 +203,14 @@ _GOES_FREELY: Final = REDUNDANT | CLEAN
 
 
 class Candidates:
-    """Who may leave one tier: blocks that are indexed, READY, unheld, unread and unclaimed there, in lists.
+    """Blocks that may leave one tier: indexed, READY, unheld, unread and unclaimed there, in lists.
 
-    ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
-    ``demotable``: not redundant, and its priority or a copy below lets it go down; one copy downwards may read it.
-    ``clean``: valid in a tier below: may go without a copy. ``leaf``: resident nowhere else and without indexed
-    children: may be dropped. ``dirty``: demotable, unread, and neither in a tier below nor on the way there.
-    ``unsettled``: of the lowest tier, those that a store beyond the host is to have. ``cleans``: how many are clean or
-    redundant. Only the lowest tier, which blocks leave for good, follows their levels: kept above as well, they would
-    take places twice. ``lift``: what a level adds to the order of blocks, 0 in the lowest tier.
+    ``redundant``: valid in a tier above; on disk, no disk-resident child needs it. The first victims. ``demotable``:
+    not redundant, and its priority or a copy below lets it go down; one copy downwards may read it. ``clean``: valid in
+    a tier below, so it leaves without a copy. ``leaf``: in no other tier and without indexed children, so it may be
+    dropped. ``dirty``: demotable, unread, and not in a tier below or on the way there. ``unsettled``: in the lowest
+    tier, blocks for the remote store. ``cleans``: number of clean or redundant blocks. ``lift``: distance in the order
+    that a level adds; it is taken off here, except in the lowest tier (0), which blocks leave for good.
     """
 
     __slots__ = ("_blocks", "_lift", "clean", "cleans", "demotable", "dirty", "leaf", "redundant", "unsettled")

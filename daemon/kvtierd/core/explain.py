@@ -1,4 +1,5 @@
-"""Where the copies of one block are, and what holds them. Looking changes nothing, recency included."""
+"""Reports the copies and holders of one block, and the counts of a cache. A report changes nothing, recency
+included."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from kvtierd.core.transfers import EdgeRecord, GroupCounts, ManagerStats, TierCo
 from kvtierd.core.window import WindowManager
 
 CHILDREN_COUNTED: Final = 1_024
-"""A block's children are counted up to this number."""
+"""Limit up to which a block's children are counted."""
 
 
 @dataclass(slots=True, frozen=True)
 class CopyNow:
-    """A block's bytes in one tier. ``readers``: copies under way that read it."""
+    """A block's copy in one tier. ``readers``: number of copies in flight that read it."""
 
     tier: Tier
     slot: SlotId
@@ -36,8 +37,8 @@ class CopyNow:
 class BlockNow:
     """An indexed block.
 
-    ``priority`` is effective: the highest of ``own_priority`` and of the children's. ``duration_ms``: how long the
-    block keeps its own, 0 = for ever. ``deadline_ns``: when that ends, 0 = its clock stands.
+    ``priority`` is effective: the highest of ``own_priority`` and the children's. ``duration_ms``: time for which the
+    block keeps its own priority, 0 = for ever. ``deadline_ns``: end of that time, 0 = the clock is stopped.
     """
 
     parent: Key | None
@@ -52,7 +53,7 @@ class BlockNow:
 
 
 def explain(state: GroupState, leases: Iterable[Lease], key: Key) -> BlockNow | None:
-    """None where the key is not indexed. ``leases``: all of the cache."""
+    """Describes a block; None if the key is not indexed. ``leases``: all leases of the cache."""
     block = state.index.get(key)
     if block is None:
         return None
@@ -135,13 +136,13 @@ def _sum(counts: Collection[TierCount]) -> TierCount:
 
 
 def carried(windows: Collection[WindowManager], tier: Tier) -> tuple[int, int]:
-    """Blocks that went to or from a tier so far, and those that failed to."""
+    """Returns the number of blocks copied to or from a tier so far, and the number of failed copies."""
     records = [record for edge, record in edges(windows).items() if tier in edge]
     return sum(record.blocks for record in records), sum(record.failures for record in records)
 
 
 def edges(windows: Collection[WindowManager]) -> dict[Edge, EdgeRecord]:
-    """Sums over the groups."""
+    """Edge records, summed over the groups."""
     total: dict[Edge, EdgeRecord] = {}
     for window in windows:
         for edge, record in window.flights.edges.items():

@@ -1,7 +1,7 @@
-"""The blocks of one window group: what is where, and every way in which that changes.
+"""The blocks of one window group: their copies, and every change of these.
 
-The only module that changes residency, holds or recency, but for ``core/recovery.py`` at a start. Each change puts its
-event, generations and owners into the recorder in the same step, so no caller can forget one.
+Only this module, and ``core/recovery.py`` at a start, changes residency, holds or recency. Each change also puts its
+event, generations and owners into the recorder, so no caller can forget to.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class GroupState:
         }
         self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
         self._changed: dict[Block, None] = {}
-        """Blocks of this call that may belong on other candidate lists."""
+        """Blocks changed since the last placement, which may belong on other candidate lists."""
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.ahead: dict[Tier, set[Block]] = {tier: set() for tier in self.tiers}
-        """By source: blocks that were copied down ahead of their eviction and have neither gone nor been used since."""
+        """Blocks copied down ahead of their eviction, by source tier, that have neither left nor been used since."""
         self.residencies = Residencies()
         self.lost: set[Tier] = set()
-        """Tiers that are out of service."""
+        """Tiers out of service."""
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.steps_left = policy.blocks_a_call
-        """Of those that a call may take through subtrees."""
+        """Steps through subtrees that the call has left."""
         self.losing: dict[Copy, Iterator[None]] = {}
-        """Copies whose bytes are bad, until all that needs them has gone: see ``core/removal.py``."""
+        """Copies with bad bytes, with the steps that remove their dependants first: see ``core/removal.py``."""
         self.index = BlockIndex()
         self.clocks = Clocks()
         self.pins = Pins(self.tiers)
@@ -75,14 +75,14 @@ class GroupState:
         self.floor = {
             tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
         }
-        """Priority from which on a block goes down from the tier."""
+        """Least priority at which a block goes down from the tier."""
         self.reused: set[Block] = set()
-        """Where the cache writes selectively: those that have been used again since they were committed."""
+        """With selective writes: blocks used again since their commit."""
         self._selective = policy.write_policy is WritePolicy.SELECTIVE
         self.remote = None if policy.remote is None else Remote(self, policy.remote)
         self._retirements: dict[MoveId, list[tuple[Block, SlotId]]] = {}
         self.undeleted: list[tuple[Block, SlotId]] = []
-        """Disk slots whose record could not be deleted, in the order in which that failed, and whose it is."""
+        """Disk slots, with their blocks, whose record could not be deleted, in the order of the failures."""
         self._retire_again_at = 0
         self._used_on_disk: dict[Block, None] = {}
 
@@ -92,28 +92,28 @@ class GroupState:
             raise TierOffline(tier)
 
     def lasting(self, block: Block) -> int:
-        """The block's residency without tiers that are out of service."""
+        """The block's residency without tiers out of service."""
         lost = self.lost
         return block.residency & ~sum(BITS[tier] for tier in lost) if lost else block.residency
 
     def spoiled(self, block: Block) -> bool:
-        """Its bytes in memory are bad, and it is about to go."""
+        """Whether the block's bytes in memory are bad, so that its copy is about to go."""
         return bool(self.losing) and any(copy in self.losing for copy in block.copies[:DISK])
 
     def stands(self, block: Block, tier: Tier, copy: Copy) -> bool:
-        """The copy is still the block's, and its bytes are there and not known to be bad."""
+        """Whether the copy is still the block's, valid and not known to be bad."""
         return block.copies[tier] is copy and copy.valid and copy not in self.losing
 
     @property
     def behind(self) -> bool:
-        """Calls have left something to be done."""
+        """Whether calls have left work to do."""
         return bool(self.losing or self.ancestry.due)
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def reconsider(self, block: Block) -> None:
-        """The block may belong on other candidate lists now. It is put there before the next victim is chosen, and at
-        the end of the call at the latest."""
+        """Marks a block that may belong on other candidate lists. The block is placed before the next victim is chosen,
+        at the latest at the end of the call."""
         self._changed[block] = None
 
     def candidates(self, tier: Tier) -> Candidates:
@@ -122,7 +122,7 @@ class GroupState:
         return self._candidates[tier]
 
     def victims(self, tier: Tier) -> Candidates:
-        """The same, for a call that takes one: what it has changed has been passed on first."""
+        """Like :meth:`candidates`, after due changes of rank. Call this before taking a victim."""
         self._climb()
         return self.candidates(tier)
 
@@ -148,7 +148,7 @@ class GroupState:
                 self._candidates[tier].put(block, copy, lists)
 
     def _lists(self, block: Block, tier: Tier) -> int:
-        """Where a block belongs whose copy in the tier may leave."""
+        """The candidate lists for a block whose copy in the tier may leave."""
         bit = BITS[tier]
         residency = block.residency
         low = residency > 2 * bit - 1
@@ -166,51 +166,51 @@ class GroupState:
         return lists
 
     def redundant(self, block: Block, tier: Tier) -> bool:
-        """It is valid above, too, where it is not about to leave; and no child needs this copy."""
+        """Whether the block is valid above too and not about to leave there, and no child needs this copy."""
         above = block.residency & (BITS[tier] - 1) != 0 and (tier is not DISK or block.disk_children == 0)
         return above and not self.copied_from_above(block, tier)
 
     def copied_from_above(self, block: Block, tier: Tier) -> bool:
-        """This copy makes a slot above clean."""
+        """Whether this copy makes a slot above clean."""
         return any(block in self.ahead[high] for high in self.above[tier])
 
     def copied_ahead(self, block: Block, tier: Tier) -> None:
-        """The tier's slot is clean from now on, and what that took is kept."""
+        """Records that the copy below keeps the tier's slot clean."""
         self.ahead[tier].add(block)
 
     def forget_ahead(self, tier: Tier) -> bool:
-        """What was copied to the tier ahead may go, where nothing else can. Returns whether there was any."""
+        """Last resort: lets copies leave the tier that keep slots above clean. Returns whether there were any."""
         found = [block for high in self.above[tier] for block in self.ahead[high] if block.residency & BITS[tier]]
         for block in found:
             self.needed(block)
         return bool(found)
 
     def needed(self, block: Block) -> None:
-        """It leaves no tier soon after all."""
+        """Forgets that the block was copied ahead: it is not to leave soon."""
         for blocks in self.ahead.values():
             if block in blocks:
                 blocks.discard(block)
                 self._changed[block] = None
 
     def _left(self, block: Block) -> None:
-        """Of what was copied ahead, it has left the tier, or what made the slot clean."""
+        """Forgets that the block was copied ahead in tiers where it has gone, or has no copy below any more."""
         for tier, blocks in self.ahead.items():
             if block in blocks and not (block.copies[tier] is not None and block.residency > 2 * BITS[tier] - 1):
                 blocks.discard(block)
                 self._changed[block] = None
 
     def expendable(self, block: Block, tier: Tier) -> bool:
-        """It goes down no edge from ``tier``: it is dropped rather than demoted."""
+        """Whether the block may go down no edge from ``tier``, so that it is dropped rather than demoted."""
         return block.priority < self.floor[tier] or (self._selective and block not in self.reused)
 
     def goes_down(self, block: Block, src: Tier, dst: Tier) -> bool:
-        """Whether policy lets it."""
+        """Whether policy lets the block go down this edge."""
         return block.priority >= self.policy.threshold(src, dst) and not (self._selective and block not in self.reused)
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
-        """So many, of which the caller has seen that they are free."""
+        """Takes ``count`` slots. The caller has checked that they are free."""
         slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
         for slot in slots:
             ledger.begin_write(slot)
@@ -218,11 +218,11 @@ class GroupState:
         return slots
 
     def disown(self, tier: Tier, slot: SlotId) -> None:
-        """Whoever wrote the slot has no part in it any more."""
+        """Removes the owner of the slot."""
         self.ledgers[tier].own((slot,), None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
-        """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
+        """Frees a slot in any state. Disk slots with a record go through :meth:`retire`."""
         if tier is not DISK:
             self.ledgers[tier].free(slot)
         if tier in self.lost:
@@ -231,7 +231,7 @@ class GroupState:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
-        """A disk slot whose record must be deleted before anybody may write there."""
+        """Plans the deletion of a disk slot's record, before which the slot must not be written."""
         if DISK in self.lost:
             self._enter(DISK, slot, SLOT_QUARANTINED)
             return
@@ -241,8 +241,8 @@ class GroupState:
         self._retirements.setdefault(move, []).append((block, slot))
 
     def retired(self, move: MoveId, failed: Iterable[int], now: int) -> bool:
-        """The deletions of a move are over; False where it was no such move. A slot whose deletion failed stays out of
-        use until one succeeds: see :meth:`retire_again`."""
+        """Applies the end of a deletion move; False if the move is no deletion. A slot whose deletion failed stays out
+        of use until a deletion succeeds: see :meth:`retire_again`."""
         retirements = self._retirements.pop(move, None)
         if retirements is None:
             return False
@@ -260,8 +260,7 @@ class GroupState:
         return True
 
     def retire_again(self, now: int) -> None:
-        """Deletions that failed are planned once more, some of them a call, when none has failed for as long as an edge
-        is left alone."""
+        """Plans failed deletions again, a slice a call, once none has failed for as long as an edge stays degraded."""
         if self.undeleted and self._retire_again_at <= now:
             most = self.policy.blocks_a_call
             some, self.undeleted = self.undeleted[:most], self.undeleted[most:]
@@ -269,7 +268,7 @@ class GroupState:
                 self.retire(block, slot)
 
     def slots_being_retired(self) -> list[SlotId]:
-        """For the checker."""
+        """For the checker: disk slots whose deletion is planned."""
         return [slot for retirements in self._retirements.values() for _, slot in retirements]
 
     @property
@@ -301,7 +300,7 @@ class GroupState:
         return move, source, copy
 
     def leave(self, block: Block, tier: Tier) -> None:
-        """The copy goes when the one downwards that reads it has arrived."""
+        """Marks the copy as leaving: it goes when the copy downwards that reads it has arrived."""
         copy = block.copies[tier]
         if copy is None or not copy.sinking:
             raise InvariantViolation(f"block {block} leaves {tier} without a copy downwards")
@@ -310,7 +309,7 @@ class GroupState:
         self._changed[block] = None
 
     def stay(self, block: Block, tier: Tier) -> None:
-        """A hit during a demotion: the source stays, the copy goes on."""
+        """Keeps the source of a demotion after a hit; the copy downwards goes on."""
         copy = block.copies[tier]
         if copy is not None and copy.phase is LEAVING:
             copy.phase = READY
@@ -318,7 +317,7 @@ class GroupState:
             self._changed[block] = None
 
     def arrive(self, block: Block, tier: Tier) -> None:
-        """A FILLING copy holds the block's bytes now. The caller records the event."""
+        """Makes a FILLING copy READY. The caller records the event."""
         copy = block.copies[tier]
         if copy is None or copy.phase is not FILLING:
             raise InvariantViolation(f"block {block} arrives in {tier} unplanned")
@@ -331,8 +330,7 @@ class GroupState:
             self.remote.arrived(block)
 
     def detach(self, block: Block, tier: Tier) -> Copy:
-        """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
-        event."""
+        """Takes the copy off the block. Its slot is freed once no hold, read or fill is left. Records no event."""
         copy = block.copies[tier]
         if copy is None:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
@@ -353,7 +351,7 @@ class GroupState:
         return copy
 
     def settle(self, block: Block, tier: Tier, copy: Copy) -> None:
-        """Frees a detached copy's slot if this was the last that used it."""
+        """Frees a detached copy's slot if its last hold, read or fill has ended."""
         if copy.phase is FILLING:
             self._enter(tier, copy.slot, SLOT_RETIRING)
         elif copy.holds > 0:
@@ -366,7 +364,7 @@ class GroupState:
             self.give_back(tier, copy.slot)
 
     def abandon(self, block: Block, tier: Tier, copy: Copy, *, written: bool) -> None:
-        """The copy into this slot is over and its bytes are not to be used. ``written``: a disk record exists."""
+        """Ends a fill whose bytes are not to be used. ``written``: a disk record exists."""
         if block.copies[tier] is copy:
             self.detach(block, tier)
             self._changed[block] = None
@@ -380,7 +378,7 @@ class GroupState:
             self.give_back(tier, copy.slot)
 
     def free_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
-        """Gives up one residency of a block that is valid elsewhere."""
+        """Gives up one copy of a block that is valid in another tier."""
         self.detach(block, tier)
         self.recorder.change(UPDATED, cause, self.group, block, Transfer(tier))
         self._changed[block] = None
@@ -409,7 +407,7 @@ class GroupState:
         self._let_go(block, tier, copy)
 
     def pin(self, block: Block, tier: Tier, copy: Copy) -> None:
-        """Once more; its copy is valid. Each time is undone by one :meth:`unpin`."""
+        """Adds a pin to a valid copy. Each pin is undone by one :meth:`unpin`."""
         if self.pins.change(tier, block, copy, 1) == 1:
             self._keep(block, tier, copy)
 
@@ -451,12 +449,12 @@ class GroupState:
         self._changed[block] = None
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Moves recency of these blocks and all that they stand on, children before parents, else in this order."""
+        """Uses these blocks and all their ancestors, children before parents, otherwise in this order."""
         self.ancestry.use(blocks)
         self._climb()
 
     def ask(self, found: Sequence[Block], made: Sequence[Block]) -> None:
-        """A request has found some blocks and made others, parents before children."""
+        """Counts a request that found some blocks and made others, parents before children."""
         self.evictor.found(found)
         self.shadows.see(reversed(made))
         self.shadows.see(reversed(found))
@@ -477,13 +475,13 @@ class GroupState:
     # -- retention -------------------------------------------------------------------------------------------------
 
     def retain(self, block: Block, priority: int, duration_ms: int, cause: Cause) -> None:
-        """A new priority of its own, and for how long (0: for ever); see ``core/retention.py``."""
+        """Sets the block's own priority, and for how long it holds (0 = for ever); see ``core/retention.py``."""
         self.ancestry.give(block, priority, cause)
         self.clocks.give(block, duration_ms)
 
     def stamp(self, now: int) -> None:
-        """The end of a call: clocks that were started in it run from ``now``, records of slots follow what has changed
-        of retention, and candidate lists what has changed of blocks."""
+        """Ends a call: started clocks run from ``now``, slot records get changed retention, changed blocks go on their
+        lists."""
         self._climb()
         self._place_changed()
         self.ancestry.end_call()
@@ -496,7 +494,7 @@ class GroupState:
                     self.ledgers[tier].restate(copy.slot, block)
 
     def expire(self, now: int) -> None:
-        """Ends retentions whose deadline has passed; where they are many, the rest follows at the next tick."""
+        """Ends retentions whose deadline has passed, a slice a call; the next tick does the rest."""
         moved: list[Block] = []
         for _ in range(self.policy.blocks_a_call):
             block = self.clocks.take_due(now)
@@ -509,7 +507,7 @@ class GroupState:
         self.touch(moved)
 
     def reuse(self, blocks: Iterable[Block]) -> list[Block]:
-        """They are used a second time, or more often. Returns those for which it is the second."""
+        """Marks blocks as used again. Returns the blocks for which this is the second use."""
         fresh = [block for block in blocks if block not in self.reused]
         self.reused.update(fresh)
         for block in fresh:
@@ -517,36 +515,36 @@ class GroupState:
         return fresh
 
     def take_disk_uses(self) -> list[Key]:
-        """Blocks with a disk copy that were used since the last call, in the order of their last use."""
+        """Keys of blocks with a disk copy that were used since the last call, in the order of their last use."""
         used, self._used_on_disk = self._used_on_disk, {}
         return [block.key for block in used if (copy := block.copies[DISK]) is not None and copy.valid]
 
-    # -- existence -------------------------------------------------------------------------------------------------
+    # -- indexing and removal --------------------------------------------------------------------------------------
 
     def unsupported(self, parent_key: Key | None) -> bool:
-        """What a block under this parent would stand on is not indexed, or is a partial block."""
+        """Whether a block under this parent could not be indexed: the parent is not indexed or is a partial block."""
         if parent_key is None or not self.attention.chained:
             return False
         parent = self.index.get(parent_key)
         return parent is None or self.is_partial(parent)
 
     def is_partial(self, block: Block) -> bool:
-        """It has fewer tokens than a block has room for, and no children."""
+        """Whether the block has fewer tokens than ``tokens_per_block``. A partial block has no children."""
         label = block.traits.label
         return label is not None and 0 < len(label.tokens) < TOKEN_BYTES * self.shape.tokens_per_block
 
     def insert(self, key: Key, parent_key: Key | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
         """Indexes a new block whose bytes are READY in a slot of memory that is not FREE.
 
-        A window slides off the front of its chain, and flat keys form none: every block of such a group stands for
-        itself. It gets neither parent nor children, and all that follows from those is empty there.
+        In a sliding or flat group a block gets neither parent nor children: a window slides off the front of its chain,
+        and flat keys form no chains.
         """
         parent = None
         if parent_key is not None and self.attention.chained:
             parent = self.index.get(parent_key)
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
-            parent_key = parent.key  # one object for all that name it
+            parent_key = parent.key  # one object shared by all children
         block = Block(key, parent_key, parent, traits)
         block.indexed = True
         self.clocks.enter(block)
@@ -562,12 +560,12 @@ class GroupState:
         if self.remote is not None and tier is not DEVICE:
             self.remote.arrived(block)
         if parent is not None:
-            self._changed[parent] = None  # it is no leaf any more
+            self._changed[parent] = None  # the parent is no leaf any more
             self.ancestry.use([parent])
         return block
 
     def introduce(self, block: Block, cause: Cause) -> None:
-        """A block that has just been indexed counts and is told of; its parents may rank higher for it."""
+        """Counts a block that was just indexed and records its event; its ancestors' priorities may rise."""
         self.stored += 1
         self.recorder.change(STORED, cause, self.group, block)
         self.ancestry.born(block, cause)

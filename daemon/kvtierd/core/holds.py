@@ -1,5 +1,5 @@
-"""What leases hold in one window group: from a grant, through commits, to release; and what leases of an earlier life
-still hold."""
+"""Slots and blocks that leases hold in one window group: from the grant, through commits, to the release, and after a
+restart."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
 from kvtierd.core.transfers import EXISTS, OK, PARENT_CONFLICT, PARENT_MISSING, BlockResult, CommitItem
 
 _SIBLINGS: Final = 32
-"""A new block is compared with so many others of its parent, the newest."""
+"""Limit of siblings that a new block is compared with, newest first."""
 
 
 class Holding:
-    """See the module. Whose a lease is, ``core/leases.py`` knows."""
+    """Changes the slots and blocks that leases hold. ``core/leases.py`` knows the owners of leases."""
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
@@ -34,12 +34,12 @@ class Holding:
     def store(
         self, lease: Lease, items: Sequence[CommitItem], *, hold: bool, cause: Cause = COMMIT
     ) -> tuple[BlockResult, ...]:
-        """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the lease lets go of the
-        slot; where the parent is not indexed or is a partial block, or is not that of the equal key, the slot stays
-        blank. All blocks found or made are used. ``hold``: the lease holds the blocks made. All other leases over their
-        slots do in any case. In a flat group parents say nothing.
+        """Makes blocks of blank slots. If the key is indexed, the existing block stays and the lease lets go of the
+        slot. If the parent is not indexed, is a partial block, or is not the existing block's parent, the slot stays
+        blank. All blocks found or made count as used. ``hold``: the lease holds the blocks made; other leases over the
+        slots always do. In a flat group parents are ignored.
 
-        Raises :class:`BadArgument` where a slot is not a blank one of the lease.
+        Raises :class:`BadArgument` for a slot that is not blank in the lease.
         """
         state, tier = self._state, lease.tier
         for item in items:
@@ -86,8 +86,8 @@ class Holding:
         return tuple(results)
 
     def _outgrow(self, block: Block, label: Label) -> None:
-        """Partial blocks with which the new one begins are of no more use: they are the first to go. They do not go at
-        once: one on disk survives a crash that the new one, which is not there yet, does not."""
+        """Gives the lowest priority to partial blocks with which the new block begins. They are not removed: a partial
+        block on disk survives a crash, and the new block is not on disk yet."""
         for sibling in islice(self._state.index.children(block.parent), _SIBLINGS):
             other = sibling.traits.label or NO_LABEL
             shorter = 0 < len(other.tokens) < len(label.tokens)
@@ -95,18 +95,18 @@ class Holding:
                 self._state.retain(sibling, MIN_PRIORITY, 0, COMMIT)
 
     def _keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
-        """A commit of a block that exists: it stays, and the lease lets go of the slot."""
+        """Handles a commit of an existing block: the block stays, and the lease lets go of the slot."""
         self._background.used_again([block])
         self._let_go(lease, slot)
         if self._window.span and block not in lease.held:
             self._slide(lease, block)
 
     def _slide(self, lease: Lease, block: Block) -> None:
-        """The block is the newest of its chain: what its window does not reach is let go, but for the sinks of a chain
-        that began here."""
+        """Appends the newest block of a chain, and lets go of blocks that its window no longer reaches. The sinks of a
+        chain that began in this lease stay held."""
         trail = lease.trails.get(block.key)
         if trail is not None:
-            self._let_slide(lease, trail.pop(), unless=block)  # lost since, and stored again
+            self._let_slide(lease, trail.pop(), unless=block)  # the block was lost and stored again
         else:
             trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
         trail = trail if trail is not None else deque()
@@ -123,8 +123,8 @@ class Holding:
             self._state.unhold(block, lease.tier, copy)
 
     def join(self, lease: Lease, joined: Lease) -> None:
-        """``joined``, which holds nothing yet, holds what the lease does, but for blocks that have left its slots or
-        whose bytes are bad."""
+        """Gives ``joined``, a new lease, all that ``lease`` holds, except blocks that have left their slots or whose
+        bytes are bad."""
         joined.family = lease.family
         joined.family.append(joined)
         joined.blank = dict(lease.blank)
@@ -135,8 +135,8 @@ class Holding:
         joined.trails = {key: deque(trail) for key, trail in lease.trails.items()}
 
     def give_back(self, lease: Lease, slots: Collection[SlotId]) -> None:
-        """The lease lets go of these slots: blank ones become free where no other lease holds them, and blocks lose its
-        hold, tails first, so prefixes outlive their tails."""
+        """Lets go of these slots. A blank slot is freed if no other lease holds it. Blocks are released tails first, so
+        prefixes outlive their tails."""
         for slot in [slot for slot in lease.blank if slot in slots]:
             self._let_go(lease, slot)
         released = [(block, copy) for block, copy in lease.held.items() if copy.slot in slots][::-1]
@@ -150,7 +150,7 @@ class Holding:
         self._restate(lease, lease.blank)
 
     def _let_go(self, lease: Lease, slot: SlotId) -> None:
-        """A blank slot is free when the last lease lets go of it."""
+        """Lets go of a blank slot. The slot is freed with its last lease."""
         del lease.blank[slot]
         writers = lease.writers(slot)
         if writers:
@@ -159,8 +159,8 @@ class Holding:
             self._state.give_back(lease.tier, slot)
 
     def _restate(self, lease: Lease, slots: Iterable[SlotId]) -> None:
-        """Blank slots of the lease follow all leases that hold them. A restarted daemon cannot know several owners: it
-        honours slots of :data:`SEVERAL` as long as any process of this life does."""
+        """Sets state and owner of blank slots from all leases that hold them. A restarted daemon cannot know several
+        owners: it keeps slots of :data:`SEVERAL` while any process from before the restart lives."""
         table, ledger = self._state.slots[lease.tier], self._state.ledgers[lease.tier]
         for slot in slots:
             writers = lease.writers(slot)
@@ -168,8 +168,8 @@ class Holding:
             ledger.own((slot,), writers[0].session if len(writers) == 1 else SEVERAL)
 
     def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
-        """A lease of an earlier life, whose process lives and may still use what it had: free slots, and READY blocks
-        of the lease's tier."""
+        """Restores a lease from before a restart, whose process may still use its slots: free slots, and READY blocks
+        of its tier."""
         state = self._state
         lease.orphaned = True
         lease.blank = dict.fromkeys(blank)
@@ -180,12 +180,12 @@ class Holding:
 
 
 TOUCHED_A_CALL: Final = 4_096
-"""Blocks that a touch counts as used, from the last key back; others become more recent, no more."""
+"""Limit of blocks that one touch counts as used, from the last key back. Other blocks only become more recent."""
 
 
 class Uses:
-    """``hits``: blocks that were used, by the tier that they were found in. ``queried``: blocks of chains that were
-    asked for, each chain once; ``found``: of them."""
+    """Use counts. ``hits``: blocks used, by the tier where they were found. ``queried``: blocks of requested chains,
+    each chain counted once. ``found``: the blocks found among them."""
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
@@ -195,17 +195,17 @@ class Uses:
         self.found = 0
 
     def asked(self, queried: int, found: int) -> None:
-        """Chains of so many blocks were asked for."""
+        """Counts a request for ``queried`` blocks of chains, of which ``found`` were there."""
         self.queried += queried
         self.found += found
 
     def acquired(self, blocks: Sequence[Block], found_in: Sequence[int]) -> None:
-        """``found_in``: the residency of each at the match."""
+        """Counts an acquire. ``found_in``: each block's residency at the match."""
         self._used(blocks, found_in)
         self._state.touch(reversed(blocks))
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """As if an acquire had found these blocks with all that they stand on; the last key was read last."""
+        """Counts these blocks and their ancestors as used, as by an acquire. The last key was read last."""
         touched: dict[Block, None] = {}
         for key in reversed(keys):
             block = self._state.index.get(key)
@@ -219,7 +219,7 @@ class Uses:
         self._state.touch(chain((block for block in named if block not in touched), blocks))
 
     def _used(self, blocks: Sequence[Block], found_in: Sequence[int]) -> None:
-        """All that a use means but recency. ``blocks``: parents before children."""
+        """Applies all effects of a use but recency. ``blocks``: parents before children."""
         for residency, times in Counter(found_in).items():
             self.hits[next(tier for tier in self._state.tiers if residency & tier.bit)] += times
         self._background.used_again(blocks)

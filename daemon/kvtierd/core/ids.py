@@ -1,6 +1,6 @@
-"""Integer ids, each a type of its own, and the tiers.
+"""Integer ids, each with a type of its own, and the tiers.
 
-Mixing up a slot, a block and an event number is this field's classic bug, so none of them is a bare ``int``.
+No id is a bare ``int``, so the type checker finds a slot, a block and an event number that are mixed up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, NewType, TypeVar, cast
 
-from kvtier.abi.words import BITS as BITS  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import BITS as BITS  # noqa: PLC0414  re-exported
 from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
-from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  re-exported
 
 CacheId = NewType("CacheId", int)
 GroupId = NewType("GroupId", int)
@@ -39,11 +39,11 @@ DEVICE: Final = Tier.DEVICE
 HOST: Final = Tier.HOST
 DISK: Final = Tier.DISK
 REMOTE: Final = Tier.REMOTE
-"""The same. To look a member up in its class takes ten times as long as a global (Python 3.11), and the core does so
-dozens of times a block: hence such names beside its enumerations."""
+"""Globals for the tiers. Python 3.11 looks a global up faster than a member of an enumeration, and the core does so
+dozens of times a block. The core's other enumerations have globals too."""
 
 EVENT_HASH_BYTES: Final = (0, 8, 32)
-"""Lengths that an event hash may have: none, 64 bits, a digest."""
+"""Allowed lengths of an event hash: none, 64 bits, a digest."""
 
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_BYTES: Final = 1 << 16
@@ -52,11 +52,11 @@ CHECKSUM_BYTES: Final = 16
 
 @dataclass(slots=True, frozen=True)
 class Label:
-    """How others know the block.
+    """Optional description of a block for other programs.
 
-    ``event_hash``: the name that events give it besides its key. ``tokens``: its token ids, ``TOKEN_BYTES`` each.
-    ``checksum``: of its bytes when it was committed, ``CHECKSUM_BYTES``. ``scope``: what besides the token ids decides
-    its bytes, packed, opaque. Tokens and scope are at most ``MAX_TOKEN_BYTES``.
+    ``event_hash``: the block's name in events, besides its key. ``tokens``: its token ids, ``TOKEN_BYTES`` each.
+    ``checksum``: of its bytes at commit, ``CHECKSUM_BYTES``. ``scope``: all else that decides its bytes, packed,
+    opaque. Tokens and scope have at most ``MAX_TOKEN_BYTES`` each.
     """
 
     event_hash: bytes = b""
@@ -69,11 +69,11 @@ NO_LABEL: Final = Label()
 
 
 class Traits(NamedTuple):
-    """A tuple, because a restart makes one for every block on disk.
+    """Retention and label of a block. A tuple, because a restart makes one for every block on disk.
 
-    ``priority``: the block's own. ``duration_ms``: how long it holds after the last release; 0 = for ever.
-    ``deadline_ns``: the wall time at which it falls; 0 where its clock stands. ``label``: None for a block without any
-    of them, which costs nothing.
+    ``priority``: the block's own. ``duration_ms``: how long the priority holds after the last release; 0 = for ever.
+    ``deadline_ns``: the wall time at which the priority ends; 0 while the clock is stopped. ``label``: None if all its
+    fields would be empty, which costs nothing.
     """
 
     priority: int
@@ -86,14 +86,15 @@ _PLAIN: Final = tuple(Traits(priority) for priority in range(101))
 
 
 def traits_of(priority: int, duration_ms: int, label: Label | None) -> Traits:
-    """Of a block whose clock stands."""
+    """Traits of a block whose clock is stopped."""
     if duration_ms or label is not None or not 0 <= priority < len(_PLAIN):
         return Traits(priority, duration_ms, 0, label)
     return _PLAIN[priority]
 
 
 def shared(traits: Traits) -> Traits:
-    """The same, as one object for all blocks that have nothing but a priority: most have no more."""
+    """Returns equal traits. Blocks with nothing but a priority share one object a priority; most blocks have no
+    more."""
     priority, duration_ms, deadline_ns, label = traits
     if duration_ms or deadline_ns or label is not None or not 0 <= priority < len(_PLAIN):
         return traits
@@ -104,6 +105,9 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 def rows(kind: type[Row], *columns: Iterable[object]) -> Iterator[Row]:
-    """A ``kind`` of each place in the columns, one a field in their order, until the shortest of them ends: three times
-    as quick as to call the class. Nobody checks that the fields are all there."""
+    """Yields a ``kind`` for each place in the columns, one column a field, in field order, until the shortest column
+    ends.
+
+    Much faster than calling the class. A missing column goes unnoticed.
+    """
     return map(cast("partial[Row]", partial(tuple.__new__, kind)), zip(*columns, strict=False))

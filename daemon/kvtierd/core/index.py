@@ -12,18 +12,18 @@ from kvtierd.core.block import Block, Copy
 from kvtierd.core.ids import NO_LABEL, TIERS, Key, Tier, Traits
 
 SWEPT_A_REMOVAL: Final = 4
-"""Places of the order list that a removal looks at, where the departed are to go."""
+"""Places of the order list that one removal looks at while removed blocks are swept out."""
 _GONE: Final = Block(Key(b""), None, None, Traits(0))
-"""In the place of a block that has been swept."""
+"""Placeholder for a block that has been swept out."""
 
 
 class BlockIndex:
-    """Key to block, and pages in the order of indexing.
+    """Maps keys to blocks, and pages through the blocks in the order of indexing.
 
-    Each block has a number, above those of all before it. Parents are indexed before their children, so every page
-    order is a valid order to replay. The order list keeps the departed until they outnumber the living; then each
-    removal sweeps a few places of it, the newest first, so that no chain of the departed is forgotten at once. A page
-    costs O(log n) plus its length plus the departed it skips.
+    Each block gets a number above all earlier numbers. Parents are indexed before their children, so every page can be
+    replayed in order. The order list keeps removed blocks until they outnumber the indexed blocks. Then each removal
+    sweeps a few places, newest first, so that a long removed chain is not freed all at once. A page costs O(log n) plus
+    its length plus the removed blocks it skips.
     """
 
     __slots__ = ("_blocks", "_kept", "_last", "_numbers", "_order", "_roots", "_swept", "get")
@@ -31,18 +31,18 @@ class BlockIndex:
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
         self.get: Callable[[Key], Block | None] = self._blocks.get
-        """The block of a key."""
+        """Returns the block of a key, or None."""
         self._order: list[Block] = []
         self._numbers = array("Q")
-        """Of the blocks in the order list."""
+        """Numbers of the blocks in the order list."""
         self._last = 0
         self._swept = self._kept = 0
-        """Nothing is in between these places of the order list, but before the former, and from the latter on."""
+        """The order list holds blocks before place ``_swept`` and from place ``_kept`` on, and none in between."""
         self._roots: dict[Block, None] = {}
-        """Those whose tokens are known."""
+        """Roots whose tokens are known."""
 
     def close(self) -> None:
-        """Takes the blocks apart one by one, so that other threads have their turn."""
+        """Unlinks the blocks one by one, so that other threads can run in between."""
         self._blocks.clear()
         self._roots.clear()
         while self._order:
@@ -63,7 +63,7 @@ class BlockIndex:
             self._roots[block] = None
 
     def remove(self, block: Block) -> None:
-        """The block is indexed until its caller says otherwise."""
+        """Removes a block. The caller clears ``Block.indexed`` afterwards."""
         del self._blocks[block.key]
         self._roots.pop(block, None)
         if not self._swept and len(self._order) > 2 * len(self._blocks) + 64:
@@ -84,12 +84,12 @@ class BlockIndex:
             self._kept = 0
 
     def children(self, parent: Block | None) -> Iterator[Block]:
-        """Of a block, or the roots whose tokens are known; the newest first."""
+        """Yields the children of a block, or the roots whose tokens are known; newest first."""
         return reversed(self._roots) if parent is None else parent.children
 
     def before(self, number: int, limit: int) -> tuple[list[Block], int]:
-        """At most ``limit`` blocks with numbers under this one, the newest first, and the number to go on from (0:
-        there are no more)."""
+        """Returns at most ``limit`` blocks with numbers under ``number``, newest first, and the number to go on from
+        (0: no more blocks)."""
         found: list[Block] = []
         for position in chain(
             range(bisect_left(self._numbers, number, self._kept) - 1, self._kept - 1, -1),
@@ -102,7 +102,8 @@ class BlockIndex:
         return found, 0
 
     def page(self, after: int, limit: int) -> tuple[list[Block], int]:
-        """At most ``limit`` blocks with numbers above ``after``, and the one to go on from (0: there are no more)."""
+        """Returns at most ``limit`` blocks with numbers above ``after``, and the number to go on from (0: no more
+        blocks)."""
         found: list[Block] = []
         last = 0
         for position in chain(
@@ -123,7 +124,7 @@ _SETS: Final = 1 << len(TIERS)
 
 
 class Residencies:
-    """The only writer of :attr:`Block.residency`."""
+    """Counts the blocks by residency. The only writer of :attr:`Block.residency`."""
 
     __slots__ = ("_blocks",)
 
@@ -131,22 +132,22 @@ class Residencies:
         self._blocks = [0] * _SETS
 
     def change(self, block: Block, to: int) -> None:
-        """The block's copies are valid in just the tiers of ``to`` now."""
+        """Sets the tiers in which the block's copies are valid."""
         self._blocks[block.residency] -= 1
         self._blocks[to] += 1
         block.residency = to
 
     def count(self, residency: int) -> int:
-        """Blocks with just this set, which is not empty."""
+        """Number of blocks with exactly this residency, which is not empty."""
         return self._blocks[residency]
 
     def doubled(self, tier: Tier) -> int:
-        """Blocks that are in the tier and in a lower one as well."""
+        """Number of blocks that are valid in the tier and in a lower tier."""
         return sum(self._blocks[both] for both in range(2 * tier.bit, _SETS) if both & tier.bit)
 
 
 class Pins:
-    """How often which copies of a window group are pinned. Few are, so nothing is kept with the others."""
+    """Pin counts of a window group's copies. Few copies are pinned, so a copy has no field for its count."""
 
     __slots__ = ("_of_tier",)
 
@@ -154,14 +155,14 @@ class Pins:
         self._of_tier: dict[Tier, dict[Copy, tuple[Block, int]]] = {tier: {} for tier in tiers}
 
     def slots(self, tier: Tier) -> int:
-        """Pinned ones of the tier."""
+        """Number of pinned slots in the tier."""
         return len(self._of_tier[tier])
 
     def count(self, tier: Tier, copy: Copy) -> int:
         return self._of_tier[tier][copy][1] if copy in self._of_tier[tier] else 0
 
     def change(self, tier: Tier, block: Block, copy: Copy, by: int) -> int:
-        """Returns how often the copy is pinned now."""
+        """Changes the pin count of a copy. Returns the new count."""
         count = self.count(tier, copy) + by
         if count:
             self._of_tier[tier][copy] = (block, count)
@@ -170,7 +171,7 @@ class Pins:
         return count
 
     def forget(self, tier: Tier, copy: Copy) -> bool:
-        """The copy is gone. Returns whether it was pinned."""
+        """Forgets a copy that has gone. Returns whether it was pinned."""
         return self._of_tier[tier].pop(copy, None) is not None
 
     def residency(self, block: Block) -> int:
@@ -178,7 +179,7 @@ class Pins:
         return sum(tier.bit for tier, pinned in self._of_tier.items() if block.copies[tier] in pinned)
 
     def blocks(self) -> Iterator[Block]:
-        """Those pinned, once a tier."""
+        """Yields the pinned blocks, each once a tier."""
         for pinned in self._of_tier.values():
             for block, _ in pinned.values():
                 yield block

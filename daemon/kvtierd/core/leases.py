@@ -1,6 +1,6 @@
-"""Whose a lease is: every lease of a cache, by its id and by its session.
+"""Leases of a cache by id and by session, and the tickets of waiting requests.
 
-What leases hold is their groups' business (``core/group.py``); here only their ids are given, and their owners known.
+This module assigns lease ids and knows owners. ``core/holds.py`` changes the slots and blocks that a lease holds.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvtierd.core.outcome import Holder
 
 
 class Leases:
-    """The leases that have not ended. Ids rise and are never used twice."""
+    """The live leases of a cache. Ids rise and are never used twice."""
 
     __slots__ = ("_last", "_of_session", "live", "unstamped")
 
     def __init__(self) -> None:
         self.live: Final[dict[LeaseId, Lease]] = {}
-        """The oldest first."""
+        """Live leases, oldest first."""
         self._of_session: dict[SessionId, dict[LeaseId, None]] = {}
         self._last = 0
         self.unstamped: list[Lease] = []
-        """Granted since :meth:`stamp`."""
+        """Leases granted since the last :meth:`stamp`."""
 
     def grant(self, session: SessionId, state: GroupState, tier: Tier) -> Lease:
-        """A new one, which holds nothing yet."""
+        """Creates a lease that holds nothing yet."""
         self._last += 1
         lease = Lease(LeaseId(self._last), session, state.group, tier)
         lease.family.append(lease)
@@ -41,13 +41,13 @@ class Leases:
         return lease
 
     def stamp(self, now: int) -> None:
-        """The end of a call: what was granted in it was granted ``now``."""
+        """Sets the grant time of the leases granted in this call."""
         for lease in self.unstamped:
             lease.granted_at = now
         self.unstamped.clear()
 
     def forget(self, lease: Lease) -> None:
-        """It has ended, and holds nothing any more."""
+        """Forgets a lease that has ended and holds nothing."""
         del self.live[lease.id]
         lease.family.remove(lease)
         of_session = self._of_session[lease.session]
@@ -56,7 +56,7 @@ class Leases:
             del self._of_session[lease.session]
 
     def owned(self, session: SessionId, lease: LeaseId) -> Lease:
-        """Raises :class:`UnknownLease`, :class:`ForeignLease`."""
+        """Returns a lease of the session. Raises :class:`UnknownLease` or :class:`ForeignLease`."""
         found = self.live.get(lease)
         if found is None:
             raise UnknownLease(lease)
@@ -65,16 +65,16 @@ class Leases:
         return found
 
     def of(self, session: SessionId) -> list[Lease]:
-        """The session's, the oldest first."""
+        """The session's leases, oldest first."""
         return [self.live[lease] for lease in self._of_session.get(session, ())]
 
     def count(self, session: SessionId) -> int:
-        """How many the session has."""
+        """Number of leases of the session."""
         return len(self._of_session.get(session, ()))
 
 
 def holders_of(leases: Iterable[Lease]) -> tuple[Holder, ...]:
-    """Sessions by the slots that they hold, most first."""
+    """Sessions with the number of slots they hold, most slots first."""
     held: dict[SessionId, int] = {}
     for lease in leases:
         held[lease.session] = held.get(lease.session, 0) + lease.slots
@@ -83,11 +83,12 @@ def holders_of(leases: Iterable[Lease]) -> tuple[Holder, ...]:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A session's hold on slots of one tier: blank ones to write, blocks to read.
+    """
+    grant, join --> live --orphan_session, disown_session--> orphaned <-- restore_lease
+    orphaned --reattach_session--> live;  live, orphaned --release, end_session--> ended
 
-    ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
-    of a chain, its sinks and as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
-    ``family``: the leases that may hold the same slots: those that joined one another, each with this same list.
+    A session's hold on slots of one tier: blank slots to write, blocks to read. ``disown_session`` ends a lease that
+    has no blank slot.
     """
 
     id: LeaseId
@@ -96,14 +97,18 @@ class Lease:
     tier: Tier
     blank: dict[SlotId, None] = field(default_factory=dict)
     held: dict[Block, Copy] = field(default_factory=dict)
+    """Blocks with their copies, in the order the lease got them."""
     trails: dict[Key, deque[Block]] = field(default_factory=dict)
+    """In a sliding group: committed blocks of each chain that its window or sinks cover, by the last block's key."""
     orphaned: bool = False
     granted_at: int = 0
+    """``now`` of the call that granted the lease."""
     family: list[Lease] = field(default_factory=list)
+    """Leases that joined one another and may hold the same slots. All of them share this list."""
 
     @property
     def slots(self) -> int:
-        """How many it holds."""
+        """Number of slots that the lease holds."""
         return len(self.blank) + len(self.held)
 
     def all_slots(self) -> set[SlotId]:
@@ -116,7 +121,7 @@ class Lease:
 
 @dataclass(slots=True, frozen=True)
 class LeaseRecord:
-    """A lease as others see it. ``granted_at``: wall clock, nanoseconds."""
+    """Snapshot of a lease. ``granted_at``: wall clock, nanoseconds."""
 
     id: LeaseId
     session: SessionId
@@ -143,8 +148,11 @@ class LeaseRecord:
 
 @dataclass(slots=True, frozen=True)
 class LeftLease:
-    """What a session of an earlier life had, and its process may still use: ``blank`` slots it may be writing, blocks
-    it may be reading (``keys``, READY in the tier)."""
+    """A lease from before a restart, whose process may still use its slots.
+
+    ``blank``: slots that the process may be writing. ``keys``: blocks, READY in the tier, that the process may be
+    reading.
+    """
 
     session: SessionId
     group: GroupId
@@ -155,7 +163,10 @@ class LeftLease:
 
 @dataclass(slots=True, eq=False)
 class ReserveTicket:
-    """Wants blank slots, all or nothing."""
+    """waiting --slots free--> granted;  waiting --expire, no room--> refused;  waiting --withdraw--> gone unanswered
+
+    A request for blank slots, all or nothing.
+    """
 
     id: TicketId
     session: SessionId
@@ -180,11 +191,11 @@ class FetchTicket:
     """The only part of its acquire: it takes its slots without waiting for other parts."""
     found_in: tuple[int, ...] = ()
     wanted: tuple[Block | None, ...] = ()
-    """A move's blocks in the order asked; None where the key is not indexed."""
+    """A move's blocks in the order asked; None for a key that is not indexed."""
     waiting: bool = True
     copies: list[Copy] = field(default_factory=list)
     failed: set[Block] = field(default_factory=set)
-    """Blocks whose copies for it have failed."""
+    """Blocks whose copies for this request have failed."""
     pending: int = 0
     able: bool = False
     """Of a part at the head of its queue: its slots are free."""

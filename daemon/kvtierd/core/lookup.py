@@ -1,8 +1,8 @@
-"""How long a prefix several window groups can serve together.
+"""Computes the longest prefix that several window groups can serve together.
 
-A prefix of n blocks is usable where every group has what attention over it needs: a full group all of its blocks, a
-sliding one its sinks and those that its window covers. So a longer prefix may be usable where a shorter one is not, and
-the answer is never the minimum of the groups' own.
+A prefix of n blocks is usable if every group has the blocks that attention over the prefix needs: a full group all
+blocks, a sliding group its sinks and the blocks that its window covers. So a longer prefix may be usable where a
+shorter prefix is not, and the answer is never the minimum of the groups' own answers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvtierd.core.index import Pins
 from kvtierd.core.transfers import GroupSpan, Listing, ListingRow, Location, PartialMatch
 
 Limit = Callable[[int], int]
-"""Of a length: that length, where it will do, else the greatest lower one that may. Asked for falling lengths only."""
+"""Maps a prefix length to the largest usable length not above it. Called with falling lengths only."""
 
 Usable = Callable[[GroupState, Block], bool]
 
 
 def longest(bound: int, limits: Sequence[Limit]) -> int:
-    """The greatest length up to ``bound`` that all limits let stand."""
+    """The greatest length up to ``bound`` that no limit lowers."""
     length = bound
     while True:
         before = length
@@ -34,7 +34,7 @@ def longest(bound: int, limits: Sequence[Limit]) -> int:
 
 
 class Cover:
-    """One group's side of a match. Looks at no more blocks than it must."""
+    """One group's side of a match. Looks at no more blocks than needed."""
 
     def __init__(self, state: GroupState, keys: Sequence[Key], usable: Usable) -> None:
         self.state = state
@@ -42,11 +42,11 @@ class Cover:
         self._usable = usable
         self._found: dict[int, Block] = {}
         self._low = len(keys) if state.attention.span else 0
-        """Every place from here up to the last length asked for has a usable block."""
+        """All places from here to the last length asked for have a usable block."""
 
     def prefix(self, bound: int) -> int:
-        """How many blocks can be usable, ``bound`` at most, since those are that every longer prefix needs: all, or the
-        sinks of a window. Comes before :meth:`unbroken`."""
+        """Bounds the length by the blocks that every longer prefix needs: all blocks, or the sinks of a window. Returns
+        at most ``bound``. Call this before :meth:`unbroken`."""
         attention = self.state.attention
         for place, key in enumerate(islice(self._keys, min(bound, attention.sinks) if attention.span else bound)):
             block = self._get(key)
@@ -56,7 +56,7 @@ class Cover:
         return bound
 
     def unbroken(self, length: int) -> int:
-        """A :data:`Limit`: no block is missing of what a prefix needs."""
+        """A :data:`Limit`: no block that the prefix needs is missing."""
         self._low = min(self._low, length)
         while self._low > self.state.attention.first_block(length):
             self._low -= 1
@@ -68,11 +68,11 @@ class Cover:
         return length
 
     def blocks(self, length: int) -> list[Block]:
-        """What a prefix of this length needs, the first first. The length has been found unbroken."""
+        """The blocks that a prefix of this length needs, in order. The length was found unbroken."""
         return [self._found[place] for place in self.state.attention.needs(length).pick(range(length))]
 
     def affordable(self, costs: Callable[[Block], bool], budget: int) -> Limit:
-        """A :data:`Limit`: of the blocks that a prefix needs no more than ``budget``, 0 or more, cost a slot."""
+        """A :data:`Limit`: at most ``budget`` (0 or more) of the blocks that a prefix needs cost a slot."""
         sums: list[int] = []
 
         def cost(length: int) -> int:
@@ -95,7 +95,7 @@ class Cover:
 
 
 def match(states: Sequence[GroupState], keys: Sequence[Key], usable: Usable) -> tuple[int, list[Cover]]:
-    """The greatest length usable in all groups, and each group's side of it, in this order."""
+    """The greatest length usable in all groups, and each group's side of the match, in order."""
     covers = [Cover(state, keys, usable) for state in states]
     bound = len(keys)
     for cover in covers:
@@ -104,7 +104,7 @@ def match(states: Sequence[GroupState], keys: Sequence[Key], usable: Usable) -> 
 
 
 def indexed(state: GroupState, block: Block) -> bool:
-    """Every block that is found by its key is usable."""
+    """A :data:`Usable` that takes every indexed block."""
     return True
 
 
@@ -140,8 +140,8 @@ def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
     """Of the longest prefix of a chain that the full group has. Where the keys are not a chain: of nothing in
     particular.
 
-    In a full group whatever an indexed block stands on is indexed, so the prefix ends where bisection says, and its
-    blocks are found from parent to parent: a look-up in an index of a million keys misses the caches three times.
+    In a full group the ancestors of an indexed block are indexed. So bisection finds the end of the prefix, and the
+    blocks are read from parent to parent: look-ups in a large index miss the CPU caches.
     """
     length, last = _longest(state, keys)
     found = [0] * length
@@ -171,8 +171,8 @@ def _longest(state: GroupState, keys: Sequence[Key]) -> tuple[int, Block | None]
 
 
 def partial(state: GroupState, parent_key: Key | None, tokens: bytes, scope: bytes) -> PartialMatch | None:
-    """Of a block's children, or of the roots, the one that begins with the longest run of these tokens in this scope.
-    The newest ones are looked at, at most ``Policy.blocks_a_call``."""
+    """Finds the block, among a block's children or the roots, that begins with the longest run of these tokens in this
+    scope. Looks at the newest blocks, at most ``Policy.blocks_a_call``."""
     parent = state.index.get(parent_key) if parent_key is not None else None
     best, run = None, 0
     for child in islice(state.index.children(parent), state.policy.blocks_a_call):
@@ -187,14 +187,14 @@ def locate(state: GroupState, keys: Sequence[Key]) -> list[Location]:
 
 
 def checksum(state: GroupState, key: Key) -> bytes:
-    """Of a block's bytes when it was committed; empty where it has none, or is not indexed."""
+    """Checksum of a block's bytes at commit; empty if none was given or the block is not indexed."""
     block = state.index.get(key)
     label = block.traits.label if block is not None else None
     return label.checksum if label is not None else b""
 
 
 def attributes(state: GroupState, key: Key) -> tuple[Key | None, Traits] | None:
-    """A block's parent and traits; None where it is not indexed."""
+    """A block's parent and traits; None if the block is not indexed."""
     block = state.index.get(key)
     return None if block is None else (block.parent_key, block.traits)
 

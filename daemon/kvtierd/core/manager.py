@@ -1,9 +1,9 @@
 """The block manager: one cache's blocks, leases and requests over all its window groups.
 
 Pure and synchronous: no clock, thread, future or callback. Every mutating call returns an :class:`Outcome` to be
-carried out whole (see ``core/outcome.py``) and may answer tickets of earlier calls in it. ``now`` is the wall clock in
-nanoseconds. The service has validated the arguments: a call's keys are different, its tiers are the
-cache's, its priorities and durations are in range. Here is checked what depends on leases and tiers.
+carried out whole (see ``core/outcome.py``), which may also answer tickets of earlier calls. ``now`` is the wall clock
+in nanoseconds. The service has validated the arguments: a call's keys are different, its tiers are the cache's, its
+priorities and durations are in range. This module checks the rest, which depends on leases and tiers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvtierd.core.transfers import (
 from kvtierd.core.window import WindowManager
 
 TierLoss = Mapping[GroupId, Iterator[None]]
-"""What is left to do of a loss, by group."""
+"""Steps left of a tier's loss, by group."""
 
 
 class BlockManager:
@@ -84,12 +84,12 @@ class BlockManager:
         unclean: bool,
         restarted: bool = True,
     ) -> None:
-        """Indexes what the tiers of a cache still hold; :meth:`announce` follows. It touches nothing but this manager,
-        so while nobody else knows that, it may be any thread's.
+        """Indexes the blocks that a cache's tiers still hold; :meth:`announce` follows. Any thread may call this while
+        no other thread knows the manager: the call touches nothing else.
 
-        ``recovered``: parents before children, least recently used first among the rest. ``corrupt``: blocks that the
-        disk no longer describes as they were written. A cache of an earlier life (``restarted``) is announced as
-        cleared first, so that events alone stay the truth over a restart.
+        ``recovered``: parents before children, otherwise least recently used first. ``corrupt``: blocks whose disk
+        record is not as it was written. A cache from before a restart (``restarted``) is announced as cleared first, so
+        that events alone describe the cache across the restart.
         """
         clear = (Cause.LOST if unclean else Cause.SHUTDOWN) if restarted else None
         for group, window in self.windows.items():
@@ -97,20 +97,19 @@ class BlockManager:
             window.open(recovered.get(group, ()), quarantined.get(group, ()), lost, clear)
 
     def announce(self, now: int) -> Outcome:
-        """The outcome of :meth:`fill`; event ids are given out here."""
+        """Returns the outcome of :meth:`fill`. Event ids are assigned here."""
         return self._take(now)
 
     def restore_lease(self, left: LeftLease, now: int) -> Outcome:
-        """A lease from before a restart, right after :meth:`announce`. Like that of a session whose connection broke,
-        it ends with its session."""
+        """Restores an orphaned lease, which ends with its session, right after :meth:`announce`."""
         window = self._window(left.group)
         window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
     def close(self) -> None:
-        """Forgets all blocks, when the cache is removed; no call but a question for leases may follow. Any thread's.
+        """Forgets all blocks of a removed cache. Only lease look-ups may follow. Any thread may call this.
 
-        Without this, reference cycles would keep the blocks, and the collector does not look at old ones.
+        Without this, reference cycles would keep the blocks, and the garbage collector skips old objects.
         """
         for window in self.windows.values():
             window.close()
@@ -135,11 +134,11 @@ class BlockManager:
         return lookup.locate(self._window(group).state, keys)
 
     def checksum(self, group: GroupId, key: Key) -> bytes:
-        """Of a block's bytes when it was committed; empty where nobody said."""
+        """Checksum of a block's bytes at commit; empty if none was given."""
         return lookup.checksum(self._window(group).state, key)
 
     def attributes(self, group: GroupId, key: Key) -> tuple[Key | None, Traits] | None:
-        """A block's parent and traits; None where it is not indexed."""
+        """A block's parent and traits; None if the block is not indexed."""
         return lookup.attributes(self._window(group).state, key)
 
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
@@ -147,7 +146,7 @@ class BlockManager:
         return lookup.listing(self._window(group).state, page, limit)
 
     def explain(self, group: GroupId, key: Key) -> BlockNow | None:
-        """Where a block is and what holds it; None where the key is not indexed."""
+        """Reports a block's copies and holders; None if the key is not indexed."""
         return explain.explain(self._window(group).state, self.leases.values(), key)
 
     def stats(self) -> ManagerStats:
@@ -157,25 +156,25 @@ class BlockManager:
         return self._leases.count(session)
 
     def held_by(self, session: SessionId) -> int:
-        """Slots under the session's leases."""
+        """Number of slots under the session's leases."""
         return sum(lease.slots for lease in self._leases.of(session))
 
     def blank_of(self, session: SessionId, group: GroupId, tier: Tier) -> int:
-        """Slots that it holds to write."""
+        """Number of slots that the session holds to write."""
         leases = (lease for lease in self._leases.of(session) if lease.group == group and lease.tier is tier)
         return sum(len(lease.blank) for lease in leases)
 
     def lease_records(self) -> list[LeaseRecord]:
-        """Every lease there is, the oldest first."""
+        """All leases, oldest first."""
         return [LeaseRecord.of(lease) for lease in self.leases.values()]
 
     def take_disk_uses(self) -> dict[GroupId, list[Key]]:
-        """Disk blocks used since the last call, by group, in the order of their last use: for the disk to remember."""
+        """Returns disk blocks used since the last call, by group and in order of last use, for the disk to record."""
         uses = {group: window.state.take_disk_uses() for group, window in self.windows.items()}
         return {group: keys for group, keys in uses.items() if keys}
 
     def take_restated(self) -> dict[GroupId, list[tuple[Key, Traits]]]:
-        """Disk blocks whose retention has changed since the last call: for the disk to remember."""
+        """Returns disk blocks whose retention has changed since the last call, for the disk to record."""
         changed = {group: window.state.clocks.take_restated() for group, window in self.windows.items()}
         return {group: [(b.key, b.traits) for b in blocks] for group, blocks in changed.items() if blocks}
 
@@ -202,9 +201,9 @@ class BlockManager:
         release: bool = False,
         cause: Cause = Cause.COMMIT,
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
-        """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the lease lets go of the
-        slot; where the parent is not, the slot stays blank. ``hold``: the lease holds the new blocks. ``release``: the
-        lease ends, as by :meth:`release`."""
+        """Turns blank slots into blocks. If the key is indexed, the existing block stays and the lease lets go of the
+        slot; if the parent is not indexed, the slot stays blank. ``hold``: the lease holds the new blocks. ``release``:
+        the lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
         window.state.require(owned.tier)
@@ -239,8 +238,8 @@ class BlockManager:
         return tuple(ticket.id for ticket in tickets), self._take(now)
 
     def join(self, session: SessionId, lease: LeaseId, now: int) -> tuple[Lease, Outcome]:
-        """A lease of this session over what another lease holds. A blank slot becomes free with the last lease over it,
-        and a block that one of them makes is held by all. The caller has seen that the lease lives."""
+        """Makes a lease of this session over the slots and blocks of another lease. A blank slot is freed with its last
+        lease; all leases hold a block that one of them makes. The caller has checked that the lease lives."""
         shared = self._leases.live[lease]
         window = self.windows[shared.group]
         joined = self._leases.grant(session, window.state, shared.tier)
@@ -251,8 +250,8 @@ class BlockManager:
     def release(
         self, session: SessionId, leases: Sequence[LeaseId], now: int, slots: Collection[SlotId] = ()
     ) -> Outcome:
-        """Ends leases, all of them or, on an error, none. ``slots``: lets go of only these of a single lease, which
-        goes on; those that it does not hold any more are passed over."""
+        """Ends leases: all of them or, on an error, none. ``slots``: lets go of only these slots of a single lease,
+        which goes on; slots that the lease no longer holds are skipped."""
         if slots and len(leases) != 1:
             raise BadArgument("lease_ids", len(leases), "one lease, of which slots are named")
         if len(set(leases)) != len(leases):
@@ -270,10 +269,10 @@ class BlockManager:
         self._window(group).uses.asked(queried, found)
 
     def touch(self, group: GroupId, keys: Sequence[Key], now: int) -> Outcome:
-        """Blocks were read, the least recently read first: recency, and what else follows from a use, as by an acquire.
+        """Records that blocks were read, least recently read first. Has all effects of a use, like an acquire.
 
-        Of a full-attention group a key stands for its whole prefix. Keys that are not indexed are passed over. Blocks
-        beyond the bound of a call, counted from the last key back, become more recent, and that is all.
+        In a full-attention group a key stands for its whole prefix. Keys that are not indexed are skipped. Blocks
+        beyond the limit of a call, counted from the last key back, only become more recent.
         """
         window = self._window(group)
         window.uses.touch(keys)
@@ -281,8 +280,7 @@ class BlockManager:
         return self._take(now)
 
     def lose_bytes(self, group: GroupId, key: Key, tier: Tier, slot: SlotId, now: int) -> Outcome:
-        """The block's bytes in this slot are not what was committed: it loses the copy. Nothing happens where the
-        block has left the slot."""
+        """Makes a block lose a copy whose bytes are not the committed bytes, if it is still in this slot."""
         window = self._window(group)
         block = window.state.index.get(key)
         copy = block.copies[tier] if block is not None else None
@@ -296,9 +294,9 @@ class BlockManager:
     def move(
         self, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], now: int
     ) -> tuple[TicketId, Outcome]:
-        """Asks for blocks to be READY in a tier without holding them; idle copies above it go. The grant's results say
-        of which keys that is true. What comes up is taken as used: what is fetched ahead of need is not the next to
-        go."""
+        """Asks for blocks to be READY in a tier, without holding them; idle copies above the tier go. The grant's
+        results say which keys are READY. Blocks that come up are touched, so that a prefetched block is not the next
+        victim."""
         window = self._window(group)
         window.state.require(to)
         wanted = tuple(window.state.index.get(key) for key in keys)
@@ -323,11 +321,11 @@ class BlockManager:
         dry_run: bool = False,
         following: Drop | None = None,
     ) -> tuple[Drop, Outcome]:
-        """Forgets blocks and everything under them, a slice a call: for the next one, until it has its report,
-        ``following`` is what this one returned. Refused for those of which any part is leased, pinned or claimed; if
-        that comes about between two slices, the part stays with all that it stands on, and what had gone is gone.
+        """Drops blocks with their subtrees, a slice a call: until the returned :class:`Drop` has its report, pass it to
+        the next call as ``following``. A subtree of which any block is leased, pinned or claimed is refused. If a block
+        is held between two slices, it stays with its ancestors.
 
-        ``dry_run``: says so, and changes nothing.
+        ``dry_run``: reports without changing anything.
         """
         window = self._window(group)
         drop = following or Drop(window.state, keys, dry_run=dry_run)
@@ -339,8 +337,8 @@ class BlockManager:
     def pin(
         self, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
-        """Keeps copies that are READY in a tier there, or ends that. Pins count, and are nobody's: who pinned may be
-        gone when another unpins."""
+        """Pins copies that are READY in a tier, or unpins them. Pins are counted and have no owner: a session may unpin
+        for another that is gone."""
         window = self._window(group)
         window.state.require(tier)
         results = reclaim.pin(window.state, tier, keys, unpin=unpin)
@@ -350,10 +348,11 @@ class BlockManager:
     def reset(
         self, session: SessionId, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
     ) -> tuple[ResetReport, Outcome]:
-        """Forgets the blocks of all groups, a slice of them a call: for the next slice, ``following`` is the report's.
+        """Removes the blocks of all groups, a slice a call: pass the report's ``following`` to the next call.
 
-        Raises :class:`StillHeld` at the first slice while anything is leased or pinned, unless forced; then what is, or
-        is waited for, stays, with all that it stands on. Blocks committed after the first slice stay, too.
+        Raises :class:`StillHeld` at the first slice while anything is leased or pinned, unless forced. A forced reset
+        keeps blocks that are held, pinned or claimed, with their ancestors. Blocks committed after the first slice
+        stay.
         """
         if following is None:
             if not force:
@@ -367,7 +366,7 @@ class BlockManager:
         return ResetReport(dropped, kept, going_on, tuple((group, key) for key in roots)), self._take(now)
 
     def reset_plan(self) -> ResetReport:
-        """What a forced reset would do."""
+        """Predicts the report of a forced reset."""
         blocks = sum(len(window.state.index) for window in self.windows.values())
         held = ((block, lease.tier, copy) for lease in self.leases.values() for block, copy in lease.held.items())
         leased = [block for block, tier, copy in held if block.copies[tier] is copy]
@@ -380,12 +379,12 @@ class BlockManager:
     def _require_unheld(self) -> None:
         states = (window.state for window in self.windows.values())
         pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
-        holders = holders_of(self.leases.values())  # a lease may have let go of all that it had
+        holders = holders_of(self.leases.values())  # without leases that hold nothing any more
         if holders or pinned:
             raise StillHeld(holders, pinned)
 
     def plan_move(self, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
-        """What a move of these blocks could do at best, from what is held now."""
+        """Predicts the best results that a move of these blocks could have, from the present holds."""
         window = self._window(group)
         window.state.require(to)
         return window.plan(to, keys)
@@ -399,7 +398,7 @@ class BlockManager:
         durations_ms: Sequence[int],
         now: int,
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
-        """New priorities and durations (none at all: for ever) for stored blocks; see ``core/retention.py``."""
+        """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)
         results = window.set_retention(keys, pairs(priorities, durations_ms))
         self._pump(now, window)
@@ -408,7 +407,8 @@ class BlockManager:
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 
     def expire(self, ticket: TicketId, now: int) -> Outcome:
-        """The ticket's deadline passed: a grant of what there is, or a refusal. Nothing, if it was answered."""
+        """Ends a ticket at its deadline: grants the blocks that are there, or refuses. Does nothing if it was
+        answered."""
         if ticket in self.tickets:
             window, request = self.tickets[ticket]
             window.expire(request)
@@ -419,7 +419,7 @@ class BlockManager:
         return self._take(now)
 
     def cancel(self, ticket: TicketId, now: int) -> Outcome:
-        """The ticket's caller went away: nothing stays held and no answer comes. Nothing, if it was answered."""
+        """Withdraws a ticket whose caller has gone: holds end, and no answer comes. Does nothing if it was answered."""
         if ticket in self.tickets:
             window, request = self.tickets.pop(ticket)
             window.withdraw(request)
@@ -430,8 +430,7 @@ class BlockManager:
         return self._take(now)
 
     def orphan_session(self, session: SessionId, now: int) -> Outcome:
-        """Its connection broke while its process lives: it may still write, so its blank slots stay out of
-        circulation."""
+        """Orphans a disconnected session: its process may still write, so its blank slots stay out of circulation."""
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             self.windows[lease.group].holding.orphan(lease, True)
@@ -444,7 +443,7 @@ class BlockManager:
         return self._take(now)
 
     def disown_session(self, session: SessionId, now: int) -> Outcome:
-        """It was ended while its process lives: of all that it held only its blank slots stay, out of circulation."""
+        """Ends a session whose process lives. Its blank slots stay out of circulation; all else is given back."""
         for lease in self._leases.of(session):
             if lease.blank:
                 self.windows[lease.group].holding.give_back(lease, lease.all_slots().difference(lease.blank))
@@ -453,7 +452,7 @@ class BlockManager:
         return self.orphan_session(session, now)
 
     def end_session(self, session: SessionId, now: int) -> Outcome:
-        """Its process is gone, or it said goodbye: everything that it held is given back."""
+        """Ends a session whose process is gone, or that said goodbye: gives back everything it held."""
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             self._end(lease)
@@ -463,14 +462,14 @@ class BlockManager:
     # -- the mover's reports -----------------------------------------------------------------------------------------
 
     def completed(self, results: Sequence[MoveResult], now: int) -> Outcome:
-        """Applies the results of moves, each of which was planned by an earlier outcome and is reported once."""
+        """Applies the results of moves. Each move was planned by an earlier outcome and is reported once."""
         for result in results:
             self.windows[self._moving.pop(result.id)].completed(result, now)
         self._pump_all(now)
         return self._take(now)
 
     def tick(self, now: int) -> Outcome:
-        """Time has passed: retentions expire, and failing edges may be tried again."""
+        """Applies the passage of time: retentions expire, and failed deletions and failing edges are tried again."""
         for window in self.windows.values():
             window.state.expire(now)
             window.state.retire_again(now)
@@ -479,21 +478,20 @@ class BlockManager:
 
     @property
     def behind(self) -> bool:
-        """Calls have left something to be done, by :meth:`go_on` or by whatever is called next."""
+        """Whether calls have left work to do, for :meth:`go_on` or any later call."""
         return any(window.state.behind for window in self.windows.values())
 
     def go_on(self, now: int) -> Outcome:
-        """A slice of what calls have left: uses and priorities that reach the ancestors of blocks, and the loss of what
-        cannot do without lost bytes."""
+        """Does a slice of the work that calls have left: passes uses and priorities on to ancestors, and removes the
+        blocks that depend on lost bytes."""
         for window in self.windows.values():
             removal.lose_on(window.state)
         self._pump_all(now)
         return self._take(now)
 
     def lose_tier(self, tier: Tier, now: int, following: TierLoss | None = None) -> tuple[TierLoss | None, Outcome]:
-        """The tier has failed: no slot is given out there, requests that wait for one are refused, and its copies of
-        blocks go, a slice a call. ``following``: the first value that the last call returned, None at first; it
-        returns None at the end."""
+        """Takes a failed tier out of service: refuses requests that wait for its slots, and removes its copies, a slice
+        a call. ``following``: the first value that the last call returned; that value is None at the end."""
         for window, ticket in list(self.tickets.values()):
             if ticket.tier is tier:
                 window.refuse_offline(ticket)
@@ -507,14 +505,14 @@ class BlockManager:
         return left or None, self._take(now)
 
     def restore_disk(self, now: int) -> Outcome:
-        """The disk is back; its store has been emptied by the caller."""
+        """Puts the disk back in service. The caller has emptied its store."""
         for window in self.windows.values():
             if DISK in window.state.lost:
                 removal.restore_disk(window.state)
         self._pump_all(now)
         return self._take(now)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     def _take(self, now: int) -> Outcome:
         for window in self.windows.values():
@@ -531,14 +529,14 @@ class BlockManager:
         return outcome
 
     def _pump(self, now: int, window: WindowManager) -> None:
-        """Serves those who wait in one group, whose state has changed."""
+        """Serves the waiting requests of one group, whose state has changed."""
         if self.acquires.tickets:
             self._pump_all(now)
         else:
             window.pump(now)
 
     def _pump_all(self, now: int) -> None:
-        """Serves those who wait, until nobody gets anywhere."""
+        """Serves waiting requests until none can go on."""
         acquires = self.acquires
         if acquires.tickets:
             acquires.refresh(now)

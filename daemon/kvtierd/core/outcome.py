@@ -1,12 +1,10 @@
-"""What the core tells its caller to do.
+"""The core's instructions to its caller.
 
-Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn,
-with no ``await`` between the call and the last of it, in this order: of all ``slots`` what is ``begun``, then the
-``owners``, ``events``, ``moves``, of all ``slots`` what is ``filled`` and ``disowned``, and what is ``restated``, then
-(what ``events`` say of) the key index, ``grants`` and ``refusals``.
+Every mutating call of the core returns one :class:`Outcome`. The caller carries it out whole in the same loop turn,
+with no ``await`` in between, in this order: ``begun`` of all ``slots``; ``owners``; ``events``; ``moves``; ``filled``,
+``disowned`` and ``restated`` of all ``slots``; the key index, from ``events``; ``grants``; ``refusals``.
 
-What there is one of for each block is a named tuple, or a place in a column: a frozen dataclass takes four times as
-long to make.
+An object made for each block is a named tuple or a place in a column: a frozen dataclass takes much longer to make.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from kvtierd.core.policy import Policy
 
 
 class SlotRef(NamedTuple):
-    """One slot, named so that it cannot be mistaken for another tier's or group's."""
+    """One slot, named so that it cannot be mistaken for a slot of another tier or group."""
 
     group: GroupId
     tier: Tier
@@ -46,8 +44,8 @@ class SlotRef(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a slot of memory holds from now on, for a restarted daemon to know. ``key`` None: nothing that anybody
-    should find again, though its bytes still stand for those who hold them."""
+    """The content of a memory slot from now on, for a restarted daemon to know. ``key`` None: a block that look-ups
+    must not find, though its bytes stay for their holders."""
 
     ref: SlotRef
     key: Key | None
@@ -56,12 +54,12 @@ class Content(NamedTuple):
 
 
 class SlotChanges:
-    """What becomes of the slots of one group in one tier of memory.
+    """Changes of the slots of one group in one tier of memory.
 
-    ``begun``: their bytes are, or are about to be, no block's: their generations are odd until they are filled.
-    ``filled``: their bytes are these blocks'. ``disowned``: their bytes are no block's that anybody should find again,
-    though they still stand for those who hold or copy them. ``restated``: they hold what they held, but the block's
-    retention has changed. ``owners``: who leases them from now on; None = nobody.
+    ``begun``: the bytes are no block's, now or soon; generations are odd until the slots are filled. ``filled``: the
+    bytes are these blocks'. ``disowned``: look-ups must not find the bytes any more, which stay for their holders and
+    readers. ``restated``: the bytes stay, and the block's retention has changed. ``owners``: the sessions that lease
+    the slots from now on; None = no session.
     """
 
     __slots__ = ("begun", "disowned", "filled", "group", "owners", "restated", "tier")
@@ -86,9 +84,9 @@ class SlotChanges:
 
 
 class MoveItem(NamedTuple):
-    """One block of a move. ``dst`` is None where a disk slot is retired: its index record goes, nothing is copied.
+    """One block of a move. ``dst`` is None if a disk slot is retired: its index record goes, and nothing is copied.
 
-    A record on disk keeps its ``traits``.
+    A disk record stores the ``traits``.
     """
 
     key: Key
@@ -100,7 +98,10 @@ class MoveItem(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Move:
-    """A planned copy of blocks along one edge. Its slots belong to it until its result is reported."""
+    """planned, growing --end of the call--> in flight --MoveResult--> ended: each item is done, failed or corrupt
+
+    A planned copy of blocks along one edge. Its slots belong to it until its result is reported.
+    """
 
     id: MoveId
     group: GroupId
@@ -114,8 +115,8 @@ class Move:
 class MoveResult:
     """How a move ended. Indices are into ``Move.items``; an item in neither set succeeded.
 
-    ``failed``: the copy did not happen; source and destination hold what they held, the destination's bytes are void.
-    ``corrupt``: the source's bytes failed verification and must never be served.
+    ``failed``: the copy did not happen; the source is unchanged, and the destination's bytes are void. ``corrupt``: the
+    source's bytes failed verification and must never be served.
     """
 
     id: MoveId
@@ -127,7 +128,7 @@ class MoveResult:
 
 class RefusalReason(Enum):
     TIER_FULL = "tier_full"
-    """All that nobody holds could not make room. Retry after others have released."""
+    """All unheld slots together would not make room. Retry after other sessions have released."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     TIER_OFFLINE = "tier_offline"
@@ -179,7 +180,7 @@ class Grant:
 
     @property
     def leases(self) -> tuple[LeaseId, ...]:
-        """All that it leases."""
+        """All leases of the grant."""
         return tuple(part.lease for part in self.groups if part.lease is not None)
 
 
@@ -200,15 +201,13 @@ class Outcome:
     grants: tuple[Grant, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     slots: tuple[SlotChanges, ...] = ()
-    """One of each group and tier of memory whose slots anything becomes of."""
+    """An entry for each group and memory tier with changed slots."""
     events: tuple[Event, ...] = ()
 
 
 class Ledger:
-    """Emptied by :meth:`take` at the end of each call. ``touched``: where it puts itself when the first entry is made.
-
-    One of each group and tier: a slot's number alone says there which it is.
-    """
+    """Changes of one group's slots in one tier, so a slot's number says which slot. :meth:`take` empties the ledger at
+    the end of each call. ``touched``: the ledger appends itself here with its first entry."""
 
     __slots__ = (
         "_begun",
@@ -241,7 +240,7 @@ class Ledger:
         self._touched.append(self)
 
     def begin_write(self, slot: SlotId) -> None:
-        """The slot's bytes are, or are about to be, no block's: its generation is odd until :meth:`end_write`."""
+        """Marks the slot's bytes as no block's: its generation is odd until :meth:`end_write`."""
         if self._clean:
             self._touch()
         if self._filled:
@@ -249,39 +248,39 @@ class Ledger:
         self._begun[slot] = None
 
     def free(self, slot: SlotId) -> None:
-        """The slot's bytes are no block's, and it is nobody's."""
+        """Marks the slot's bytes as no block's and the slot as unowned."""
         self.begin_write(slot)
         self._owners[slot] = None
 
     def end_write(self, slot: SlotId, block: Block) -> None:
-        """The slot's bytes are the block's."""
+        """Marks the slot's bytes as the block's."""
         if self._clean:
             self._touch()
         self._filled[slot] = block
 
     def disown(self, slot: SlotId) -> None:
-        """The slot's bytes stand for those who hold or copy them; they are their block's no more."""
+        """Marks the slot's bytes as no longer their block's. Holders and readers may still use the bytes."""
         if slot not in self._filled:
             if self._clean:
                 self._touch()
             self._disowned[slot] = None
 
     def restate(self, slot: SlotId, block: Block) -> None:
-        """The slot's bytes are the block's, whose traits have changed."""
+        """Records that the traits of the slot's block have changed."""
         if slot not in self._filled:
             if self._clean:
                 self._touch()
             self._restated[slot] = block
 
     def own(self, slots: Iterable[SlotId], session: SessionId | None) -> None:
-        """Who leases the slots; None = nobody."""
+        """Sets the session that leases the slots; None = no session."""
         if self._clean:
             self._touch()
         for slot in slots:
             self._owners[slot] = session
 
     def take(self) -> SlotChanges:
-        """All of it; the ledger is empty again."""
+        """Returns all changes and empties the ledger."""
         changes = SlotChanges(
             self._group, self._tier, self._begun, self._filled, self._disowned, self._restated, self._owners
         )
@@ -290,8 +289,8 @@ class Ledger:
 
 
 class Transfer(NamedTuple):
-    """What an event says of the move behind it. ``dst`` None: nothing was copied, the blocks only left ``src``.
-    ``block_bytes``: of one block."""
+    """The move behind an event. ``dst`` None: nothing was copied, the blocks only left ``src``. ``block_bytes``: bytes
+    of one block."""
 
     src: Tier
     dst: Tier | None = None
@@ -301,7 +300,8 @@ class Transfer(NamedTuple):
 
 
 class _Telling:
-    """An event that may still grow. What of a block may change afterwards, in columns; the rest is asked of it then."""
+    """An event that may still grow. Values that may change meanwhile are kept in columns; the rest is read from the
+    block at the end."""
 
     __slots__ = ("blocks", "header", "priorities", "residencies")
 
@@ -322,11 +322,11 @@ class _Telling:
 
 
 _Lane = tuple[GroupId, Tier, Tier | None, Cause]
-"""A group's edge, and why blocks go along it."""
+"""A group's edge, and the cause of moves along it."""
 
 
 class _Planned:
-    """A move that may still grow, along one lane. Its items are columns."""
+    """A move along one lane that may still grow. Its items are columns."""
 
     __slots__ = ("cause", "dst", "group", "id", "keys", "parents", "slots", "src", "to", "traits")
 
@@ -344,9 +344,9 @@ class _Planned:
 
     @property
     def touches_disk(self) -> bool:
-        """Only the newest lane that writes or deletes on disk takes items: ancestors are committed before or with their
-        descendants, and a deletion before a slot or a key is written again, so none of them may overtake another by
-        joining an older move."""
+        """Whether the move writes or deletes on disk. Only the newest disk lane takes items: ancestors are committed
+        before or with their descendants, and a deletion before its slot or key is written again, so no item may
+        overtake another by joining an older move."""
         return self.dst is DISK or self.dst is None
 
     def move(self) -> Move:
@@ -355,9 +355,9 @@ class _Planned:
 
 
 class Recorder:
-    """One for all groups of a cache, emptied by :meth:`take` at the end of each call.
+    """Collects a cache's outcome of a call, over all groups. :meth:`take` empties it at the end of each call.
 
-    Changes with the same header that follow each other become one event; items of the same lane become one move.
+    Consecutive changes with the same header become one event; items of the same lane become one move.
     """
 
     def __init__(self, cache: CacheId, sequencer: EventSequencer, policy: Policy) -> None:
@@ -369,21 +369,21 @@ class Recorder:
         self._touched: list[Ledger] = []
         self._events: list[_Telling] = []
         self._telling: _Telling | None = None
-        """The last of the events, where it may grow."""
+        """The last event, if it may grow."""
         self._moves: list[_Planned] = []
         self._open: dict[_Lane, _Planned] = {}
-        """Those moves that may grow."""
+        """Moves that may grow, by lane."""
         self._grants: list[Grant] = []
         self._refusals: list[Refusal] = []
 
     def ledger(self, group: GroupId, tier: Tier) -> Ledger:
-        """A new one, of slots whose changes become part of the outcome."""
+        """Creates a ledger whose changes become part of the outcome."""
         return Ledger(group, tier, self._touched)
 
     def change(
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
     ) -> None:
-        """Records the block as it is now, after the change."""
+        """Records the block's state after a change."""
         telling = self._telling
         if (
             telling is None
@@ -397,15 +397,15 @@ class Recorder:
         telling.priorities.append(block.priority)
 
     def mark(self, type: EventType, cause: Cause, group: GroupId) -> None:
-        """An event of the whole group: created or cleared."""
+        """Records an event of the whole group: created or cleared."""
         self._events.append(_Telling(type, cause, group, None))
         self._telling = None
 
     def plan(
         self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause, block: Block, slot: SlotId, to: SlotId | None
     ) -> MoveId:
-        """Adds the block to a move along this edge, from one slot to another. Items of one move come back in the order
-        they were planned in."""
+        """Adds the block to a move along this edge, from one slot to another. A move keeps its items in the order of
+        planning."""
         lane = group, src, dst, cause
         move = self._open.get(lane)
         if move is None or len(move.keys) >= self._blocks_a_move:
@@ -433,7 +433,7 @@ class Recorder:
         self._refusals.append(refusal)
 
     def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Outcome:
-        """The outcome of the call, its event ids assigned; the recorder is empty again."""
+        """Returns the outcome of the call, with event ids, and empties the recorder."""
         outcome = Outcome(
             tuple(map(_Planned.move, self._moves)),
             tuple(self._grants),

@@ -1,4 +1,4 @@
-"""What a cache is made of, in slots, and the numbers that steer eviction."""
+"""The shape of a cache in slots, and the settings of eviction."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MIN_PRIORITY: Final = 0
 MAX_PRIORITY: Final = 100
 DEFAULT_PRIORITY: Final = 35
 UNCHANGED: Final = 255
-"""In place of a priority in an acquire: the block keeps what it has."""
+"""Priority in an acquire that leaves the block's retention as it is."""
 
 
 @dataclass(slots=True, frozen=True)
 class GroupShape:
-    """Slots and bytes a slot of each tier that a window group has; any non-empty subset of tiers.
+    """Slots and bytes a slot of a window group in each tier; any non-empty subset of tiers.
 
-    ``window_tokens``: what attention looks back on, the newest token included; 0 = everything. ``sink_tokens``: how
-    many first ones besides. ``flat``: keys form no chains.
+    ``window_tokens``: tokens that attention looks back on, the newest included; 0 = all. ``sink_tokens``: first tokens
+    of a chain that attention reads besides. ``flat``: keys form no chains.
     """
 
     group: GroupId
@@ -39,7 +39,7 @@ class GroupShape:
 
 
 Edge = tuple[Tier, Tier]
-"""From, to."""
+"""Source and destination tier."""
 
 DEFAULT_THRESHOLD: Final = 30
 """TensorRT-LLM's offload threshold."""
@@ -51,16 +51,16 @@ class WritePolicy(StrEnum):
     """When blocks are copied down."""
 
     BACK = "back"
-    """When their slot is wanted, or ahead of that to keep slots clean."""
+    """When their slot is wanted, or earlier, to keep slots clean."""
     THROUGH = "through"
-    """To the lowest tier as soon as they are committed; a promotion keeps the copy it came from."""
+    """To the lowest tier on commit. A promotion keeps its source copy."""
     SELECTIVE = "selective"
-    """To the lowest tier at their second use, i.e. when an acquire finds them; before that they are dropped where
-    others would go down."""
+    """To the lowest tier at their second use, when an acquire finds them. Before that, a block is dropped where it
+    would otherwise go down."""
 
 
 class RemotePolicy(StrEnum):
-    """When a store beyond the host is to have a block."""
+    """When the remote store is to get a block."""
 
     EVICT = "evict"
     """Shortly before the block would leave the lowest tier."""
@@ -71,10 +71,10 @@ class RemotePolicy(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class RemoteWrites:
-    """Which blocks a store beyond the host is to have.
+    """Which blocks the remote store is to get.
 
-    ``min_priority``: of their effective priority. ``first_tokens``: blocks beyond so many tokens of a chain stay here;
-    0 = none does. ``ahead``: the share of the lowest tier's slots that is copied ahead of its eviction.
+    ``min_priority``: their least effective priority. ``first_tokens``: blocks after this many tokens of a chain are not
+    written; 0 = all are. ``ahead``: share of the lowest tier's slots that is written ahead of eviction.
     """
 
     policy: RemotePolicy = RemotePolicy.EVICT
@@ -88,33 +88,35 @@ class Policy:
     """How a cache moves, keeps and evicts its blocks. Shares are of a tier's slots in a group."""
 
     thresholds: Mapping[Edge, int] = field(default_factory=dict)
-    """Least effective priority (>=, as in TensorRT-LLM's code, not its help) with which a block goes down an edge,
-    except by a ``move`` call: 0 = always, 101 = never, 30 where none is given."""
+    """Least effective priority at which a block goes down an edge, except by a ``move`` call: 0 = always, 101 = never,
+    30 by default. Inclusive, as in TensorRT-LLM's code, unlike its help text."""
     write_policy: WritePolicy = WritePolicy.BACK
     eviction: str = "lru"
-    """Who goes first inside a priority, by its name in ``core/eviction.py``."""
+    """Policy that orders the blocks of one priority, by its name in ``core/eviction.py``."""
     clean_most: float = 0.0
-    """At most this share of a tier is kept clean, i.e. free, or valid in a lower tier too; how much, demand says."""
+    """Largest share of a tier kept clean, i.e. free, or valid in a lower tier too. Demand decides how much is kept
+    clean."""
     max_pinned: float = 0.5
     reserve_shift: int = 5
     reserve_max: int = 512
-    """``min(slots >> shift, max)`` disk slots are kept free: one is free only once its old record is durably gone."""
+    """``min(slots >> shift, max)`` disk slots are kept free: a disk slot is free only after the deletion of its old
+    record is durable."""
     waiting_victims: int = 32
-    """At most so many blocks are chosen to leave a tier while they wait for slots below."""
+    """Largest number of blocks chosen to leave a tier while they wait for slots below."""
     blocks_a_call: int = 1_024
-    """Looked at by one call where a caller can name any number: a reset, the loss of a tier, retentions that end."""
+    """Limit of blocks that one call handles in unbounded work: a reset, the loss of a tier, retentions that end."""
     blocks_a_move: int = 32
     blocks_an_event: int = 256
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
-    """So many failures in a row take an edge out of planning for so long."""
+    """After ``degrade_after`` failures in a row, an edge is not planned for ``degraded_ns``."""
 
     remote: RemoteWrites | None = None
-    """None: there is no store beyond the host."""
+    """None: the cache has no remote store."""
 
     def threshold(self, src: Tier, dst: Tier) -> int:
         return self.thresholds.get((src, dst), DEFAULT_THRESHOLD)
 
     def pinnable(self, slots: int) -> int:
-        """How many of so many slots may be pinned."""
+        """Number of slots, of ``slots``, that may be pinned."""
         return int(self.max_pinned * slots)

@@ -1,7 +1,7 @@
 """Making room: exact, recursive, and waiting only downward.
 
-A slot in the tier below is secured before a victim is chosen for it, so a demotion is never planned that cannot be
-carried out. The lowest tier can always drop, so nothing waits in a circle.
+A slot in the tier below is secured before a victim is chosen for it, so every planned demotion can be carried out. The
+lowest tier can always drop, so no requests wait in a circle.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from kvtierd.core.removal import remove_all, walk
 from kvtierd.core.transfers import BlockResult, Flights
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
-"""Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
+"""Order of preference for the source of a copy: host reads disturb no other work, the device's copy engines are busy,
+the disk is slowest."""
 _SOURCES: Final = {
     residency: next(tier for tier in SOURCE_ORDER if residency & tier.bit) for residency in range(1, 1 << len(TIERS))
 }
-"""By residency set: the first in that order."""
+"""The preferred source tier by residency."""
 
 
 MOST_MISSING: Final = 16
-"""Times the blocks of a call: so many ancestors at most are copied to disk for one block."""
+"""Limit of ancestors copied to disk for one block, in multiples of ``Policy.blocks_a_call``."""
 
 
 class Prospect(Enum):
     NOW = 0
     """The slots are free."""
     COMING = 1
-    """Enough slots become free by what is already in flight, or planned just now."""
+    """Work in flight, or planned just now, frees enough slots."""
     NEVER = 2
-    """Nothing that nobody holds could make room."""
+    """All unheld slots together would not make room."""
 
 
 NOW: Final = Prospect.NOW
 COMING: Final = Prospect.COMING
 NEVER: Final = Prospect.NEVER
 LAST: Final = TicketId(1 << 62)
-"""In place of a ticket: who comes after all requests."""
+"""Stands for a ticket: the caller comes after all requests."""
 
 
 class Room:
     """Frees slots of one window group.
 
-    From :meth:`begin` to :meth:`end` no slot is promised twice and no block is sent down twice, whether the slots that
-    it needs are free already or still on their way. A victim that waits for slots below is chosen again each time, so
-    only ``Policy.waiting_victims`` of them are chosen at a time: something is in flight then, and its end calls again.
+    From :meth:`begin` to :meth:`end` no slot is promised twice and no block is sent down twice, even if the slots are
+    still on their way. A victim that waits for slots below is chosen again in each round, so only
+    ``Policy.waiting_victims`` victims are chosen at a time. Work is in flight then, and its end starts the next round.
 
     Args:
         older_wants: Slots of a tier that requests older than a ticket still wait for.
@@ -67,15 +68,15 @@ class Room:
         self._older: dict[Tier, int] = {}
         self._promised = dict.fromkeys(state.tiers, 0)
         self._of_heads = dict.fromkeys(state.tiers, 0)
-        """Slots of those that the first request of the tier's queue was promised: it waits for them, too."""
+        """Slots promised to the head of each tier's queue. The head's wants count the same slots."""
         self._going: list[Block] = []
-        """Victims that wait for slots below; claimed, so that the next victim is another."""
+        """Victims that wait for slots below. Claimed, so that the next victim is another block."""
         self._coming = dict.fromkeys(state.tiers, 0)
-        """Slots that those will free."""
+        """Slots that the waiting victims will free."""
         self._lacking: dict[Block, int] = {}
-        """How many ancestors on disk a block lacks at least; of parents of those that lack too many."""
+        """Least number of ancestors that a block lacks on disk, for parents of blocks that lack too many."""
         self._to_disk: set[Block] = set()
-        """Those victims and their ancestors that disk slots are promised to."""
+        """Waiting victims and their ancestors with promised disk slots."""
         self._spared: list[Block] = []
         """Blocks that must stay while slots below are secured for one of them."""
         self._sparing = False
@@ -94,12 +95,12 @@ class Room:
         self._to_disk.clear()
 
     def serve(self, ticket: TicketId) -> None:
-        """The following calls are on behalf of this request; older requests go first."""
+        """Sets the request for which the next calls make room. Older requests go first."""
         self._ticket = ticket
         self._older.clear()
 
     def available(self, tier: Tier) -> int:
-        """Free slots that nobody older was promised or waits for."""
+        """Free slots that no older request was promised or waits for."""
         older = self._older.get(tier)
         if older is None:
             older = self._older_wants(tier, self._ticket) - (self._of_heads[tier] if self._ticket is LAST else 0)
@@ -107,11 +108,11 @@ class Room:
         return self._state.slots[tier].free - self._promised[tier] - older
 
     def secure(self, tier: Tier, count: int, *, desperate: bool) -> Prospect:
-        """Sees to it that ``count`` slots of a tier are, or become, free.
+        """Makes ``count`` slots of a tier free, now or by work in flight.
 
         Args:
-            desperate: Where nothing else is left, whole subtrees go. Not for a demotion: every parent below ranks above
-                its children, so above the block that would be demoted into its place.
+            desperate: Drops whole subtrees as the last resort. False for a demotion: every parent below ranks above its
+                children, so above the block that would be demoted into its place.
         """
         if tier in self._state.lost:
             return NEVER
@@ -123,16 +124,16 @@ class Room:
         if self.available(tier) >= count:
             return NOW
         self._promised[tier] += count
-        if desperate:  # only the first of a queue is
+        if desperate:  # only the head of a queue is desperate
             self._of_heads[tier] = count
         return COMING
 
     def _short_of(self, tier: Tier, count: int) -> int:
-        """How many of these slots are neither free nor on their way to be."""
+        """Number of these slots that are neither free nor on their way."""
         return count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
 
     def _vacate(self, tier: Tier) -> bool:
-        """One slot of the tier is freed, or on its way to be."""
+        """Frees one slot of the tier, or starts the work that will. False if no block can leave."""
         state, lists = self._state, self._state.victims(tier)
         spared = self._spared
         if (block := lists.redundant.victim(spared)) is not None:
@@ -154,15 +155,15 @@ class Room:
         return not self._sparing and state.forget_ahead(tier) and self._vacate(tier)
 
     def _demote(self, block: Block, tier: Tier) -> bool:
-        """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
+        """Sends the block down to the nearest tier that can take it now or soon."""
         for low in self._state.below[tier]:
             copy = block.copies[tier]
-            if copy is not None and copy.sinking:  # room in the tier before may have sent it to disk for a child
+            if copy is not None and copy.sinking:  # securing the previous tier may have sent it to disk for a child
                 self._state.leave(block, tier)
                 return True
             copy = block.copies[low]
             if copy is not None and not copy.valid:
-                continue  # On its way there from below already.
+                continue  # already on its way there from below
             if copy is not None:
                 self._state.free_copy(block, tier, CAPACITY)
                 return True
@@ -186,8 +187,7 @@ class Room:
         return prospect is not NEVER
 
     def copy_down(self, block: Block, tier: Tier, low: Tier, cause: Cause) -> Prospect:
-        """Copies a block down, and those of its ancestors that must be there first; their sources stay. COMING: there
-        will be room, but not yet."""
+        """Copies a block down after its ancestors that must be there first; all sources stay. COMING: no room yet."""
         if not self._flights.usable(tier, low, self._now):
             return NEVER
         prospect, missing, _ = self._secure_below(block, low)
@@ -196,11 +196,11 @@ class Room:
         return prospect
 
     def clean(self, block: Block, tier: Tier, low: Tier, most: int) -> int | None:
-        """Copies a block down ahead of need, after those of its ancestors that must be there first: ``most`` of them
-        at most, the root first, so that a chain lies in one piece. Room is not made of what makes slots above clean.
+        """Copies a block down ahead of need, after its ancestors that must be there first. Copies at most ``most``
+        blocks, root first, so that a chain lies in one piece. Makes no room from copies that keep slots above clean.
 
         Returns:
-            How many are on their way; 0: there will be room, but not yet; None: there will be none.
+            The number of blocks on their way; 0: no room yet; None: there will be no room.
         """
         if not self._flights.usable(tier, low, self._now):
             return None
@@ -223,12 +223,12 @@ class Room:
         return len(chain)
 
     def _secure_below(self, block: Block, low: Tier) -> tuple[Prospect, list[Block], list[Block]]:
-        """Slots in a lower tier for a block and those of its ancestors that must be there first.
+        """Secures slots in a lower tier for a block and its ancestors that must be there first.
 
-        Also returns those ancestors, and what of all this nothing was promised before.
+        Returns the prospect, these ancestors, and the blocks, ancestors included, that had no slot promised before.
         """
         if low is DISK and self._state.losing:
-            return COMING, [], []  # an ancestor there may be about to go, and what comes now would go with it
+            return COMING, [], []  # an ancestor on disk may be about to go, and would take a new copy with it
         found = self._missing_ancestors(block, low)
         if found is None:
             return NEVER, [], []
@@ -242,18 +242,18 @@ class Room:
         return prospect, missing, fresh
 
     def _copy(self, block: Block, tier: Tier, low: Tier, missing: list[Block], cause: Cause) -> None:
-        """Copies ancestors to disk from wherever they are, then the block; their upper copies stay."""
+        """Copies the ancestors to disk from their best source, then the block. All sources stay."""
         for ancestor in missing:
             self._flights.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
         self._flights.start(block, tier, low, cause)
         self._older.pop(DISK, None)  # older moves to disk may have wanted slots for the same ancestors
 
     def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
-        """One of these disk copies is not planned yet, only promised room: its slots are still on their way."""
+        """Whether any of these disk copies is only promised a slot, and not planned yet."""
         return low is DISK and any(block in self._to_disk for block in needed)
 
     def _secure_guarded(self, tier: Tier, count: int, guarded: list[Block]) -> Prospect:
-        """Secures slots without giving up these blocks: the one to be moved, and the ancestor that its copy builds
+        """Secures slots without giving up the guarded blocks: the block to be moved, and the ancestor its copy builds
         on."""
         if self.available(tier) >= count:
             return NOW
@@ -263,8 +263,8 @@ class Room:
         return prospect
 
     def refill_disk(self) -> None:
-        """Frees disk slots ahead of need while blocks are on their way there: a slot is free only once the deletion of
-        its old record has committed."""
+        """Frees disk slots ahead of need while blocks are on their way to disk: a slot is free only after the deletion
+        of its old record has committed."""
         if not self._flights.to_disk:
             return
         policy, slots = self._state.policy, self._state.slots[DISK]
@@ -276,8 +276,8 @@ class Room:
         self._sparing = False
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None] | None:
-        """Ancestors that must be on disk before the block, the root first, and the nearest that is there already. None
-        where they are more than the disk, or one step, can take; then nor can the parent's, which is looked up next."""
+        """Ancestors that must be on disk before the block, root first, and the nearest ancestor on disk. None if the
+        disk or one call cannot take as many; then the parent's count is kept, since the parent is looked up next."""
         missing: list[Block] = []
         if low is not DISK:
             return missing, None
@@ -300,13 +300,13 @@ class Room:
         return None
 
     def missing_on_disk(self, blocks: list[Block]) -> list[Block]:
-        """These blocks and those of their ancestors that have no disk copy, each before its descendants."""
+        """The blocks, and their ancestors, without a disk copy; each before its descendants."""
         seen: set[Block] = set()
         missing: list[Block] = []
         for block in blocks:
             fresh: list[Block] = []
             member: Block | None = block
-            # Where one is known or there, all that it stands on is, too.
+            # If a block is on disk or in ``seen``, so are its ancestors.
             while member is not None and member not in seen and member.copies[DISK] is None:
                 seen.add(member)
                 fresh.append(member)
@@ -316,12 +316,12 @@ class Room:
         return missing
 
     def source(self, block: Block) -> Tier:
-        """The tier to copy the block from: a tier that is out of service only if the block is in no other."""
+        """The tier to copy the block from. A tier out of service is used only if the block is in no other."""
         return _SOURCES[self._state.lasting(block) or block.residency]
 
     def _drop_some_subtree(self, tier: Tier) -> bool:
-        """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves
-        first."""
+        """Last resort, when only parents are left that cannot go down: drops the first subtree by rank that is unused,
+        leaves first. False if there is none."""
         state = self._state
         stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
         for block in sorted(stuck, key=lambda block: block.rank):
@@ -336,15 +336,15 @@ class Room:
 
 
 MOST_IN_FLIGHT: Final = 256
-"""Background copies of a group, and"""
+"""Limit of a group's background copies in flight."""
 BYTES_IN_FLIGHT: Final = 64 << 20
-"""their bytes, of which a quarter is enough for a disk to write at its full speed."""
+"""Limit of their bytes. A quarter is enough for a disk to write at full speed."""
 WINDOW_BITS: Final = 27
-"""Demand is counted by windows of so many bits of nanoseconds: an eighth of a second."""
+"""Demand is counted in windows of 2^27 ns, an eighth of a second."""
 
 
 class Demand:
-    """How many slots of a tier are taken in a window of time: the most of late, which fades by an eighth a window."""
+    """Slots of a tier taken in a window of time: the recent maximum, which fades by an eighth a window."""
 
     __slots__ = ("_before", "_most", "_window")
 
@@ -354,7 +354,7 @@ class Demand:
         self._most = 0
 
     def slots(self, taken: int, now: int) -> int:
-        """What to be ready for. ``taken``: slots since the start."""
+        """Number of slots to keep ready. ``taken``: slots taken since the start."""
         if now >> WINDOW_BITS != self._window:
             self._most = max(self._most - (self._most >> 3), taken - self._before)
             self._window, self._before = now >> WINDOW_BITS, taken
@@ -362,26 +362,26 @@ class Demand:
 
 
 class Background:
-    """Of one window group. :meth:`work` is called once all requests have been served."""
+    """Background copies of one window group. :meth:`work` is called once all requests have been served."""
 
     def __init__(self, state: GroupState, flights: Flights, room: Room) -> None:
         self._state = state
         self._flights = flights
         self._room = room
         self._due: OrderedDict[Block, None] = OrderedDict()
-        """To be copied to the lowest tier, in this order."""
+        """Blocks to be copied to the lowest tier, in this order."""
         self._demand = {tier: Demand() for tier in state.tiers}
         self._most = {
             tier: max(1, min(MOST_IN_FLIGHT, BYTES_IN_FLIGHT // state.shape.slot_bytes[tier])) for tier in state.tiers
         }
-        """Copies in flight from each tier."""
+        """Limit of background copies in flight, by source tier."""
 
     def committed(self, blocks: Sequence[Block]) -> None:
         if self._state.policy.write_policy is WritePolicy.THROUGH:
             self._due.update(dict.fromkeys(blocks))
 
     def recovered(self, blocks: list[Block]) -> None:
-        """What was worth writing down in an earlier life still is."""
+        """Marks recovered blocks as used again, so that selective writes copy them down."""
         if self._state.policy.write_policy is WritePolicy.SELECTIVE:
             self._state.reuse(blocks)
 
@@ -393,9 +393,9 @@ class Background:
             self._due.update(dict.fromkeys(fresh))
 
     def work(self, now: int) -> None:
-        """Plans some copies. What finds no room now waits for what is in flight; what cannot go down is forgotten."""
+        """Plans some copies. Blocks without room wait for work in flight; blocks that may not go down are forgotten."""
         if self._state.losing:
-            return  # what a loss takes off the disk, a slice a call, would be copied there again for ever
+            return  # a loss, a slice a call, would have its blocks copied to disk again for ever
         self._write_down(self._most[self._state.tiers[-1]] - self._flights.background)
         for tier in self._state.tiers[:-1]:
             self._clean(tier, now)
@@ -417,8 +417,8 @@ class Background:
         return self._state.goes_down(block, self._room.source(block), low)
 
     def _clean(self, tier: Tier, now: int) -> None:
-        """Where fewer slots are clean than demand takes, some more become so, in the order of eviction and as many at
-        once as a disk writes well."""
+        """Copies down some dirty blocks, in eviction order, if fewer slots are clean than demand takes. Each call plans
+        as many copies as a disk writes well at once."""
         state, slots = self._state, self._state.slots[tier]
         below = max(state.slots[low].capacity for low in state.below[tier])
         most = int(state.policy.clean_most * min(slots.capacity, below))
@@ -436,9 +436,9 @@ class Background:
             left -= planned
 
     def _clean_some(self, block: Block, tier: Tier, most: int) -> int:
-        """Sends some of a block's chain down the first edge that it may go. Returns how many."""
+        """Sends part of a block's chain down the first edge allowed. Returns the number of blocks sent."""
         for low in self._state.below[tier]:
-            # Room made for it in the tier between may have sent a child to disk, and the block ahead of it.
+            # Making room in the tier between may have sent a child to disk, and the block before it.
             if block.copies[low] is None and self._state.goes_down(block, tier, low):
                 planned = self._room.clean(block, tier, low, most)
                 if planned is not None:

@@ -1,7 +1,7 @@
-"""Fills an empty window group with what its tiers held before a restart, all at once.
+"""Fills an empty window group with the blocks that its tiers held before a restart, all at once.
 
-Besides ``core/group.py`` the only module that gives blocks residency and recency. Block by block through
-:meth:`GroupState.insert` a restart would take three times as long, and nobody is served meanwhile.
+Besides ``core/group.py``, only this module gives blocks residency and recency. :meth:`GroupState.insert`, block by
+block, would make the restart several times longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DISK_BIT: Final = Tier.DISK.bit
 
 
 class Recovered(NamedTuple):
-    """A block found at start, its traits as they were when its bytes were written. ``slot``: on disk."""
+    """A block found at start, with its traits as of the write of its bytes. ``slot``: on disk."""
 
     slot: SlotId | None
     key: Key
@@ -39,8 +39,8 @@ class Recovered(NamedTuple):
 
 
 def recover(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
-    """Indexes blocks whose bytes are READY: in the order of ``found``, parents before their children, least recently
-    used first among the rest. Returns them in this order.
+    """Indexes blocks whose bytes are READY, in the order of ``found``: parents before children, otherwise least
+    recently used first. Returns the blocks in this order.
 
     Raises :class:`InvariantViolation` for a block whose parent is not there yet, and for a slot that is not free.
     """
@@ -48,18 +48,18 @@ def recover(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
     blocks = _indexed(state, found)
     _order_by_use(state, blocks)
     for tier in state.tiers:
-        state.candidates(tier)  # else the first to want a victim would wait until all of these have been looked at
+        state.candidates(tier)  # else the first request for a victim would wait while all blocks are placed
     if state.remote is not None:
         state.remote.recovered(blocks)
     return blocks
 
 
 def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
-    """Places in these lists of the blocks whose ancestors are all there: parents before children, otherwise in the
-    order given."""
+    """Places of the blocks whose ancestors are all in the lists: parents before children, otherwise in the order
+    given."""
     place_of = dict(zip(keys, range(len(keys)), strict=True))
     ready: list[int] = []
-    # Children of a block are a chain through two arrays: most have one, and a list each would cost more than the rest.
+    # Two arrays link the children of a block: most blocks have one child, and a list a block would cost too much.
     first_child = [-1] * len(keys)
     next_child = [-1] * len(keys)
     for place, parent in enumerate(parents):
@@ -73,7 +73,7 @@ def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
         place = heapq.heappop(ready)
         order.append(place)
         child = first_child[place]
-        while child >= 0 and next_child[child] < 0:  # an only child, which mostly is the next
+        while child >= 0 and next_child[child] < 0:  # an only child, which usually comes next
             place = heapq.heappushpop(ready, child)
             order.append(place)
             child = first_child[place]
@@ -103,7 +103,7 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
             parent = state.index.get(parent_key)
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
-            parent_key = parent.key  # one object for all that name it
+            parent_key = parent.key  # one object shared by all children
         block = Block(key, parent_key, parent, traits)
         block.indexed = True
         state.clocks.enter(block)
@@ -125,17 +125,17 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
             parent.add_child(block)
         state.introduce(block, Cause.RECOVERED)
         blocks.append(block)
-    while state.ancestry.due:  # nobody waits
+    while state.ancestry.due:  # all at once: no request waits
         state.ancestry.climb()
         state.ancestry.end_call()
     return blocks
 
 
 def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
-    """The place in the list is the last use, but a block was used no earlier than those that stand on it: every parent
-    comes after its children."""
+    """Enters the blocks into the eviction order by their place in the list. A block counts as used no earlier than its
+    descendants, so every parent comes after its children."""
     for place, block in enumerate(blocks):
-        block.rank = place  # of its last use, until it is entered
+        block.rank = place  # place of the last use, until the block is entered
     for block in reversed(blocks):
         parent = block.parent
         if parent is not None and parent.rank < block.rank:

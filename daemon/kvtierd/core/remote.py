@@ -1,8 +1,8 @@
-"""Which blocks of a window group a store beyond the host is to have next.
+"""Chooses the blocks of a window group that the remote store gets next.
 
-The store is no tier: it has no slots, and no block waits for it. Blocks are offered ahead of their eviction, or as soon
-as they are new or used again; a block that leaves before it was copied is gone. What the store has is never known for
-certain, so residency sets do not name it.
+The store is no tier: it has no slots, and no block waits for it. Blocks are offered ahead of their eviction, or when
+they are new or used again. A block that leaves before it was copied is not stored. The store's contents are never known
+for certain, so residency sets do not name the store.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _READABLE: Final = BITS[HOST] | BITS[DISK]
 
 
 class Offer(NamedTuple):
-    """A block that the store is to have. ``tier`` and ``slot``: where its bytes can be read now. ``recovered``: it was
-    here before the last restart, or the store had it on an earlier day."""
+    """A block for the remote store. ``tier`` and ``slot``: where its bytes can be read now. ``recovered``: the block is
+    older than the last restart, or the store had it on an earlier day."""
 
     key: Key
     parent: Key | None
@@ -37,8 +37,8 @@ class Offer(NamedTuple):
 
 
 class Remote:
-    """Of one window group whose cache writes to a store. ``settled``: blocks that are there, on their way, or never to
-    go."""
+    """The remote store's side of one window group. ``settled``: blocks that are in the store, on their way, or
+    excluded."""
 
     def __init__(self, state: GroupState, writes: RemoteWrites) -> None:
         self._state = state
@@ -47,13 +47,13 @@ class Remote:
         slots = state.slots[self._lowest].capacity
         self._ahead = max(1, int(writes.ahead * slots))
         self._by_rank = writes.policy is RemotePolicy.EVICT and self._lowest is not DEVICE
-        """Blocks are offered in the order in which they will leave."""
+        """Whether blocks are offered in eviction order."""
         self._offered = 0
         self._due: dict[Block, None] = {}
         self._later: set[Block] = set()
         """Blocks that were due while only a device had them."""
         self._recovered: deque[Block] = deque()
-        """Blocks that the store may have: older than a restart, or settled long ago. The store gets them last."""
+        """Blocks that the store may have: older than a restart, or settled long ago. Offered last."""
         self._old: set[Block] = set()
         """The indexed blocks that were ever in ``_recovered``."""
         self.settled: dict[Block, int] = {}
@@ -63,11 +63,11 @@ class Remote:
         """Blocks that were due and left this host."""
 
     def is_candidate(self, block: Block, tier: Tier) -> bool:
-        """It is to be offered before it leaves this tier."""
+        """Whether the block is to be offered before it leaves this tier."""
         return self._by_rank and tier is self._lowest and block not in self.settled and self._wanted(block)
 
     def arrived(self, block: Block) -> None:
-        """It can be read now."""
+        """Notes that the host can read the block now."""
         due = self._writes.policy is RemotePolicy.THROUGH or block in self._later
         self._later.discard(block)
         if due and block not in self.settled:
@@ -85,12 +85,12 @@ class Remote:
                 self._later.add(block)
 
     def unwritten(self) -> dict[str, int]:
-        """How many blocks at most the store is to have and was not offered yet, by reason."""
+        """Largest number of blocks that are still to be offered, by reason."""
         return {"waiting": len(self._due), "recovered": len(self._recovered), "on a device alone": len(self._later)}
 
     def used_again(self, blocks: Iterable[Block]) -> None:
         for block in blocks if self.day else ():
-            if self.settled.get(block, self.day) < self.day - 1:  # a store may delete by rules of its own
+            if self.settled.get(block, self.day) < self.day - 1:  # the store may have deleted it by its own rules
                 del self.settled[block]
                 self._state.reconsider(block)
                 self._old.add(block)
@@ -99,7 +99,7 @@ class Remote:
             self._due.update((block, None) for block in blocks if block not in self.settled and block not in self._old)
 
     def forget(self, block: Block) -> None:
-        """It is indexed no more."""
+        """Forgets a block that is no longer indexed."""
         self.left += block in self._due or block in self._later
         self._due.pop(block, None)
         self._later.discard(block)
@@ -107,7 +107,7 @@ class Remote:
         self.settled.pop(block, None)
 
     def take(self, count: int) -> list[Offer]:
-        """The next blocks to copy, ``count`` or a few more: each comes after all that it stands on."""
+        """Returns the next blocks to copy, ``count`` or a few more, each after its ancestors."""
         offers: list[Offer] = []
         while not self._state.losing and len(offers) < count and (block := self._next()) is not None:
             line = [block]
@@ -160,14 +160,14 @@ class Remote:
         return block.priority >= self._writes.min_priority and (not most or block.depth * tokens < most)
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """The store has these blocks: they were fetched from there."""
+        """Notes blocks that the store has, because they were fetched from it."""
         for key in keys:
             block = self._state.index.get(key)
             if block is not None:
                 self._settle(block)
 
     def put_back(self, keys: Iterable[Key]) -> None:
-        """The store did not take these: they are offered again."""
+        """Offers blocks again that the store did not take."""
         for key in keys:
             block = self._state.index.get(key)
             if block is not None and block in self.settled:
@@ -179,7 +179,7 @@ class Remote:
 
 
 class Beyond:
-    """A cache's part of a store beyond the host. ``take``: the outcome of a call, see :class:`BlockManager`."""
+    """A cache's side of the remote store. ``take``: returns the outcome of a call, see :class:`BlockManager`."""
 
     def __init__(
         self, states: Mapping[GroupId, GroupState], recorder: Recorder, take: Callable[[int], Outcome]
@@ -189,25 +189,25 @@ class Beyond:
         self._take = take
 
     def offers(self, group: GroupId, count: int) -> list[Offer]:
-        """The next ``count`` blocks, or a few more, that the store is to have. They are not offered again, unless they
-        are :meth:`put_back`."""
+        """Returns the next ``count`` blocks for the store, or a few more. A block is offered once, unless it is
+        :meth:`put_back`."""
         remote = self._states[group].remote
         return [] if remote is None else remote.take(count)
 
     def put_back(self, group: GroupId, keys: Sequence[Key]) -> None:
-        """The store did not take these blocks, which were offered."""
+        """Takes back offered blocks that the store did not take."""
         remote = self._states[group].remote
         if remote is not None:
             remote.put_back(keys)
 
     def begin_day(self, number: int) -> None:
-        """A block that is used on this day is offered again if the store had it on the day before the last."""
+        """Begins a day. A block used on this day is offered again if it was settled before the previous day."""
         for state in self._states.values():
             if state.remote is not None:
                 state.remote.day = number
 
     def unwritten(self) -> Counter[str]:
-        """How many blocks wait for the store, by reason."""
+        """Number of blocks that wait for the store, by reason."""
         counts = Counter[str]()
         for state in self._states.values():
             if state.remote is not None:
@@ -216,7 +216,7 @@ class Beyond:
 
     @property
     def left(self) -> int:
-        """How many blocks were due and left this host."""
+        """Number of blocks that were due and left this host unwritten."""
         return sum(state.remote.left for state in self._states.values() if state.remote is not None)
 
     def slot(self, group: GroupId, key: Key) -> tuple[Tier, int] | None:
@@ -227,18 +227,18 @@ class Beyond:
         return ready[0] if ready else None
 
     def ancestors(self, group: GroupId, key: Key) -> Iterator[Key]:
-        """The keys of the blocks that a block stands on, from its parent up; none if it is not indexed."""
+        """The keys of a block's ancestors, parent first; none if the block is not indexed."""
         block = self._states[group].index.get(key)
         return iter(()) if block is None else (above.key for above in block.ancestors())
 
     def absent(self, group: GroupId, keys: Sequence[Key]) -> list[Key]:
-        """Those that are not indexed, in their order."""
+        """The keys that are not indexed, in their order."""
         index = self._states[group].index
         return [key for key in keys if index.get(key) is None]
 
     def travelled(self, group: GroupId, keys: Sequence[Key], src: Tier, dst: Tier, copy_ns: int, now: int) -> Outcome:
-        """Blocks went to the store, or came from it: the store has those that are indexed. Tells of them; nothing else
-        changes."""
+        """Records that blocks, if indexed, went to the store or came from it. Blocks from the store count as stored
+        there. Changes no residency."""
         state = self._states[group]
         known = [block for block in map(state.index.get, keys) if block is not None]
         local = src if dst is REMOTE else dst
@@ -250,7 +250,8 @@ class Beyond:
         return self._take(now)
 
     def damaged(self, group: GroupId, key: Key, now: int) -> Outcome:
-        """What the store has of a block is not what was written. Told where the block is not here either."""
+        """Records that the store's copy of a block is corrupt. An event is sent only if the block is not indexed
+        here."""
         state = self._states[group]
         if state.index.get(key) is None:
             transfer = Transfer(REMOTE, HOST, state.shape.slot_bytes[HOST], 0, 0)

@@ -1,8 +1,8 @@
-"""Blocks that go for another reason than room: by a drop or a reset, or because their bytes are lost.
+"""Removal of blocks for reasons other than room: a drop, a reset, or lost bytes.
 
-A subtree may have a million blocks. So it is gone through by generators that yield at each step, and a call takes
-``Policy.blocks_a_call`` of these: leaves first, so that what is there stands on what is there. Between two calls others
-have their turn: what they have removed is passed over, and what they have stored below goes, too.
+A subtree may have a million blocks. Generators walk it and yield at each step; a call takes ``Policy.blocks_a_call``
+steps. Leaves go first, so every indexed block keeps its parent. Other calls run in between: the walk skips the blocks
+that they removed, and removes the blocks that they stored below.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kvtierd.core.ids import DISK, Key, Tier
 from kvtierd.core.outcome import Transfer
 
 NEWEST: Final = 1 << 62
-"""Above the numbers of all blocks."""
+"""Larger than the number of any block."""
 
 
 def advance(state: GroupState, steps: Iterator[None]) -> bool:
-    """Takes the steps that are left to this call. Returns whether there are no more."""
+    """Takes the steps that the call has left. Returns whether none remain."""
     taken = sum(1 for _ in islice(steps, state.steps_left))
     state.steps_left -= taken
     return state.steps_left > 0
 
 
 def walk(root: Block, enters: Callable[[Block], bool] = lambda child: True) -> Iterator[Block | None]:
-    """The block and all under it, children before parents; None: a step between two of them.
+    """Yields the block and its subtree, children before parents, and None for a step between two blocks.
 
-    ``enters``: what is under other children is left out, as they are.
+    ``enters``: children for which it is false are left out, with their subtrees.
     """
     block, child = root, root.first_child
     while True:
         if child is not None and not child.indexed:
-            child = block.first_child  # it has gone meanwhile, and its place among the others is not known any more
+            child = block.first_child  # the child was removed meanwhile, and its place among its siblings is lost
         if child is None:
             parent = block.parent
             following = block.next_sibling if block.indexed or parent is None else parent.first_child
@@ -57,8 +57,7 @@ def walk(root: Block, enters: Callable[[Block], bool] = lambda child: True) -> I
 def remove_all(
     state: GroupState, root: Block, cause: Cause, below: Cause, spares: Callable[[Block], bool] = lambda block: False
 ) -> Generator[None, None, int]:
-    """Removes a block and everything under it, or goes until it gets to a block that it ``spares``. Returns how many
-    blocks went."""
+    """Removes a block and its subtree, or stops at a block that it ``spares``. Returns the number of blocks removed."""
     block, gone = root, 0
     while root.indexed:
         yield
@@ -77,39 +76,40 @@ def remove_all(
 
 
 def needed(block: Block) -> bool:
-    """Somebody holds, pins or waits for it."""
+    """Whether the block is held, pinned or claimed."""
     return block.claims > 0 or block.held
 
 
 @dataclass(slots=True, frozen=True)
 class DropReport:
-    """``dropped``: blocks gone, subtrees included."""
+    """``dropped``: number of blocks removed, subtrees included."""
 
     results: tuple[BlockResult, ...]
     dropped: int
 
 
 class Drop:
-    """Forgets blocks and everything under them; those of which any part is held, pinned or claimed are HELD, and stay.
+    """Drops blocks with their subtrees. A subtree of which any block is held, pinned or claimed stays; the result is
+    HELD.
 
-    A subtree of more than one call is looked through first. If somebody gets hold of a part while it goes, that part
-    and what it stands on stay, and the block is HELD.
+    A subtree that needs several calls is checked first. If a block in it is held meanwhile, that block and its
+    ancestors stay, and the result is HELD.
     """
 
     def __init__(self, state: GroupState, keys: Sequence[Key], *, dry_run: bool) -> None:
         self.report: DropReport | None = None
-        """None: there is more to do."""
+        """None while there is more to do."""
         self._state = state
         self._wanted = [state.index.get(key) for key in keys]
         self._dry_run = dry_run
         self._roots: dict[Block, Block] = {}
-        """On a dry run: with which of those named a block was looked at."""
+        """On a dry run: the named block whose subtree counted each block."""
         self._going: set[Block] = set()
-        """Those of them that would go."""
+        """Named blocks whose subtree would go."""
         self._steps = self._all()
 
     def go_on(self) -> None:
-        """Does a call's share."""
+        """Does the work of one call."""
         advance(self._state, self._steps)
 
     def _all(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class Drop:
         self.report = DropReport(tuple(results), dropped)
 
     def _look(self, root: Block) -> Generator[None, None, int | None]:
-        """How many blocks a subtree has that would not go anyway; None where any part of it is needed."""
+        """Counts the blocks of a subtree that no other subtree has counted; None if any block of it is needed."""
         count = 0
         for member in walk(root):
             yield
@@ -148,11 +148,11 @@ class Drop:
 
 
 def reset(state: GroupState, before: int) -> tuple[int, int, int, list[Key]]:
-    """Removes a slice of the blocks with numbers under ``before``, the newest first, so children before their parents.
-    A block in use stays, and so does a block with children left.
+    """Removes a slice of the blocks with numbers under ``before``, newest first, so children before parents. A block
+    that is in use or has children left stays.
 
-    Returns how many blocks went, how many stayed, the number to go on from (0: the end), and the keys of the blocks
-    that stayed and have no parent.
+    Returns the numbers of blocks removed and kept, the number to go on from (0: the end), and the keys of the kept
+    blocks without a parent.
     """
     members, following = state.index.before(before, state.policy.blocks_a_call)
     stayed = []
@@ -166,7 +166,7 @@ def reset(state: GroupState, before: int) -> tuple[int, int, int, list[Key]]:
 
 
 def kept(roots: Iterable[Block]) -> int:
-    """How many blocks a reset keeps: these, of which some are not indexed any more, and all that they stand on."""
+    """Number of blocks that a reset keeps: the indexed ``roots`` and all their ancestors."""
     seen: set[Block] = set()
     for block in roots:
         current: Block | None = block if block.indexed else None
@@ -177,21 +177,21 @@ def kept(roots: Iterable[Block]) -> int:
 
 
 def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
-    """A copy failed verification: the block loses it, with all that needs it. A disk's slot is never used again; memory
-    that fails for good is the machine's to report."""
+    """Handles a copy that failed verification: the block loses the copy, with all that depends on it. A bad disk slot
+    is never used again. A memory slot is used again: failing memory is for the machine to report."""
     if tier is DISK:
         state.corrupt[DISK].add(copy.slot)
     if block.copies[tier] is copy and copy not in state.losing:
         state.losing[copy] = _lose_copy(state, block, tier, copy, Cause.CORRUPT)
         state.reconsider(block)
         lose_on(state)
-        if copy in state.losing and tier is not DISK:  # nobody believes these bytes while what needs them goes
+        if copy in state.losing and tier is not DISK:  # no reader may trust these bytes meanwhile
             ledger = state.ledgers[tier]
             (ledger.disown if copy.holds else ledger.begin_write)(copy.slot)
 
 
 def lose_on(state: GroupState) -> None:
-    """Goes on with what :meth:`lose_bytes` has begun."""
+    """Continues removals that :meth:`lose_bytes` has begun."""
     for copy, steps in list(state.losing.items()):
         if not advance(state, steps):
             return
@@ -199,12 +199,12 @@ def lose_on(state: GroupState) -> None:
 
 
 def lose_tier(state: GroupState, tier: Tier) -> Iterator[None]:
-    """All blocks lose their copies in the tier, the newest first. A block that is nowhere else goes with all its
-    descendants. The tier's slots are out of use."""
+    """Takes the tier's slots out of use and removes all copies in the tier, newest block first. A block without another
+    copy goes with its subtree."""
     state.lost.add(tier)
     state.slots[tier].shut()
     if tier is DISK:
-        state.undeleted.clear()  # the disk is emptied before it is taken back
+        state.undeleted.clear()  # the disk is emptied before it returns to service
     before = NEWEST
     while before:
         blocks, before = state.index.before(before, state.policy.blocks_a_call)
@@ -217,14 +217,14 @@ def lose_tier(state: GroupState, tier: Tier) -> Iterator[None]:
 
 
 def restore_disk(state: GroupState) -> None:
-    """The disk is back, empty."""
+    """Puts the disk, which is empty, back in service."""
     state.lost.discard(DISK)
     state.slots[DISK].reopen(state.corrupt[DISK])
 
 
 def _lose_copy(state: GroupState, root: Block, tier: Tier, copy: Copy, cause: Cause) -> Iterator[None]:
-    """With the residency goes all that needs it: on disk the copies of what stands on the block there."""
-    while tier is DISK and root.disk_children:  # others may get there meanwhile
+    """Detaches a copy after its dependants: on disk, the disk copies of the descendants."""
+    while tier is DISK and root.disk_children:  # more children may arrive on disk meanwhile
         for member in walk(root, _on_disk):
             yield
             above = member is not None and (member is root or member.disk_children > 0)

@@ -1,21 +1,20 @@
-"""Retention: for how long a block keeps the priority that it was given.
+"""Retention: how long a block keeps the priority that it was given.
 
-The rules, which are TensorRT-LLM's wherever it has one:
+The rules follow TensorRT-LLM where it has one:
 
-- A block has a priority of its own (0 to 100, default 35) and a duration in milliseconds, 0 = for ever. Both are given
-  at commit, by an acquire of the block, or by ``set_retention``; what is given last holds, the duration with the
-  priority. An acquire that gives none leaves both as they are.
-- The clock starts when the block is released, i.e. when the last hold on any of its copies ends (a pin is a hold), and
-  then runs for the whole duration. An acquire that matches the block starts it anew, a hold stops it. A block that
-  nobody holds when it is given a duration has its clock started there and then.
-- At the deadline its own priority becomes 35, whether it was higher or lower, and its duration is forgotten. If that
-  changes its effective priority, the block goes to the tail of the queue of its new one, as if it had just been used,
-  with its prefix before it, and one ``updated`` event of cause ``expired`` says so; where a child holds it up, nothing
-  visible has changed, nothing moves and nothing is said.
-- A duration given with priority 35 says nothing, and is dropped.
-- Durations and running clocks survive on disk; a record is brought up to date within about a second. In memory that
-  another daemon takes over they survive too, and a record is brought up to date at once. A block whose clock stood then
-  starts it when it is found at start.
+- A block has a priority of its own (0 to 100, default 35) and a duration in milliseconds, 0 = for ever. A commit, an
+  acquire of the block or ``set_retention`` sets both; the latest values hold. An acquire without values keeps both.
+- The clock starts when the last hold on any of the block's copies ends (a pin is a hold), and runs for the whole
+  duration. An acquire that matches the block restarts the clock; a hold stops it. If a block is given a duration while
+  it is not held, its clock starts at once.
+- At the deadline the block's own priority becomes 35, whether it was higher or lower, and the duration is forgotten. If
+  that changes the effective priority, the block goes to the tail of its new priority's queue, as after a use, with its
+  prefix before it, and one ``updated`` event of cause ``expired`` is sent. If a child keeps the effective priority up,
+  the block does not move and no event is sent.
+- A duration with priority 35 has no effect and is dropped.
+- Durations and running clocks survive on disk; a record is updated within about a second. In memory that another daemon
+  takes over they survive too, and a record is updated at once. A block whose clock was stopped then starts it when it
+  is found at start.
 
 Deadlines are kept to the caller's tick, not to the nanosecond.
 """
@@ -38,8 +37,8 @@ class Clocks:
     """The clocks of one window group's blocks.
 
     A heap whose stale entries are skipped when they surface: an entry counts only while it is its block's deadline.
-    Within one deadline the deepest block comes first, so that a chain that expires at once does so tail first.
-    Clocks that were started run from the end of the call, where :meth:`stamp` is told the time.
+    Within one deadline the deepest block comes first, so a chain that expires at once does so tail first. A started
+    clock runs from the end of the call: :meth:`stamp` gets the time.
     """
 
     __slots__ = ("_changed", "_heap", "_numbers", "_restated", "_running", "_started")
@@ -47,16 +46,16 @@ class Clocks:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Block]] = []
         self._numbers = count()
-        """One an entry, so that no two of the heap are alike."""
+        """Numbers of the entries, so that no two entries compare equal."""
         self._running = 0
         self._started: dict[Block, None] = {}
         self._restated: dict[Block, None] = {}
-        """Blocks on disk whose record there is out of date."""
+        """Blocks whose disk record is out of date."""
         self._changed: dict[Block, None] = {}
         """Blocks whose retention has changed in this call."""
 
     def give(self, block: Block, duration_ms: int) -> None:
-        """A new duration for the block; its clock starts if nobody holds it. Its own priority is set already."""
+        """Sets a new duration; the clock starts if the block is not held. The caller has set the own priority."""
         self.stop(block)
         own, _, deadline_ns, _ = block.traits
         block.retain(own, duration_ms if own != DEFAULT_PRIORITY else 0, deadline_ns)
@@ -64,7 +63,8 @@ class Clocks:
         self._note(block)
 
     def start(self, *blocks: Block) -> None:
-        """From now on, with the whole duration, for blocks that are not held and have one."""
+        """Starts the clocks of these blocks for their whole duration, if they have one and are not held at the end of
+        the call."""
         for block in blocks:
             _, duration_ms, _, _ = block.traits
             if duration_ms:
@@ -77,7 +77,7 @@ class Clocks:
             self._running -= 1
 
     def enter(self, block: Block) -> None:
-        """A block is indexed, with the duration and deadline that it was made with."""
+        """Adds a newly indexed block with its given duration and deadline."""
         own, duration_ms, deadline_ns, _ = block.traits
         if deadline_ns:
             block.retain(own, duration_ms, 0)
@@ -87,10 +87,10 @@ class Clocks:
         if block.traits.duration_ms and deadline_ns:
             del self._started[block]
             self._run(block, deadline_ns)
-            del self._changed[block]  # its records say so, or are about to
+            del self._changed[block]  # the block's records have this deadline, or are about to
 
     def stamp(self, now: int) -> None:
-        """The end of a call: clocks that were started in it run from ``now``."""
+        """Ends a call: clocks started in the call run from ``now``."""
         for block in self._started:
             duration_ms = block.traits.duration_ms
             if duration_ms and block.indexed and not block.held:
@@ -98,7 +98,7 @@ class Clocks:
         self._started.clear()
 
     def take_due(self, now: int) -> Block | None:
-        """The next block whose deadline has passed; its clock stands again and its duration is forgotten."""
+        """Takes the next block whose deadline has passed. Its clock stops and its duration is forgotten."""
         block = self._first(now)
         if block is not None:
             self.stop(block)
@@ -107,14 +107,15 @@ class Clocks:
         return block
 
     def take_changed(self) -> list[Block]:
-        """At the end of a call, after :meth:`stamp`: blocks whose retention has changed in it."""
+        """Takes the blocks whose retention has changed in this call. Call this after :meth:`stamp`."""
         if not self._changed:
             return []
         changed, self._changed = list(self._changed), {}
         return changed
 
     def take_restated(self) -> list[Block]:
-        """Blocks whose retention has changed since the last call, or since they got on disk, whichever is later."""
+        """Takes the disk blocks whose retention has changed since the last call, or since they arrived on disk,
+        whichever is later."""
         taken: list[Block] = []
         coming: dict[Block, None] = {}
         for block in self._restated:
@@ -155,5 +156,5 @@ class Clocks:
 
 
 def pairs(priorities: Sequence[int], durations_ms: Sequence[int]) -> list[tuple[int, int]]:
-    """(priority, duration) a block; no durations: for ever."""
+    """Pairs of priority and duration, one a block. Without durations, all are 0 (for ever)."""
     return list(zip(priorities, durations_ms or repeat(0), strict=False))

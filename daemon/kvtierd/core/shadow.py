@@ -1,7 +1,7 @@
-"""What each policy of eviction would find on the traffic that there is: each has shadows of a sample of the keys.
+"""Estimates the misses of each eviction policy on the present traffic, with shadow tiers on a sample of the keys.
 
-A shadow has as much fewer slots as it sees keys, so it misses as much of what it sees as a whole tier would. It knows
-neither priorities nor chains: requests use their blocks deepest first, which keeps prefixes whole in any order.
+A shadow sees 1/k of the keys and has 1/k of the slots, so its miss ratio is the tier's. Shadows know neither priorities
+nor chains: requests use their blocks deepest first, which keeps prefixes whole in any order.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ LRU: Final = "lru"
 LFUDA: Final = "lfuda"
 
 LEVELS: Final = 6
-"""Uses of a block that count, the first included."""
+"""Number of uses of a block that count, the first included."""
 REMEMBERED: Final = 32_768
-"""Keys whose uses are remembered after they have left, besides as many as there are slots."""
+"""Number of departed keys whose uses are remembered, in addition to one a slot."""
 SAMPLE: Final = 128
-"""Least slots of a shadow, where the tier has as many."""
+"""Least number of slots of a shadow, if the tier has as many."""
 _MEMORY: Final = 16
-"""Times its slots a shadow remembers keys at most: each takes 0.15 kB of every cache."""
+"""Limit of the keys that a shadow remembers, in multiples of its slots: each key takes memory of every cache."""
 _FADE: Final = 0.95
-"""What earlier misses still count once a shadow has seen as many keys more as it has slots."""
+"""Weight of earlier misses once a shadow has seen as many more keys as it has slots."""
 
 
 class Departed:
-    """The levels of the last keys that were added, ``most`` of them at most, by digests of 8 bytes."""
+    """The levels of the last ``most`` keys added, by digests of 8 bytes."""
 
     __slots__ = ("_levels", "_most", "_next", "_places", "_ring")
 
@@ -41,7 +41,7 @@ class Departed:
         self._levels = bytearray()
         self._next = 0
         self._places: dict[int, int] = {}
-        """By digest: where in the ring."""
+        """Place in the ring, by digest."""
 
     def add(self, key: Key, level: int) -> None:
         place, digest = self._next, hash(key)
@@ -58,13 +58,14 @@ class Departed:
         self._next = (place + 1) % self._most
 
     def recall(self, key: Key) -> int | None:
-        """Its level; None if it is not remembered. From now on it is not."""
+        """Returns and forgets the key's level; None if the key is not remembered."""
         place = self._places.pop(hash(key), None)
         return None if place is None else self._levels[place]
 
 
 class Shadow:
-    """A tier of ``slots`` without bytes. ``lift``: how many uses later a block leaves for each level."""
+    """A simulated tier of ``slots`` without bytes. ``lift``: number of uses by which each level delays a block's
+    eviction."""
 
     __slots__ = ("_clock", "_departed", "_levels", "_lift", "_queues", "_slots", "misses")
 
@@ -74,12 +75,12 @@ class Shadow:
         self._clock = 0
         self._levels: dict[Key, int] = {}
         self._queues: list[OrderedDict[Key, int]] = [OrderedDict() for _ in range(LEVELS if lift else 1)]
-        """By level: its keys with their last use, the least recently used first."""
+        """Keys with their last use by level, least recently used first."""
         self._departed = Departed(remembered)
         self.misses = 0
 
     def see(self, key: Key) -> None:
-        """The key is asked for, and stored where it is not found."""
+        """Looks the key up, and stores it on a miss."""
         self._clock += 1
         level = self._levels.get(key)
         if level is not None:
@@ -105,7 +106,7 @@ class Shadow:
 
 
 class Shadows:
-    """Of one window group whose lowest tier has ``slots``."""
+    """Shadows of one window group whose lowest tier has ``slots``."""
 
     __slots__ = ("_every", "_mask", "_period", "_scores", "_seen", "_shadows")
 
@@ -120,7 +121,7 @@ class Shadows:
         self._scores = dict.fromkeys(self._shadows, 0.0)
 
     def see(self, blocks: Iterable[Block]) -> None:
-        """A request asks for these, the deepest first, and they are stored where they were not found."""
+        """Counts a request for these blocks, deepest first; blocks not found are stored."""
         mask = self._mask
         for block in blocks:
             if not crc32(block.key) & mask:
@@ -136,11 +137,11 @@ class Shadows:
             self._scores = {name: _FADE * score for name, score in self._scores.items()}
 
     def favour(self, name: str) -> bool:
-        """This policy has lately missed no more than last use alone."""
+        """Whether this policy has recently missed no more than plain LRU."""
         return self._scores[name] <= self._scores[LRU]
 
     @property
     def misses(self) -> dict[str, int]:
-        """Blocks that each policy would have missed, as estimated from the sample. Hits are no good for that: most are
-        of a few keys, which the sample has or has not."""
+        """Estimated number of blocks that each policy would have missed. Hits cannot be estimated from the sample: most
+        hits are of a few keys, which the sample contains or not."""
         return {name: shadow.misses * self._every for name, shadow in self._shadows.items()}

@@ -1,4 +1,4 @@
-"""Slots of one tier of one window group: their states and who is free.
+"""Slots of one tier of one window group: their states and the free slots.
 
 Every slot is in exactly one state and the states sum to the capacity. A state changes when a move is planned, not when
 it starts.
@@ -17,6 +17,14 @@ from kvtierd.core.ids import SlotId
 
 
 class SlotState(IntEnum):
+    """
+    FREE --reserve--> BLANK --commit--> READY;  FREE --copy planned--> FILLING --copy arrived--> READY
+    READY, FILLING --demotion, deletion, removal while a copy runs--> RETIRING --> FREE;  RETIRING --hit--> READY
+    BLANK, ORPHANED, FILLING, READY --release, failure, removal--> FREE
+    BLANK --connection broken--> ORPHANED --re-attached--> BLANK;  any --tier lost, bad disk bytes--> QUARANTINED
+    QUARANTINED --disk restored--> FREE;  QUARANTINED --deletion tried again--> RETIRING
+    """
+
     FREE = 0
     BLANK = 1
     """Leased to write."""
@@ -25,12 +33,12 @@ class SlotState(IntEnum):
     READY = 3
     """Holds a block's bytes."""
     RETIRING = 4
-    """Free as soon as something in flight completes: a demotion's source, a disk slot whose record is being deleted,
-    or what a copy still touches of a block that is gone."""
+    """Freed when work in flight ends: a demotion of the block, the deletion of a disk record, or a copy that still
+    reads or fills the slot of a detached copy."""
     ORPHANED = 5
     """Leased to write by a session whose connection broke while its process lives."""
     QUARANTINED = 6
-    """Out of use: its bytes failed verification, or its tier is out of service."""
+    """Out of use: its bytes failed verification, the deletion of its record failed, or its tier is out of service."""
 
 
 SLOT_FREE: Final = SlotState.FREE
@@ -44,9 +52,10 @@ _STATES: Final = tuple(SlotState)
 
 
 class SlotTable:
-    """Knows states, not blocks. Slots are handed out last freed first, fresh ones from the lowest number up.
+    """Slot states of one tier, without blocks. The slot freed last is taken first; fresh slots are taken from number 0
+    up.
 
-    Four bytes a free slot: a tier may have millions.
+    A free slot costs four bytes: a tier may have millions.
     """
 
     __slots__ = ("_counts", "_free", "_states", "capacity", "taken")
@@ -58,7 +67,7 @@ class SlotTable:
         self._counts = [0] * len(SlotState)
         self._counts[SLOT_FREE] = capacity
         self.taken = 0
-        """How many slots have been handed out since the start."""
+        """Number of slots taken since the start."""
 
     @property
     def free(self) -> int:
@@ -75,7 +84,7 @@ class SlotTable:
         return _STATES[self._states[slot]]
 
     def take(self, state: SlotState) -> SlotId:
-        """A free slot, now in ``state``. The caller has checked that there is one."""
+        """Takes a free slot and puts it in ``state``. The caller has checked that a slot is free."""
         slot = SlotId(self._free.pop())
         if self._states[slot] != SLOT_FREE:
             raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
@@ -84,7 +93,7 @@ class SlotTable:
         return slot
 
     def take_many(self, count: int, state: SlotState) -> list[SlotId]:
-        """The same of so many."""
+        """Takes ``count`` free slots and puts them in ``state``. The caller has checked that they are free."""
         free, states = self._free, self._states
         taken = cast("list[SlotId]", free[: -count - 1 : -1].tolist())
         for slot in taken:
@@ -98,7 +107,7 @@ class SlotTable:
         return taken
 
     def claim(self, slots: Collection[SlotId], state: SlotState) -> None:
-        """Puts these free slots in ``state``: what a recovered disk already holds."""
+        """Puts these free slots in ``state``. Used at start, for slots that are in use already."""
         states = self._states
         for slot in slots:
             if states[slot] != SLOT_FREE:
@@ -106,18 +115,18 @@ class SlotTable:
             states[slot] = state
         self._counts[SLOT_FREE] -= len(slots)
         self._counts[state] += len(slots)
-        # FREE is 0, so a state is true of the others.
+        # FREE is 0, so only the state of a free slot is false.
         self._free = array("I", filterfalse(self._states.__getitem__, self._free))
 
     def change(self, slot: SlotId, to: SlotState) -> None:
-        """Any change between states that are not FREE."""
+        """Changes a slot from one state to another; neither is FREE."""
         was: int = self._states[slot]
         if was == SLOT_FREE or to is SLOT_FREE:
             raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
         self._move(slot, was, to)
 
     def enter(self, slot: SlotId, to: SlotState) -> None:
-        """The same, where it may be in that state already."""
+        """Like :meth:`change`, but the slot may be in state ``to`` already."""
         number: int = to
         was: int = self._states[slot]
         if was != number:
@@ -139,7 +148,7 @@ class SlotTable:
         self._free = array("I")
 
     def reopen(self, bad: Collection[SlotId]) -> None:
-        """Puts quarantined slots back in use, but not these."""
+        """Puts quarantined slots back in use, except ``bad`` slots."""
         for number in range(self.capacity - 1, -1, -1):
             slot = SlotId(number)
             if self._states[slot] == SLOT_QUARANTINED and slot not in bad:
@@ -150,11 +159,11 @@ class SlotTable:
         return bytes(self._states)
 
     def free_slots(self) -> tuple[SlotId, ...]:
-        """For the checker."""
+        """The free slots; the last is taken next."""
         return tuple(map(SlotId, self._free))
 
     def _move(self, slot: SlotId, was: int, to: int) -> None:
-        """``was``: as it stands there."""
+        """``was``: the slot's present state."""
         self._states[slot] = to
         self._counts[was] -= 1
         self._counts[to] += 1

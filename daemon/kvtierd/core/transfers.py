@@ -1,4 +1,4 @@
-"""Copies in flight: planned, not yet reported complete."""
+"""Copies in flight: planned, and not yet reported complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvtier.abi.attention import Needed
-from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  others take it from here
+from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  re-exported
 from kvtierd.core import removal
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation
@@ -20,12 +20,12 @@ from kvtierd.core.policy import Edge, WritePolicy
 from kvtierd.core.slots import SLOT_RETIRING, SlotState
 
 _BACKGROUND: Final = (WRITE_THROUGH, WATERMARK)
-"""Causes of copies that nobody waits for, and that leave their source where it is."""
+"""Causes of copies that no request waits for and that leave their source in place."""
 
 
 @dataclass(slots=True)
 class EdgeRecord:
-    """What an edge has done, and how it does. Times are sums over blocks, in nanoseconds."""
+    """Counts and health of an edge. Nanoseconds; ``queue_ns`` is summed over blocks, ``copy_ns`` over moves."""
 
     blocks: int = 0
     bytes: int = 0
@@ -37,7 +37,7 @@ class EdgeRecord:
 
 
 class Flight:
-    """A copy of a block that is under way."""
+    """A copy of a block in flight."""
 
     __slots__ = ("block", "cause", "copy", "dst", "source", "src")
 
@@ -55,8 +55,8 @@ class Flight:
 
 
 class Flights:
-    """Plans copies and applies their results: a copy is READY only after its bytes are there, and its source is valid
-    until then; a failed one leaves the source as it was."""
+    """Plans copies and applies their results. A copy is READY only after its bytes are there; its source stays valid
+    until then. A failed copy leaves the source as it was."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
@@ -65,30 +65,30 @@ class Flights:
         self._waiters: dict[Copy, list[FetchTicket]] = {}
         """Fetches that wait for a copy to become READY."""
         self._sinking: dict[Block, Tier] = {}
-        """Blocks that were moved while a copy of theirs was under way, and where to."""
+        """Target tiers of blocks that a client moved while a copy of the block was in flight."""
         self.background = 0
-        """Copies that nobody waits for."""
+        """Number of background copies in flight."""
         self.to_disk = 0
         self.cleaning = dict.fromkeys(state.tiers, 0)
-        """Those of them, by source, that make a slot clean."""
+        """Number of background copies in flight by source tier; each is to make a slot clean."""
         self.edges: dict[Edge, EdgeRecord] = {
             (src, dst): EdgeRecord() for src in state.tiers for dst in state.tiers if src is not dst
         }
 
     @property
     def active(self) -> int:
-        """Moves, deletions on disk included, whose results are outstanding."""
+        """Number of moves, disk deletions included, whose results are outstanding."""
         return len(self._flights) + self._state.retiring_moves
 
     def all(self) -> list[Flight]:
         return [flight for flights in self._flights.values() for flight in flights]
 
     def usable(self, src: Tier, dst: Tier, now: int) -> bool:
-        """The edge is not degraded, and neither end of it is out of service."""
+        """Whether the edge is not degraded and both its tiers are in service."""
         return self._state.lost.isdisjoint((src, dst)) and self.edges[src, dst].degraded_until <= now
 
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> Copy:
-        """Plans a copy. ``dst`` has a free slot and the block no copy there."""
+        """Plans a copy. ``dst`` has a free slot, and the block has no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
         if cause in _BACKGROUND:
             self._count_background(src, 1)
@@ -102,12 +102,13 @@ class Flights:
         return copy
 
     def sink(self, block: Block, tier: Tier) -> None:
-        """Somebody moves the block to this tier: the idle copies above go as soon as no copy of it is under way."""
+        """Notes that a client moved the block to this tier: idle copies above go once no copy of the block is in
+        flight."""
         if _under_way(block):
             self._sinking[block] = tier
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
-        """Applies a result. Returns the fetches that were waiting for one of its copies, once a copy each."""
+        """Applies a result. Returns the fetches that waited for its copies, once a copy."""
         if self._state.retired(result.id, result.failed, now):
             return []
         flights = self._flights.pop(result.id, None)
@@ -115,7 +116,7 @@ class Flights:
             raise InvariantViolation(f"move {result.id} completes unplanned")
         self._account(flights, result, now)
         first = flights[0]
-        transfer = self._state.transfer(first.src, first.dst, result.queue_ns, result.copy_ns)  # one for all its events
+        transfer = self._state.transfer(first.src, first.dst, result.queue_ns, result.copy_ns)  # shared by all events
         waiters: list[FetchTicket] = []
         for position, flight in enumerate(flights):
             self._land(flight, position in result.failed, position in result.corrupt, transfer)
@@ -124,11 +125,11 @@ class Flights:
         return waiters
 
     def await_copy(self, copy: Copy, ticket: FetchTicket) -> None:
-        """The fetch is told once the copy, which is FILLING, has ended."""
+        """Adds a fetch that waits for a FILLING copy to end."""
         self._waiters.setdefault(copy, []).append(ticket)
 
     def forget(self, copy: Copy, ticket: FetchTicket) -> None:
-        """The fetch no longer waits for it, if it did."""
+        """Ends the fetch's wait for the copy, if it waits."""
         if copy in self._waiters:
             others = [waiter for waiter in self._waiters.pop(copy) if waiter is not ticket]
             if others:
@@ -177,7 +178,8 @@ class Flights:
         self.cleaning[src] += by
 
     def _parent_below(self, block: Block, dst: Tier) -> bool:
-        """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""
+        """Whether the block may stay in ``dst``: on disk its parent must be there too, so that the disk stays
+        prefix-closed."""
         if dst is not DISK or block.parent is None:
             return True
         above = block.parent.copies[DISK]
@@ -189,7 +191,7 @@ class Flights:
             self._state.reconsider(flight.block)
 
     def _settle_source(self, flight: Flight) -> None:
-        """The source was detached while it was read; it is freed by its last reader."""
+        """Frees a source that was detached while it was read, after its last reader."""
         tier, source = flight.src, flight.source
         retiring = self._state.slots[tier].state(source.slot) is SLOT_RETIRING
         if retiring and source.reads == 0 and source.holds == 0:
@@ -203,7 +205,7 @@ class Flights:
         if flight.source.phase is LEAVING:
             state.detach(block, src)
             if cause in _BACKGROUND:
-                cause = CAPACITY  # it would have stayed, had its slot not been wanted since
+                cause = CAPACITY  # the source leaves because its slot was wanted meanwhile
         elif cause is WATERMARK:
             state.copied_ahead(block, src)
         elif self._promoted(flight):
@@ -213,13 +215,13 @@ class Flights:
             for tier in state.above[target]:
                 if self._idle(block, tier):
                     state.detach(block, tier)
-        if block.residency != before:  # else it sinks past the tier that it came to
+        if block.residency != before:  # else the block goes on below ``dst``
             state.recorder.change(UPDATED, cause, state.group, block, transfer)
         state.reconsider(block)
 
     def _promoted(self, flight: Flight) -> bool:
-        """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it, and so does a
-        cache that writes through."""
+        """Whether the promotion frees its source: from host, if the source is idle and the cache does not write
+        through. A promotion from disk keeps its source."""
         upwards = flight.dst is DEVICE and flight.src is HOST
         return upwards and not self._through and self._idle(flight.block, HOST)
 
@@ -240,7 +242,7 @@ PARENT_CONFLICT: Final = BlockResult.PARENT_CONFLICT
 
 @dataclass(slots=True, frozen=True)
 class PartialMatch:
-    """A block of which the first ``tokens`` continue a chain, and others follow, or none."""
+    """A block whose first ``tokens`` tokens continue a chain; further tokens, if any, differ."""
 
     key: Key
     tokens: int
@@ -270,7 +272,7 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class Location:
-    """``slots``: by tier; None where the residency set lacks it."""
+    """The place of a block. ``slots``: by tier; None for a tier outside the residency."""
 
     residency: int
     slots: tuple[SlotId | None, SlotId | None, SlotId | None]
@@ -285,19 +287,19 @@ class ListingRow:
     label: Label | None = None
     parent_label: Label | None = None
     pinned: int = 0
-    """The tiers where it is pinned, as a bit set."""
+    """Tiers where the block is pinned, as a bit set."""
 
 
 @dataclass(slots=True, frozen=True)
 class Listing:
-    """``next_page``: where to go on; 0 = nowhere."""
+    """A page of indexed blocks. ``next_page``: number of the next page; 0 = no more."""
 
     rows: tuple[ListingRow, ...]
     next_page: int
 
 
 class CommitItem(NamedTuple):
-    """``duration_ms``: how long it keeps its priority, counted from its release; 0 = for ever."""
+    """A block to commit. ``duration_ms``: how long the block keeps its priority after its release; 0 = for ever."""
 
     slot: SlotId
     key: Key
@@ -309,10 +311,10 @@ class CommitItem(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ChainRequest:
-    """Keys of a chain, the root first. Fewer than ``min_blocks`` of it are of no use.
+    """Keys of a chain, root first. A prefix shorter than ``min_blocks`` is of no use.
 
-    ``priorities``: new ones for what is found of it, one a key, or none to leave its retention as it is.
-    ``durations_ms``: to go with them, one a key; none: for ever. ``counted``: the chain was asked for before.
+    ``priorities``: new priorities for the blocks found, one a key; empty = retention stays. ``durations_ms``: their
+    durations, one a key; empty = for ever. ``counted``: the chain has been counted by an earlier request.
     """
 
     keys: Sequence[Key]
@@ -324,8 +326,8 @@ class ChainRequest:
 
 @dataclass(slots=True, frozen=True)
 class ResetReport:
-    """``kept``: blocks in use, and their ancestors; ``roots``: the kept blocks without a parent. ``following``: where
-    to go on, None = nowhere."""
+    """Result of a slice of a reset. ``kept``: blocks in use and their ancestors. ``roots``: kept blocks without a
+    parent. ``following``: start of the next slice; None = the end."""
 
     dropped: int
     kept: int
@@ -335,8 +337,8 @@ class ResetReport:
 
 @dataclass(slots=True, frozen=True)
 class TierCount:
-    """Slots by state, which sum to ``capacity``; ``held``: under a lease or a fetch, blank and orphaned ones
-    included; ``clean``: free, or with a block that is valid in a lower tier, too."""
+    """Slots of a tier. ``states``: slots by state, which sum to ``capacity``. ``held``: under a lease or a fetch, blank
+    and orphaned slots included. ``clean``: free, or with a block that is valid in a lower tier too."""
 
     capacity: int
     states: Mapping[SlotState, int]
@@ -346,8 +348,8 @@ class TierCount:
 
 @dataclass(slots=True, frozen=True)
 class GroupCounts:
-    """One window group. ``pinned``: slots. ``hits``, ``queried``, ``found``: as in :class:`Uses`.
-    ``shadow_misses``: blocks that each policy of eviction would have missed, an estimate."""
+    """Counts of one window group. ``pinned``: slots. ``hits``, ``queried``, ``found``: as in :class:`Uses`.
+    ``shadow_misses``: estimated number of blocks that each eviction policy would have missed."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
@@ -362,8 +364,8 @@ class GroupCounts:
 
 @dataclass(slots=True, frozen=True)
 class ManagerStats:
-    """``held_by``: slots by session. Sums over the groups of the cache. Orphaned leases are among the ``leases``.
-    ``lost``: tiers that are out of service."""
+    """Counts of a cache, summed over its groups. ``held_by``: slots by session. ``leases`` includes orphaned leases.
+    ``lost``: tiers out of service."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]

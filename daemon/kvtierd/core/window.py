@@ -1,4 +1,4 @@
-"""The window manager: requests for one window group's blocks and slots, in the order they came."""
+"""The window manager: requests for one window group's blocks and slots, in order of arrival."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class WindowManager:
     """Blocks, slots and waiting requests of one window group.
 
     A request waits in its tier's queue until room for it has been made; the head of a queue is never overtaken. The
-    two callables come from the block manager, which knows sessions: one makes a lease, the other a refusal that says
-    who holds what.
+    block manager, which knows sessions, passes in ``new_lease``, and ``refusal``, which makes a refusal that names the
+    holders.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WindowManager:
         return sum(not isinstance(ticket, FetchTicket) or not ticket.hold for ticket in tickets)
 
     def queued(self, tier: Tier) -> tuple[Ticket, ...]:
-        """For the checker."""
+        """For the checker: the tier's queue."""
         return tuple(self._queues[tier])
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -75,13 +75,13 @@ class WindowManager:
             self._queues[tier].append(ticket)
 
     def retain(self, blocks: Sequence[Block], given: Sequence[tuple[int, int]]) -> None:
-        """These get the retention that comes with them, if any does."""
+        """Sets the retention given with each block; ``UNCHANGED`` leaves the block's as it is."""
         for block, (priority, duration_ms) in zip(blocks, given, strict=False):
             if priority != UNCHANGED:
                 self.state.retain(block, priority, duration_ms, DEMAND)
 
     def set_retention(self, keys: Sequence[Key], given: Sequence[tuple[int, int]]) -> tuple[BlockResult, ...]:
-        """New retention for blocks, by their keys."""
+        """Sets the retention of indexed blocks."""
         blocks = [self.state.index.get(key) for key in keys]
         for block, (priority, duration_ms) in zip(blocks, given, strict=True):
             if block is not None:
@@ -89,7 +89,8 @@ class WindowManager:
         return tuple(BlockResult.NOT_FOUND if block is None else BlockResult.OK for block in blocks)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
-        """Nothing of these blocks is given up while the request waits; what it claimed or held before is let go."""
+        """Claims these blocks, so that they give up no copy while the request waits. Drops its earlier claims and
+        holds."""
         found_in = dict(zip(ticket.blocks, ticket.found_in, strict=True))
         for block in blocks:
             self.state.claim(block)
@@ -106,7 +107,7 @@ class WindowManager:
         self._queues[ticket.tier].append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """The request's caller has gone: nothing stays held, nothing is answered."""
+        """Withdraws a request whose caller has gone. Drops its claims and holds, and gives no answer."""
         if ticket in self._queues[ticket.tier]:
             self._queues[ticket.tier].remove(ticket)
         if isinstance(ticket, FetchTicket):
@@ -130,7 +131,8 @@ class WindowManager:
                 self._answer_move(ticket)
 
     def pump(self, now: int) -> None:
-        """Serves the queues as far as room is there or can be made, the highest tier first, then the background."""
+        """Serves the queues while there is room or room can be made, highest tier first, then plans background
+        copies."""
         self.room.begin(now)
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
@@ -143,7 +145,7 @@ class WindowManager:
     # -- parts of acquires -------------------------------------------------------------------------------------------
 
     def enqueue(self, ticket: FetchTicket) -> None:
-        """Behind everybody older: a part may come back into the queue."""
+        """Queues a part behind all older requests. A part may come back into the queue."""
         queue = self._queues[ticket.tier]
         place = len(queue)
         while place and queue[place - 1].id > ticket.id:
@@ -155,19 +157,20 @@ class WindowManager:
             self._queues[ticket.tier].remove(ticket)
 
     def heads(self, ticket: FetchTicket) -> bool:
-        """It is the next in its queue."""
+        """Whether the request is the head of its queue."""
         queue = self._queues[ticket.tier]
         return bool(queue) and queue[0] is ticket
 
     def take(self, ticket: FetchTicket) -> None:
-        """It takes its slots; those that it needs are free."""
+        """Takes the request's slots, which are free."""
         self.dequeue(ticket)
         self._take(ticket, present_only=False)
 
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _serve_head(self, tier: Tier, now: int) -> bool:
-        """True where the head has been answered or is on its way, and the next one may be looked at."""
+        """Serves the head of a queue. True if the head was answered or has started, so that the next request can be
+        served."""
         ticket = self._queues[tier][0]
         if isinstance(ticket, ReserveTicket) and ticket.count > self.obtainable(tier):
             self._queues[tier].popleft()
@@ -176,7 +179,7 @@ class WindowManager:
         self.room.serve(ticket.id)
         wanted = self._wants(ticket)
         prospect = NOW if self.room.available(tier) >= wanted else self.room.secure(tier, wanted, desperate=True)
-        losing = bool(self.state.losing)  # on disk perhaps what must be there first, elsewhere slots come of it
+        losing = bool(self.state.losing)  # a loss may take ancestors off the disk, and it frees slots
         coming = prospect is COMING or (prospect is NEVER and (losing or self.flights.active > 0))
         waits = coming or (losing and tier is DISK)
         if isinstance(ticket, FetchTicket) and ticket.hold:
@@ -215,7 +218,7 @@ class WindowManager:
         return False
 
     def _wants(self, ticket: Ticket) -> int:
-        """Slots the request needs in its tier as things stand now."""
+        """Number of slots that the request needs in its tier now."""
         if isinstance(ticket, ReserveTicket):
             return ticket.count
         self._forget_lost(ticket)
@@ -226,7 +229,7 @@ class WindowManager:
         return sum(map(self._wants, older))
 
     def _to_place(self, ticket: FetchTicket) -> list[Block]:
-        """The blocks that must get into the tier: on disk, their missing ancestors too."""
+        """The blocks that must get into the tier; on disk, their missing ancestors too."""
         if ticket.tier is DISK:
             present = [block for block in ticket.blocks if block.copies[DISK] is not None]
             return present + self.room.missing_on_disk(ticket.blocks)
@@ -241,8 +244,7 @@ class WindowManager:
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
 
     def lost(self, block: Block, tier: Tier) -> bool:
-        """Or about to be: its turn comes, and it is only in a tier that is being lost, or its bytes in memory are
-        bad."""
+        """Whether the block is lost or about to be: unindexed, bad in memory, or only in a tier that is being lost."""
         lost = bool(self.state.lost) and not self.state.lasting(block)
         return (lost and block.copies[tier] is None) or not block.indexed or self.state.spoiled(block)
 
@@ -289,7 +291,7 @@ class WindowManager:
             ticket.pending += 1
 
     def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
-        """A demotion of what is below already needs no copy: the idle copies above just go."""
+        """Drops the idle upper copies of blocks that are in the tier: their demotion needs no copy."""
         bit = BITS[tier]
         for block in blocks:
             if not block.residency & bit or block.residency == bit:
@@ -340,7 +342,7 @@ class WindowManager:
         ticket.waiting = False
 
     def plan(self, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
-        """What a move could do: a slot for each block that is not there, as far as what nobody holds goes."""
+        """Predicts a move's results. A block that is not in the tier needs one of the slots that could be freed."""
         left = self.obtainable(to)
         results = []
         for key in keys:
@@ -353,10 +355,10 @@ class WindowManager:
             results.append(BlockResult.OK if copy is not None or left >= 0 else BlockResult.NO_ROOM)
         return tuple(results)
 
-    # -- how much ----------------------------------------------------------------------------------------------------
+    # -- capacity ----------------------------------------------------------------------------------------------------
 
     def obtainable(self, tier: Tier) -> int:
-        """Slots that could be had at best: all that are in use at all and that no lease holds."""
+        """Largest number of slots that could be freed: all but blank, orphaned, quarantined and held slots."""
         if tier in self.state.lost:
             return 0
         slots = self.state.slots[tier]
@@ -364,13 +366,13 @@ class WindowManager:
         return slots.capacity - out - self.state.held[tier]
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
-        """It is in the tier, or on its way there, or a usable edge leads there; and its bytes are good."""
+        """Whether the block's bytes are good, and it is in the tier, on its way there, or behind a usable edge."""
         if self.state.spoiled(block):
             return False
         return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _thin_out(self, ticket: FetchTicket, free: int) -> None:
-        """Of a move, the blocks that these free slots do not suffice for go; on disk they are for ancestors, too."""
+        """Drops the blocks of a move that do not fit in these free slots. On disk, missing ancestors need slots too."""
         tier = ticket.tier
         placed: set[Block] = set()
         refused: set[Block] = set()
@@ -400,9 +402,9 @@ class WindowManager:
         corrupt: Iterable[Key],
         clear: Cause | None,
     ) -> None:
-        """Announces the group and indexes what was found, given parents first and least recently used first.
+        """Announces the group and indexes the recovered blocks, given parents first and least recently used first.
 
-        ``quarantined``: of the disk's slots. ``corrupt``: blocks that are told of as removed.
+        ``quarantined``: disk slots. ``corrupt``: blocks to be reported as removed.
         """
         state = self.state
         self._recorder.mark(EventType.CREATED, Cause.RECOVERED if clear else Cause.EXPLICIT, state.group)
@@ -418,6 +420,6 @@ class WindowManager:
         self.background.recovered(blocks)
 
     def refuse_offline(self, ticket: Ticket) -> None:
-        """The tier that it waits for is out of service. Copies that are on their way for it end by themselves."""
+        """Refuses a request for a tier out of service. Copies in flight for the request end by themselves."""
         self.withdraw(ticket)
         self._refuse(ticket, RefusalReason.TIER_OFFLINE)

@@ -1,8 +1,8 @@
 """Past events on disk, for watchers that come late, come back or fall behind.
 
-- ``run``: some consecutive events, as bytes, and the record of them in a file.
+- ``run``: consecutive events as bytes, and their record in a file.
 - ``segments``: the files, oldest to newest, bounded in bytes.
-- ``log``: the thread that writes them, and what the event loop asks.
+- ``log``: the thread that writes the files, and the calls of the event loop.
 """
 
 from kvtierd.event_log.log import LEAST_WAITING_BYTES, EventLog, LogStatus

@@ -1,6 +1,6 @@
-"""The log as the event loop sees it: takes runs, is asked for what was, and says how it is.
+"""The event loop's side of the log: takes runs, returns past events, and reports the log's status.
 
-A thread writes. What waits for it is bounded: if the disk cannot follow, the oldest runs are lost to the log. The loop
+A thread writes the runs. Waiting runs are bounded: if the disk cannot follow, the log loses the oldest runs. The loop
 never waits for the disk.
 """
 
@@ -22,7 +22,7 @@ from kvtierd.tiers.disk.superblock import io_errors
 
 LEAST_WAITING_BYTES: Final = 4 << 20
 LINGER_S: Final = 0.1
-"""Runs wait so long for others: each write costs a sync of the disk. A kill loses the runs that waited."""
+"""Time that runs wait for further runs, since each write costs a sync of the disk. A kill loses the waiting runs."""
 RETRY_S: Final = 1.0
 _GROUP_BYTES: Final = 1 << 20
 
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class LogStatus:
-    """``oldest``, ``newest``: the first and last id in the log; 0 = none. ``lost``: events of this life of the daemon
-    that never will be in it. ``failing``: why it cannot be written at present, or None."""
+    """``oldest``, ``newest``: first and last id in the log; 0 = none. ``lost``: number of events since the daemon's
+    start that the log has lost. ``failing``: why the log cannot be written at present, or None."""
 
     max_bytes: int
     used_bytes: int
@@ -47,7 +47,7 @@ class LogStatus:
 
 
 class EventLog:
-    """From :meth:`open` to :meth:`close`. Loop thread only, but for the thread that writes."""
+    """The event log, from :meth:`open` to :meth:`close`. Loop thread only, except for the writing thread."""
 
     def __init__(self, segments: Segments, waiting_bytes: int) -> None:
         self._segments: Final = segments
@@ -56,9 +56,9 @@ class EventLog:
         self._changed: Final = threading.Condition()
         self._waiting: Final[deque[Run]] = deque()
         self._size = 0
-        """Of the runs that wait."""
+        """Size of the waiting runs."""
         self._writing = 0
-        """How many of them are being written."""
+        """Number of waiting runs that are being written."""
         self._offered = 0
         self._stopping = False
         self._failures = self._lost = 0
@@ -67,14 +67,14 @@ class EventLog:
 
     @classmethod
     def open(cls, path: Path, max_bytes: int, waiting_bytes: int) -> Self:
-        """``path``: a directory of its own, made if it is missing. ``waiting_bytes``: of runs, may wait for the disk.
-        Raises TierIOError."""
+        """Opens a log. ``path``: the log's own directory, made if missing. ``waiting_bytes``: limit of runs that wait
+        for the disk. Raises TierIOError."""
         with io_errors(f"cannot use the event log {path}"):
             return cls(Segments(path, max_bytes), waiting_bytes)
 
     @property
     def known(self) -> tuple[int, int]:
-        """The newest epoch and the last id that the log has anything of; 0 = nothing."""
+        """The newest epoch and the last id in the log; 0 = none."""
         files = self._segments.files
         return files[-1].epoch if files else 0, self._segments.last
 
@@ -82,11 +82,11 @@ class EventLog:
         self._thread.start()
 
     def begin_epoch(self, epoch: int, first: int) -> None:
-        """Ids from ``first`` on are of this epoch."""
+        """Begins an epoch: ids from ``first`` on belong to it."""
         self._epoch_firsts[epoch] = first
 
     def offer(self, run: Run) -> int:
-        """Takes the next run. Returns the last id up to which all events are in the log or lost to it."""
+        """Takes the next run. Returns the last id up to which all events are in the log or lost to the log."""
         with self._changed:
             self._waiting.append(run)
             self._size += run.size
@@ -106,13 +106,13 @@ class EventLog:
 
     @property
     def compacted(self) -> tuple[int, int]:
-        """The last id that was deleted for size, 0 = none, and the latest time of an event up to there."""
+        """The last id that was deleted for size (0 = none), and the latest time of an event up to this id."""
         files = self._segments.files
         return (files[0].before, files[0].before_ns) if files else (0, 0)
 
     @property
     def epochs(self) -> list[tuple[int, int]]:
-        """First id and number of each epoch that the log has something of, in order."""
+        """First id and number of each epoch with events in the log, in order."""
         return sorted({(each.epoch_first, each.epoch) for each in self._segments.files})
 
     async def after(self, cursor: int, max_bytes: int, max_events: int) -> Run | None:
@@ -137,7 +137,7 @@ class EventLog:
         )
 
     async def finish(self, timeout_s: float) -> None:
-        """Writes the runs that wait, and takes no more."""
+        """Writes the waiting runs and ends the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -146,7 +146,7 @@ class EventLog:
             _log.warning("the last events are not in the log why=%r", self._failing or "the disk is slow")
 
     def close(self) -> None:
-        """Lets go of the files, unless the thread still uses them."""
+        """Closes the files, unless the thread still uses them."""
         if not self._thread.is_alive():
             self._segments.close()
 
@@ -158,17 +158,18 @@ class EventLog:
             return None
 
     def _run(self) -> None:
-        """The thread."""
+        """Writes runs until the log stops, in the thread."""
         while group := self._next_group():
             try:
                 self._segments.append(group, self._epoch_firsts[group[0].epoch])
-            except Exception as error:  # noqa: BLE001  the disk's fault, or ours: told, and tried again
+            except Exception as error:  # noqa: BLE001  a disk fault or a bug: logged and retried
                 self._note_failure(str(error))
             else:
                 self._note_written(group)
 
     def _next_group(self) -> list[Run]:
-        """What the next write takes, of one epoch; nothing if the log is to stop and no run waits, or it fails."""
+        """Returns the runs of the next write, of one epoch. Empty if the log stops and no run waits, or the log
+        fails."""
         with self._changed:
             if self._failing is not None:
                 self._changed.wait_for(lambda: self._stopping, RETRY_S)

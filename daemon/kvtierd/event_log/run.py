@@ -1,7 +1,7 @@
 """Runs: consecutive events of one epoch, serialised once, and the record of a run in the log.
 
-The bytes of a run are a ``WatchBatch`` that has nothing but events. Protobuf messages concatenate, so runs join by
-concatenation, and a watcher is sent a small header of its own followed by them.
+The bytes of a run are a ``WatchBatch`` with nothing but events. Protobuf messages concatenate, so runs join by
+concatenation, and a watcher gets its own small header followed by the runs' bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import xxhash
 from kvtier.v1 import events_pb2
 
 _FIELDS: Final = struct.Struct("<QQQIIQ")
-"""First and last id, latest time, sizes of body and private body, checksum of what follows the head."""
+"""First and last id, latest time, sizes of body and private body, checksum of the bytes after the head."""
 _CHECK: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _FIELDS.size + _CHECK.size
 
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """The events with the ids [first, last] of an epoch, all of them.
+    """All events with the ids [first, last] of an epoch.
 
     ``body``: a serialised ``WatchBatch`` with just these events. ``private``: the same with token ids; the same object
-    if there are none. ``latest_ns``: the latest time of its events.
+    if there are none. ``latest_ns``: the latest time of these events.
     """
 
     epoch: int
@@ -38,7 +38,7 @@ class Run:
 
     @classmethod
     def of(cls, epoch: int, first: int, last: int, batch: events_pb2.WatchBatch, *, latest_ns: int = 0) -> Self:
-        """Takes the batch with its token ids, and leaves it without."""
+        """Makes a run of a batch with token ids. Clears the token ids in the batch."""
         private = batch.SerializeToString()
         body = batch.SerializeToString() if without_tokens(batch.events) else private
         return cls(epoch, first, last, body, private, latest_ns)
@@ -59,13 +59,13 @@ class Run:
         return Run.of(self.epoch, cursor + 1, self.last, rest, latest_ns=self.latest_ns)
 
     def first_at(self, time_ns: int) -> int:
-        """The first id with an event at or after that time, which there is."""
+        """The first id with an event at or after ``time_ns``. The run must have an event that late."""
         events = events_pb2.WatchBatch.FromString(self.body).events
         return next(event.id for event in events if event.time_ns >= time_ns)
 
 
 def joined(runs: Sequence[Run]) -> Run:
-    """One run of several that follow each other in one epoch."""
+    """Joins runs that follow each other in one epoch."""
     if len(runs) == 1:
         return runs[0]
     body = b"".join(run.body for run in runs)
@@ -75,7 +75,7 @@ def joined(runs: Sequence[Run]) -> Run:
 
 
 def without_tokens(events: Iterable[events_pb2.Event], may_see: Callable[[str], bool] = lambda cache: False) -> bool:
-    """Takes out token ids of caches whose tokens may not be seen. Returns whether there were any."""
+    """Clears the token ids of caches whose tokens may not be seen. Returns whether there were any."""
     private = [event for event in events if event.tokens and not may_see(event.cache)]
     for event in private:
         event.ClearField("tokens")
@@ -107,7 +107,7 @@ class Head:
 
 
 def encode(run: Run) -> bytes:
-    """The record: head, body, and the private body if it differs."""
+    """Returns the record: head, body, and the private body if it differs."""
     private = b"" if run.private is run.body else run.private
     payload = run.body + private
     digest = xxhash.xxh3_64_intdigest(payload)
@@ -116,7 +116,7 @@ def encode(run: Run) -> bytes:
 
 
 def decode_head(data: bytes) -> Head | None:
-    """None for bytes that are no head, or a damaged one."""
+    """Decodes a head. None for bytes that are no head, or a damaged head."""
     fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
     if len(data) < HEAD_BYTES or check != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
         return None

@@ -1,7 +1,7 @@
 """The files of the log: records of runs, appended to the newest file; the oldest files are deleted for size.
 
-A file is of one epoch and of one life of the daemon, so a write that a kill cut short is at the end of a file that
-nobody appends to. A damaged record ends what can be read of its file. What it held is a hole in the ids.
+A file has events of one epoch, from one life of the daemon. So a write that a kill cut short is at the end of a file
+that gets no more writes. A file is read up to a damaged record; the ids from there on are missing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _HEADER_BYTES: Final = _HEADER.size + _CHECK.size
 _MAGIC: Final = b"kvtevts1"
 _SUFFIX: Final = ".events"
 _PARTS: Final = 16
-"""The log is deleted in so many parts."""
+"""Number of parts in which the log is deleted."""
 _LEAST_SEGMENT: Final = 64 << 10
 _MOST_SEGMENTS: Final = 256
-"""A daemon that restarts all the time begins a file each time."""
+"""Limit of files: each start of the daemon begins a file."""
 _MOST_PLACES: Final = 256
 
 _log = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Segment:
-    """One file.
+    """A file of the log.
 
-    ``first``: the first id in it. ``epoch_first``: the first id of its epoch. ``before``: the last id that the log had
-    before this file, 0 = none. ``before_ns``: the latest time of an event up to there. ``began_ns``: when it was made.
-    ``size``: of what can be read.
+    ``first``: the first id in the file. ``epoch_first``: the first id of its epoch. ``before``: the last id in the log
+    before this file, 0 = none. ``before_ns``: the latest time of an event up to ``before``. ``began_ns``: creation
+    time. ``size``: of the readable part.
     """
 
     path: Path
@@ -63,25 +63,25 @@ class Segment:
 
 
 class Segments:
-    """All files of a log. One thread appends; any thread reads, from the files as they were at one moment."""
+    """All files of a log. One thread appends; any thread reads, from a snapshot of the list of files."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Reads the headers of all files, and the heads in the last one. Raises OSError."""
+        """Reads the headers of all files, and the heads in the last file. Raises OSError."""
         refuse_link(path)
         make_private_directory(path)
         self.max_bytes: Final = max_bytes
         self._path: Final = path
         self.files: tuple[Segment, ...] = tuple(filter(None, map(_opened, sorted(path.glob(f"*{_SUFFIX}")))))
         self.last, self._latest_ns = 0, 0
-        """The last id that the log has, and the latest time of an event up to there."""
+        """The last id in the log, and the latest time of an event up to this id."""
         if self.files:
             self.last, self._latest_ns = self.files[-1].before, self.files[-1].before_ns
             for head, _ in _heads(self.files[-1]):
                 self.last, self._latest_ns = head.last, max(self._latest_ns, head.latest_ns)
         self._fd: int | None = None
-        """Of the last file, if this life of the daemon made it."""
+        """Descriptor of the last file, if this life of the daemon made the file."""
         self._places: dict[int, tuple[Path, int]] = {}
-        """File and offset of the record after an id at which a reader stopped."""
+        """File and offset of the record after an id, for ids at which a reader stopped."""
 
     @property
     def used_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Segments:
         """Adds runs of one epoch, with ids above all before. Durable when this returns.
 
         Raises:
-            OSError: none of them was added.
+            OSError: no run was added.
         """
         data = b"".join(map(encode, runs))
         whole = self._fd is not None and self.files[-1].size + len(data) > self._segment_bytes
@@ -112,9 +112,10 @@ class Segments:
         self.files = (*self.files[:-1], replace(active, size=active.size + len(data)))
 
     def read(self, cursor: int, max_bytes: int, max_events: int) -> Run | None:
-        """The oldest events above ``cursor``, without a hole: at most so many bytes and events, but at least a record.
+        """Returns the oldest events above ``cursor``, without a gap: at most ``max_bytes`` and ``max_events``, but at
+        least a record.
 
-        Its first ids can be at or below the cursor. None if there are none. Raises OSError.
+        The first ids may be at or below the cursor. None if there are no events. Raises OSError.
         """
         files = self.files
         for segment in files[max(0, bisect_right(files, cursor + 1, key=lambda each: each.first) - 1) :]:
@@ -134,8 +135,8 @@ class Segments:
         return None
 
     def since(self, time_ns: int) -> int | None:
-        """The first id of an event at or after that time, whatever the clock did; None if all are before. Raises
-        OSError."""
+        """The first id of an event at or after ``time_ns``, even if the clock was set back; None if all events are
+        earlier. Raises OSError."""
         files = self.files
         for index, segment in enumerate(files):
             until_ns = files[index + 1].before_ns if index + 1 < len(files) else self._latest_ns
@@ -145,7 +146,7 @@ class Segments:
         return None
 
     def close(self) -> None:
-        """Lets go of the last file; the next run begins another."""
+        """Closes the last file. The next run begins another file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -166,18 +167,18 @@ class Segments:
         except OSError:
             os.close(fd)
             raise
-        # One of the same name has no record: writing its first one failed.
+        # an earlier file of the same name has no record: its first write failed
         self.files = (*(each for each in self.files if each.path != path), began)
         self._fd = fd
 
     def _make_room(self, incoming: int) -> None:
-        """Deletes the oldest files."""
+        """Deletes the oldest files to make room for ``incoming`` bytes."""
         while len(self.files) > 1 and (self.used_bytes + incoming > self.max_bytes or len(self.files) > _MOST_SEGMENTS):
             self.files[0].path.unlink(missing_ok=True)
             self.files = self.files[1:]
 
     def _runs(self, segment: Segment, cursor: int) -> Iterator[tuple[Run, int]]:
-        """Runs with an id above ``cursor``, each with the offset of its end."""
+        """Yields runs with an id above ``cursor``, each with the offset of its end."""
         path, start = self._places.get(cursor, (segment.path, _HEADER_BYTES))
         offset = start if path == segment.path else _HEADER_BYTES
         for head, payload in _heads(segment, offset):
@@ -190,7 +191,8 @@ class Segments:
 
 
 def _opened(path: Path) -> Segment | None:
-    """None for a file that is damaged at its beginning, which is deleted, and for what is no file."""
+    """Opens a file of the log. None if the path is no file, or if the file's header is damaged; then the file is
+    deleted."""
     try:
         with open(open_file(path, os.O_RDONLY), "rb") as file:
             data = file.read(_HEADER_BYTES)
@@ -209,7 +211,7 @@ def _opened(path: Path) -> Segment | None:
 
 
 def _heads(segment: Segment, offset: int = _HEADER_BYTES) -> Iterator[tuple[Head, Callable[[], bytes]]]:
-    """Sound heads in order, each with what reads its payload. None of a file that was deleted meanwhile."""
+    """Yields sound heads in order, each with a function that reads its payload. Yields nothing for a deleted file."""
     with suppress(FileNotFoundError), open(open_file(segment.path, os.O_RDONLY), "rb") as file:
         while offset + HEAD_BYTES <= segment.size:
             file.seek(offset)

@@ -1,5 +1,5 @@
-"""Carries out what the core decides: moves bytes between tiers and answers waiting calls.
+"""Carries out the core's decisions: moves bytes between tiers and answers waiting calls.
 
-The loop thread owns every :class:`~kvtierd.core.manager.BlockManager`; threads own copies and know slots and buffers
-only.
+The loop thread owns every :class:`~kvtierd.core.manager.BlockManager`. Worker threads own copies and know only slots
+and buffers.
 """

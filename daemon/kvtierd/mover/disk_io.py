@@ -1,4 +1,4 @@
-"""Disk batches: the writer and reader threads hand blocks to the store, and the order of their use once a second."""
+"""Disk batches: writer and reader threads pass blocks to the store. The order of use is written once a second."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore
 class Ending:
     """The second half of a batch of ``items`` items.
 
-    ``places``: of the writes that have begun, in the batch. ``failed``: places of items that are not written, and
-    ``corrupt``: of those whose bytes are not what was committed.
+    ``places``: places in the batch of the writes that have begun. ``failed``: places of items that are not written.
+    ``corrupt``: places of items whose bytes differ from the committed bytes.
     """
 
     disk: DiskStore
@@ -44,7 +44,7 @@ def finish(endings: Sequence[Finish]) -> Faults:
     """Finishes batches of one store, in the order in which they began, with one sync and one transaction.
 
     Returns:
-        Places counted through all batches.
+        Faults with places counted through all batches.
 
     Raises:
         TierIOError: nothing was stored.
@@ -65,7 +65,7 @@ def finish(endings: Sequence[Finish]) -> Faults:
 
 
 def write(batch: Batch) -> Finish:
-    """Stores blocks and retires slots, all in one transaction. Raises ``TierIOError`` if nothing was stored."""
+    """Stores blocks and retires slots in one transaction. Raises ``TierIOError`` if nothing was stored."""
     runtime = batch[0].runtime
     parts = {
         place: runtime.memory(move.src).padded_parts(move.group, item.src)
@@ -76,14 +76,14 @@ def write(batch: Batch) -> Finish:
 
 
 def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool = False) -> Finish:
-    """As :func:`write`, with the records of the blocks by their places in the batch.
+    """Like :func:`write`, with the records of the blocks by their places in the batch.
 
-    A block without a record fails. One whose bytes are not what was committed is not written.
+    A block without a record fails. A block whose bytes differ from the committed bytes is not written.
 
-    While one batch is made durable, the bytes of the next are written.
+    While one batch is made durable, the bytes of the next batch are written.
 
     Args:
-        lent: the caller uses the records again when this returns, so it waits for the disk.
+        lent: The caller reuses the records after this returns, so this waits for the disk.
     """
     runtime = batch[0].runtime
     disk = runtime.store
@@ -110,7 +110,7 @@ def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool
 
 
 def _as_committed(runtime: CacheRuntime, group: GroupId, traits: Traits, record: Sequence[memoryview]) -> bool:
-    """Whether a block's bytes have the checksum of its commit, if there is one. ``record``: in one view, or one a
+    """Whether a block's bytes have the checksum of its commit, if there is one. ``record``: one view, or one view a
     pool."""
     if traits.label is None or not traits.label.checksum:
         return True
@@ -129,7 +129,7 @@ def read(batch: Batch) -> Faults:
 
 
 def fetch(batch: Batch, parts: Sequence[Sequence[memoryview]]) -> Faults:
-    """As :func:`read`, into these records: one for each item."""
+    """Like :func:`read`, into these records, one for each item."""
     reads = [
         DiskRead(move.group, item.src, item.key, into)
         for (move, item), into in zip(items_of(batch), parts, strict=True)
@@ -145,10 +145,10 @@ def _target(move: Move) -> Tier:
 
 
 def concerns(piece: Piece) -> Concerns:
-    """The disk slots and the blocks that a piece of the writer changes: no two pieces of a batch change the same.
+    """The disk slots and blocks that a piece of the writer changes. No two pieces of a batch may change the same.
 
-    A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
-    that put it there; inside a transaction payloads come first, then deletions, then records.
+    A slot is written only after the transaction that deleted its old record, and a record is deleted only after the
+    transaction that put it there. Inside a transaction payloads come first, then deletions, then records.
     """
     group, about = piece.move.group, set[tuple[GroupId, SlotId | Key]]()
     for key, _, _, src, dst in piece.items:
@@ -160,24 +160,24 @@ NOTED_EVERY_S: Final = 1.0
 
 
 class UseLog:
-    """Of one cache. Loop thread only; the disk is written to in a thread, one write at a time."""
+    """Writes one cache's order of use to its disk. Loop thread only; writes run in a thread, one at a time."""
 
     def __init__(self, runtime: CacheRuntime) -> None:
         self._runtime = runtime
         self._writing: asyncio.Task[None] | None = None
         self._written_at = time.monotonic()
         self.problem: str | None = None
-        """Why the last write failed. Its uses are lost, which costs order, never blocks."""
+        """Why the last write failed. Its uses are lost: the order suffers, no block is lost."""
 
     def note(self) -> None:
-        """Starts a write if one is due and none is under way; meanwhile uses add up in the core."""
+        """Starts a write if one is due and none is running. Meanwhile the core collects uses."""
         busy = self._writing is not None and not self._writing.done()
         if not busy and time.monotonic() - self._written_at >= NOTED_EVERY_S:
             self._start()
 
     async def finish(self) -> None:
-        """Returns when everything used so far is on disk, or has failed to get there. A write under way goes on when
-        the caller is cancelled: its thread does so in any case."""
+        """Returns when all uses so far are on disk or could not be written. If the caller is cancelled, a running write
+        goes on in its thread."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         self._start()

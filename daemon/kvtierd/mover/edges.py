@@ -1,6 +1,6 @@
-"""Edges: moves go in, results come out, and the blocks on the way are counted.
+"""Edges: take moves, return results, and count the blocks in between.
 
-Loop thread only. Queues need no bound of their own: a move is planned only where its destination slot exists.
+Loop thread only. Queues need no bound of their own: a move is planned only if its destination slot exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtierd.mover.worker import Crew, Lane
 
 
 def _copy(batch: Batch) -> Faults | Finish:
-    """Between memory tiers, by the processor or the copy engines of the cache's GPU."""
+    """Copies between memory tiers, by the CPU or the copy engines of the cache's GPU."""
     cuda = batch[0].runtime.cuda
     return copy(batch) if cuda is None else cuda.copy(batch)
 
@@ -48,7 +48,7 @@ LANES: Final = (
     Lane(
         "disk-writer",
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),
-        threads=1,  # in order: ancestors are committed before descendants, deletions before reuse
+        threads=1,  # one, for order: ancestors are committed before descendants, deletions before reuse
         batch_blocks=256,
         batch_bytes=32 << 20,  # a disk writes no faster in larger pieces; the next batch is checksummed meanwhile
         carry_out=_write,
@@ -59,7 +59,7 @@ LANES: Final = (
     Lane(
         "disk-reader",
         ((Tier.DISK, Tier.HOST), (Tier.DISK, Tier.DEVICE)),
-        threads=2,  # two use the whole bandwidth of the disk
+        threads=2,  # two threads use the whole bandwidth of the disk
         batch_blocks=32,
         carry_out=_read,
         halves=True,
@@ -68,19 +68,20 @@ LANES: Final = (
 
 
 def lanes_for(gpus: int) -> Sequence[Lane]:
-    """:data:`LANES`, with a thread each way for every GPU: the copies of one do not wait for those of another."""
+    """:data:`LANES`, with a thread a direction for every GPU, so that the copies of one GPU do not wait for
+    another's."""
     return [replace(lane, threads=max(1, gpus)) if lane.carry_out is _copy else lane for lane in LANES]
 
 
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
-"""How long idle threads are given to end."""
+"""Time that idle threads get to end."""
 BLOCKS_PER_TURN: Final = 128
-"""The most results that one loop callback gives the core; the rest follow in the next turn."""
+"""Limit of blocks whose results one loop callback gives the core; the rest follow in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
 Trace = Callable[[CacheRuntime, Move], Callable[[MoveResult], None]]
-"""Told of a move when it is planned. What it returns is told of the result."""
+"""Called with each planned move. Returns a function that is called with the move's result."""
 
 
 @dataclass(slots=True)
@@ -110,9 +111,10 @@ class _Journey:
 
 
 class Edges:
-    """The lanes with their threads, and the moves under way.
+    """The lanes with their threads, and the moves in flight.
 
-    ``deliver`` gets the moves that have ended: all of a cache at once, at most once a loop turn. It must not raise.
+    ``deliver`` gets the results of ended moves: all results of a cache at once, at most once a loop turn. ``deliver``
+    must not raise.
     """
 
     def __init__(
@@ -149,11 +151,11 @@ class Edges:
 
     @property
     def queued(self) -> Mapping[Edge, int]:
-        """Blocks planned on each edge and not yet reported."""
+        """Number of blocks planned on each edge and not yet reported."""
         return self._queued
 
     def in_flight(self, cache: CacheId | None = None) -> int:
-        """Moves whose result has not been delivered, of one cache or of all."""
+        """Number of moves whose result has not been delivered, of one cache or of all."""
         return len(self._journeys) if cache is None else self._in_flight[cache]
 
     def touches(self, cache: CacheId, tier: Tier) -> bool:
@@ -161,14 +163,14 @@ class Edges:
         return any(one.runtime.id == cache and tier in (one.move.src, one.move.dst) for one in self._journeys.values())
 
     async def idle(self, cache: CacheId | None = None) -> None:
-        """Returns when no move is in flight and no result undelivered."""
+        """Returns when no move is in flight and all results are delivered."""
         while self.in_flight(cache):
             watcher: asyncio.Future[None] = self._loop.create_future()
             self._watchers.append(watcher)
             await watcher
 
     async def written(self, cache: CacheId) -> None:
-        """Returns when the writes and deletions now on their way to the cache's disk have ended."""
+        """Returns when the present writes and deletions to the cache's disk have ended."""
         on_the_way = {place for place, one in self._journeys.items() if place[0] == cache and _on_disk(one.move)}
         while not on_the_way.isdisjoint(self._journeys):
             watcher: asyncio.Future[None] = self._loop.create_future()
@@ -180,14 +182,14 @@ class Edges:
         return [problem for crew in self._crews for problem in crew.problems(now_ns, self._stuck_after_s)]
 
     def stalled_s(self) -> float:
-        """For how long the slowest thread has been in one batch; infinite where one died."""
+        """Time that the slowest thread has spent in one batch; infinite if a thread died."""
         now_ns = time.monotonic_ns()
         return max(crew.stalled_s(now_ns) for crew in self._crews)
 
     async def stop(self, grace_s: float = LEAVE_GRACE_S) -> bool:
-        """Ends the threads. Moves still in flight are abandoned: not delivered, and no longer counted.
+        """Ends the threads. Moves in flight are abandoned: neither delivered nor counted any more.
 
-        False if a thread hangs in a call for longer than ``grace_s``, and had to be left behind.
+        False if a thread hangs in a call for longer than ``grace_s`` and was left behind.
         """
         for crew in self._crews:
             crew.dismiss()
@@ -241,7 +243,7 @@ def _blocks(report: Report) -> int:
 
 
 def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[Piece]:
-    """Pieces of at most ``blocks`` items, in order."""
+    """Cuts a move into pieces of at most ``blocks`` items, in order."""
     if not move.items:
         raise ValueError(f"move {move.id} has no items")
     now_ns = time.monotonic_ns()

@@ -1,6 +1,6 @@
-"""The calls of the service: each is passed to the core of its cache, and waits for the core's answer.
+"""The calls of the service: each call goes to the core of its cache and waits for the core's answer.
 
-Loop thread only. The executor carries out what the core decides.
+Loop thread only. The executor carries out the core's decisions.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from kvtierd.mover.work import Edge
 _log = logging.getLogger(__name__)
 
 MOVE_SLICE: Final = 256
-"""Blocks of one request that are on the way at a time, in so many parts that come one after another: while one lands
-and the next is planned, the others keep the edge busy."""
+"""Blocks of one request on their way at a time, in ``_PARTS`` parts. While one part arrives and the next is planned,
+the other parts keep the edge busy."""
 _PARTS: Final = 8
 KEYS_A_TURN: Final = 1_024
-"""Blocks that are touched, or get another retention, in one turn of the loop."""
+"""Limit of blocks that are touched, or get a new retention, in one loop turn."""
 
 T = TypeVar("T")
 
 
 class Engine:
-    """All open caches under one mover. Starts its threads when made; :meth:`shutdown` ends them.
+    """All open caches of one mover. The constructor starts its threads; :meth:`shutdown` ends them.
 
     Calls with a ``cache_id`` raise :class:`UnknownCache` and :class:`ShuttingDown`, and pass on the core's
-    ``CallerError``. The awaitable ones wait ``timeout_s`` seconds at most (None: as long as it takes); a caller
-    cancelled while it waits, or before it has got its answer, leaves nothing held.
+    ``CallerError``. Awaitable calls wait at most ``timeout_s`` seconds (None: without limit). A caller that is
+    cancelled before it has its answer leaves nothing held.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
     # caches
 
     def add_cache(self, runtime: CacheRuntime, left: Sequence[LeftLease] = ()) -> None:
-        """Opens a cache whose manager has been filled and not announced. ``left``: leases from before the restart."""
+        """Opens a cache whose manager is filled and not yet announced. ``left``: leases from before the restart."""
         if self._closing:
             raise ShuttingDown
         if runtime.id in self._executor.caches:
@@ -95,21 +95,21 @@ class Engine:
             self._executor.apply(cache, runtime.manager.restore_lease(lease, self._clock()))
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
-        """Publishes that all blocks of a cache are gone with it."""
+        """Publishes that all blocks of a removed cache are gone."""
         cleared = Event(self._sequencer.take(), EventType.CLEARED, cause, cache_id, group, self._clock())
         self._hub.publish([cleared])
 
     async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
-        """Refuses its waiting tickets, lets its moves end and forgets it. Its stores are the caller's to close.
+        """Refuses a cache's waiting tickets, waits for its moves and forgets it. The caller closes its stores.
 
-        A call that was cancelled meanwhile can be made again.
+        A cancelled call can be made again.
         """
         cache = self._find(cache_id)
         cache.closing = True
         self._refuse_waiting(cache)
         await self._executor.edges.idle(cache_id)
         await cache.uses.finish()
-        await self._executor.edges.idle(cache_id)  # the end of a session may have begun more meanwhile
+        await self._executor.edges.idle(cache_id)  # the end of a session may have begun more moves
         cache.removed = True
         self._executor.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
@@ -122,7 +122,7 @@ class Engine:
         return self._find(cache_id).runtime
 
     def manager(self, cache_id: CacheId) -> BlockManager:
-        """For questions only: every call that returns an outcome goes through the engine."""
+        """The cache's manager, for questions only: every call that returns an outcome goes through the engine."""
         return self._find(cache_id).manager
 
     # requests that may wait
@@ -130,7 +130,7 @@ class Engine:
     async def reserve(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, timeout_s: float | None
     ) -> GroupGrant:
-        """``count`` blank slots, all or nothing. Raises :class:`Refused`."""
+        """Reserves ``count`` blank slots, all or nothing. Raises :class:`Refused`."""
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
@@ -167,9 +167,9 @@ class Engine:
         keys: Sequence[Key],
         timeout_s: float | None,
     ) -> Grant:
-        """Makes blocks READY in ``to``; ``Grant.results`` says which are. Raises :class:`Refused`.
+        """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`Refused`.
 
-        Blocks move in slices: when the time is up, or the caller goes, the remaining blocks stay as they are.
+        Blocks move in slices. When the time is up, or the caller goes, the remaining blocks stay where they are.
         """
         ends = None if timeout_s is None else self._loop.time() + timeout_s
         step = MOVE_SLICE // _PARTS
@@ -183,7 +183,7 @@ class Engine:
                     first = starts.popleft()
                     part = keys[first : first + step]
                     on_the_way.append(self._begin_move(cache_id, session, group, to, part, ends))
-                    await asyncio.sleep(0)  # others have their turn in between
+                    await asyncio.sleep(0)  # other calls run in between
                 await on_the_way[0][1].wake
                 grant = _granted(on_the_way.popleft()[1])
                 failed |= {len(results) + place for place in grant.failed}
@@ -226,7 +226,7 @@ class Engine:
         hold: bool = True,
         release: bool = False,
     ) -> tuple[BlockResult, ...]:
-        """``hold``: the lease holds the blocks. ``release``: it ends."""
+        """Commits blocks. ``hold``: the lease holds the blocks. ``release``: the lease ends."""
         cache = self._find(cache_id)
         results, outcome = cache.manager.commit(session, lease, items, self._clock(), hold=hold, release=release)
         self._executor.apply(cache, outcome)
@@ -241,7 +241,7 @@ class Engine:
         items: Sequence[CommitItem],
         copy_ns: int,
     ) -> tuple[BlockResult, ...]:
-        """Commits blocks that came from a store beyond the host, and ends the lease."""
+        """Commits blocks that came from the remote store, and ends the lease."""
         cache = self._find(cache_id)
         commit = partial(cache.manager.commit, release=True, cause=Cause.REMOTE)
         results, outcome = commit(session, lease, items, self._clock())
@@ -253,17 +253,17 @@ class Engine:
     def travelled(
         self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], src: Tier, dst: Tier, copy_ns: int
     ) -> None:
-        """Blocks went to a store beyond the host, or came from there."""
+        """Reports that blocks went to the remote store or came from it."""
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.beyond.travelled(group, keys, src, dst, copy_ns, self._clock()))
 
     def tell_damaged(self, cache_id: CacheId, group: GroupId, key: Key) -> None:
-        """What a store beyond the host has of a block is not what was written."""
+        """Reports that the remote store's copy of a block is corrupt."""
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.beyond.damaged(group, key, self._clock()))
 
     def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> Lease:
-        """The session's own lease over what the lease holds."""
+        """Makes a lease of the session over the slots and blocks of another lease."""
         cache = self._accepting(cache_id)
         joined, outcome = cache.manager.join(session, lease, self._clock())
         self._executor.apply(cache, outcome)
@@ -272,12 +272,12 @@ class Engine:
     def release(
         self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], slots: Collection[SlotId] = ()
     ) -> None:
-        """Releases leases. ``slots``: only these of a single lease, which goes on."""
+        """Releases leases. ``slots``: only these slots of a single lease, which goes on."""
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), slots))
 
     async def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> None:
-        """Blocks were read without a call."""
+        """Reports that blocks were read without a call."""
         cache = self._find(cache_id)
         for start in range(0, len(keys), KEYS_A_TURN):
             if start:
@@ -286,7 +286,7 @@ class Engine:
             self._executor.apply(cache, cache.manager.touch(group, few, self._clock()))
 
     def lose_bytes(self, cache_id: CacheId, group: GroupId, key: Key, tier: Tier, slot: SlotId) -> None:
-        """A block's bytes in a slot of memory are not what was committed."""
+        """Reports that a block's bytes in a memory slot differ from the committed bytes."""
         cache = self._find(cache_id)
         says = "bytes in memory have changed cache=%s tier=%s slot=%d key=%s"
         _log.warning(says, cache.runtime.name, tier, slot, key.hex())
@@ -295,7 +295,8 @@ class Engine:
     async def drop(
         self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
     ) -> DropReport:
-        """In slices: other calls have their turn in between. If the caller goes, so may a part of a subtree have."""
+        """Drops blocks with their subtrees, in slices: other calls run in between. If the caller goes, a subtree may be
+        dropped in part."""
         cache = self._find(cache_id)
         step = partial(cache.manager.drop, session, group, keys, dry_run=dry_run)
         drop, outcome = step(self._clock())
@@ -315,7 +316,7 @@ class Engine:
         priorities: Sequence[int],
         durations_ms: Sequence[int],
     ) -> tuple[BlockResult, ...]:
-        """For as many keys a turn of the loop as one can do."""
+        """Sets the retention of blocks, in slices: other calls run in between."""
         cache = self._find(cache_id)
         told: list[BlockResult] = []
         for start in range(0, len(keys), KEYS_A_TURN):
@@ -337,7 +338,7 @@ class Engine:
         return results
 
     async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetReport:
-        """Forgets all blocks that are not in use, in slices: other calls have their turn in between."""
+        """Removes all blocks that are not in use, in slices: other calls run in between."""
         cache = self._find(cache_id)
         dropped = kept = 0
         roots: list[tuple[GroupId, Key]] = []
@@ -353,15 +354,15 @@ class Engine:
             await self._others(cache)
 
     async def _others(self, cache: OpenCache) -> None:
-        """Other calls have their turn. Raises :class:`UnknownCache` if one has removed the cache."""
+        """Lets other calls run. Raises :class:`UnknownCache` if a call has removed the cache."""
         await asyncio.sleep(0)
         if cache.removed:
             raise UnknownCache(cache.runtime.id)
 
     async def forgotten(self, cache_id: CacheId) -> None:
-        """Returns when no crash, of the daemon or the system, can bring back from disk a block that is removed now.
+        """Returns when no crash, of the daemon or the system, can bring a removed block back from disk.
 
-        Its record is deleted, even if it was still being written.
+        The block's record is then deleted, even if it was still being written.
         """
         for _ in range(2):
             await self._executor.edges.written(cache_id)
@@ -370,7 +371,8 @@ class Engine:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
     async def lose_tier(self, cache_id: CacheId, tier: Tier) -> None:
-        """The tier has failed: no slot there is granted from now on. Its blocks go in slices, between other calls."""
+        """Takes a failed tier out of service: no slot there is granted from now on. Its blocks go in slices, between
+        other calls."""
         cache = self._find(cache_id)
         following: TierLoss | None = None
         while True:
@@ -383,7 +385,7 @@ class Engine:
                 raise UnknownCache(cache_id)
 
     def restore_disk(self, cache_id: CacheId) -> None:
-        """The disk works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""
+        """Puts the disk back in service. Its store has been emptied while no move touched it (:meth:`touches`)."""
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.restore_disk(self._clock()))
 
@@ -394,7 +396,8 @@ class Engine:
     # sessions, over all caches
 
     def orphan_session(self, session: SessionId) -> None:
-        """Its connection broke, its process lives: leases stay, requests that wait are cancelled."""
+        """Orphans a session whose connection broke while its process lives: leases stay, waiting requests are
+        cancelled."""
         self._withdraw_session(session, BlockManager.orphan_session)
 
     def reattach_session(self, session: SessionId) -> None:
@@ -402,22 +405,23 @@ class Engine:
             self._executor.apply(cache, cache.manager.reattach_session(session, self._clock()))
 
     def end_session(self, session: SessionId) -> None:
-        """The session said goodbye, or its process is gone: all its leases are released, those of slots that threads
-        work on (:meth:`while_held`) when they are done."""
+        """Ends a session that said goodbye, or whose process is gone: releases all its leases, once no thread works on
+        its slots (:meth:`while_held`)."""
         self._end_session(session, BlockManager.end_session)
 
     def disown_session(self, session: SessionId) -> None:
-        """As :meth:`end_session`, but its process lives and may still write: its blank slots are orphaned."""
+        """Like :meth:`end_session`, but the process lives and may still write: blank slots are orphaned."""
         self._end_session(session, BlockManager.disown_session)
 
     async def while_held(self, cache_id: CacheId, session: SessionId, lease: LeaseId, work: Callable[[], T]) -> T:
-        """Has a thread do ``work`` on slots of a lease. The slots are not granted again before it is done, even if the
-        session ends or the caller goes; if it raises :class:`Unaccounted`, never. A lease is released
+        """Does ``work`` on slots of a lease in a thread. The slots are not granted again before the work is done, even
+        if the session ends or the caller goes; never, if the work raises :class:`Unaccounted`. Release the lease with
         :meth:`afterwards`."""
         return await self._threads.run((session, (cache_id, lease)), work)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Has one of the same threads do ``work`` on slots that are not leased. It goes on if the caller goes."""
+        """Does ``work`` on slots that are not leased, in one of the same threads. The work goes on if the caller
+        goes."""
         if self._closing:
             raise ShuttingDown
         return await self._threads.run((), work)
@@ -430,13 +434,13 @@ class Engine:
         return sum(cache.manager.session_leases(session) for cache in self._executor.caches.values())
 
     def held_by(self, session: SessionId) -> int:
-        """Slots under its leases, over all caches."""
+        """Number of slots under the session's leases, over all caches."""
         return sum(cache.manager.held_by(session) for cache in self._executor.caches.values())
 
-    # how it goes
+    # health and shutdown
 
     def trace_moves(self, trace: Trace) -> None:
-        """Has every move from now on be told of."""
+        """Calls ``trace`` with every move from now on."""
         self._executor.edges.trace = trace
 
     @property
@@ -445,7 +449,7 @@ class Engine:
         return self._sequencer.last
 
     def queues(self) -> dict[Edge, int]:
-        """Blocks planned on each edge and not yet reported."""
+        """Number of blocks planned on each edge and not yet reported."""
         return dict(self._executor.edges.queued)
 
     def problems(self) -> list[str]:
@@ -453,20 +457,20 @@ class Engine:
         return self._executor.problems()
 
     def stalled_s(self) -> float:
-        """The heartbeat: for how long the slowest thread has been in one call."""
+        """Heartbeat: time that the slowest thread has spent in one batch."""
         return self._executor.edges.stalled_s()
 
     async def settle(self) -> None:
-        """Returns when no move is in flight and no completion undelivered."""
+        """Returns when no move is in flight and all completions are delivered."""
         while self._executor.edges.in_flight():
-            await self._executor.edges.idle()  # of all caches: one that is forgotten has none, or else we must not spin
+            await self._executor.edges.idle()  # all caches: even a forgotten cache with moves must not make this spin
             for cache in list(self._executor.caches.values()):
                 await self._executor.edges.idle(cache.runtime.id)
 
     async def shutdown(self, deadline_s: float) -> bool:
-        """Refuses new and waiting tickets, lets moves end for ``deadline_s``, ends the threads.
+        """Refuses new and waiting tickets, lets moves end for ``deadline_s`` seconds, and ends the threads.
 
-        False if moves had to be abandoned or a thread hangs in a call. The stores are the caller's to close afterwards.
+        False if moves were abandoned or a thread hangs in a call. The caller closes the stores afterwards.
         """
         self._closing = True
         self._executor.stop()
@@ -488,7 +492,7 @@ class Engine:
         self._executor.caches.clear()
         return settled and stopped
 
-    # inside
+    # internals
 
     def _find(self, cache_id: CacheId) -> OpenCache:
         cache = self._executor.caches.get(cache_id)
@@ -509,14 +513,15 @@ class Engine:
             self._withdraw_session(session, BlockManager.orphan_session)
 
     def _withdraw_session(self, session: SessionId, step: Callable[[BlockManager, SessionId, int], Outcome]) -> None:
-        """The core forgets the session's tickets without a word, so their callers are told here."""
+        """Withdraws the session's tickets. The core forgets tickets without an answer, so their callers are answered
+        here."""
         for cache in list(self._executor.caches.values()):
             self._executor.apply(cache, step(cache.manager, session, self._clock()))
             for waiting in cache.tickets.unanswered(session):
                 cache.tickets.answer(cancelled(waiting))
 
     async def _answers(self, cache: OpenCache, waiting: Sequence[Waiting]) -> list[Answer]:
-        """The answers of all tickets, in order."""
+        """Waits for the answers of all tickets. Returns them in order."""
         try:
             for one in waiting:
                 await one.wake
@@ -526,16 +531,16 @@ class Engine:
         return [one.answer for one in waiting if one.answer is not None]
 
     def _begin(self, cache: OpenCache, waiting: Sequence[Waiting], outcome: Outcome, timeout_s: float | None) -> None:
-        """Applies the outcome that came with the tickets. They are answered within ``timeout_s``."""
+        """Applies the outcome that came with the tickets, and sets their deadlines."""
         self._executor.apply(cache, outcome)
         if timeout_s is not None:
             for one in waiting:
                 cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
 
     def _withdraw(self, cache: OpenCache, waiting: Sequence[Waiting]) -> None:
-        """The caller has gone: given answers are undone, the others prevented.
+        """Withdraws the tickets of a caller that has gone: undoes given answers and prevents the others.
 
-        The withdrawal of one ticket may answer the next: each is looked at in its turn.
+        Withdrawing a ticket may answer the next, so each ticket's answer is looked at in its turn.
         """
         for one in waiting:
             if cache.removed:
@@ -559,7 +564,7 @@ class Engine:
         try:
             outcome = cache.manager.release(session, [lease], self._clock())
         except UnknownLease:
-            return  # it ended with its session: a killed client's call is cancelled too
+            return  # the lease ended with its session: a killed client's call is cancelled too
         self._executor.apply(cache, outcome)
 
     def _expire(self, cache: OpenCache, waiting: Waiting) -> None:
@@ -567,7 +572,7 @@ class Engine:
 
 
 def _granted(waiting: Waiting) -> Grant:
-    """The grant of an answered ticket. Raises :class:`Refused`."""
+    """Returns the grant of an answered ticket. Raises :class:`Refused`."""
     if not isinstance(waiting.answer, Grant):
         if waiting.answer is None:
             raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")

@@ -1,7 +1,7 @@
-"""Carries out what the core of each open cache decides.
+"""Carries out the decisions of each open cache's core.
 
-Loop thread only. There is never an ``await`` between a call of the core and the last step of its outcome: other code on
-the loop sees the core, the arena and the events agree.
+Loop thread only. There is never an ``await`` between a call of the core and the last step of its outcome, so other code
+on the loop sees the core, the arena and the events agree.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Holder = SessionId | tuple[CacheId, LeaseId]
 """A session or a lease whose slots a thread works on."""
 
 TICK_S: Final = 1.0
-"""How often the core is told the time: degraded edges come back."""
+"""Interval at which the core gets the time, so that degraded edges come back."""
 BROKEN_SHOWN: Final = 8
-"""Steps of the core that raised, the latest, kept for health."""
+"""Number of the latest failed core steps kept for health."""
 THREADS: Final = 4
-"""For slots of sessions only: if the device hangs, and these threads with it, the daemon's other threads go on."""
+"""Only for slots of sessions: if the device hangs with these threads, the daemon's other threads go on."""
 
 
 class EventSink(Protocol):
@@ -46,8 +46,8 @@ class EventSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenCache:
-    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
-    ``going_on``: the loop is to do more of what calls have left."""
+    """An open cache. ``closing``: takes no new tickets. ``removed``: must not be touched any more. ``going_on``: the
+    loop has a callback for the work that calls have left."""
 
     runtime: CacheRuntime
     manager: BlockManager
@@ -59,9 +59,10 @@ class OpenCache:
 
 
 class Executor:
-    """Carries out what the cores of one engine decide. ``caches``: those open, in the order in which they were added.
+    """Carries out the decisions of one engine's cores. ``caches``: the open caches, in the order in which they were
+    added.
 
-    Tells each core the time, until :meth:`stop`.
+    Gives each core the time, until :meth:`stop`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Executor:
         return cache
 
     def apply(self, cache: OpenCache, outcome: Outcome) -> None:
-        """Carries out all of an outcome, in the order that ``core/outcome.py`` lays down."""
+        """Carries out a whole outcome, in the order that ``core/outcome.py`` lays down."""
         runtime = cache.runtime
         for changes in outcome.slots:
             runtime.begin(changes)
@@ -109,14 +110,15 @@ class Executor:
             check_index(runtime.manager, runtime.arena)
 
     def advance(self, cache: OpenCache, step: Callable[[int], Outcome]) -> None:
-        """A step of the core in a callback of the loop. An exception is our bug, and has no caller to go to."""
+        """Takes a step of the core in a loop callback. An exception is a bug without a caller: it is shown in
+        health."""
         try:
             self.apply(cache, step(self._clock()))
         except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
             self._show(cache.runtime, error)
 
     def _go_on(self, cache: OpenCache) -> None:
-        """A slice of what calls have left to be done, and the next one after others have had their turn."""
+        """Does a slice of the work that calls have left. Other callbacks run before the next slice."""
         cache.going_on = False
         if not cache.removed:
             self.advance(cache, cache.manager.go_on)
@@ -127,7 +129,7 @@ class Executor:
         return [*self._broken, *self.edges.problems(), *unwritten]
 
     def stop(self) -> None:
-        """No core is told the time any more."""
+        """Stops giving the cores the time."""
         self._ticker.cancel()
 
     def _show(self, runtime: CacheRuntime, error: Exception) -> None:
@@ -137,7 +139,7 @@ class Executor:
 
     def _completed(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
         cache = self.caches.get(runtime.id)
-        if cache is None:  # our bug: it rests before it is forgotten
+        if cache is None:  # a bug: a cache is forgotten only when its moves have ended
             self._show(runtime, RuntimeError("its moves have ended after it"))
             return
         self.advance(cache, lambda now: cache.manager.completed(results, now))
@@ -160,7 +162,8 @@ class SlotThreads:
         self._threads: set[asyncio.Future[Any]] = set()
 
     async def run(self, holders: Sequence[Holder], work: Callable[[], T]) -> T:
-        """Does ``work`` in a thread. It goes on if the caller goes; if it raises :class:`Unaccounted`, for ever."""
+        """Does ``work`` in a thread, even if the caller goes. Work that raises :class:`Unaccounted` counts as running
+        for ever."""
         self._under_way.update(holders)
         doing = self._loop.run_in_executor(self._pool, work)
         self._threads.add(doing)
@@ -168,7 +171,7 @@ class SlotThreads:
         return await asyncio.shield(doing)
 
     def after(self, holder: Holder, action: Callable[[], None]) -> bool:
-        """Does ``action`` when nothing is under way for the holder. Returns whether that was now."""
+        """Does ``action`` when no work runs for the holder. Returns whether that was now."""
         if self._under_way[holder]:
             self._afterwards[holder].append(action)
             return False
@@ -181,7 +184,7 @@ class SlotThreads:
             await asyncio.wait(self._threads)
 
     def close(self) -> None:
-        """Begins no thread any more; the others end with their work."""
+        """Starts no more threads. Running threads end with their work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, holders: Sequence[Holder], doing: asyncio.Future[Any]) -> None:
@@ -201,10 +204,10 @@ Answer = Grant | Refusal
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One ticket and its waiter.
+    """A ticket and its waiter.
 
-    ``answer`` is set in the turn in which the core gives it, even if the waiter has gone. ``wake`` tells the waiter to
-    look, and is cancelled together with it.
+    ``answer``: set in the loop turn in which the core gives it, even if the waiter has gone. ``wake``: wakes the
+    waiter; cancelled together with it.
     """
 
     ticket: TicketId
@@ -226,7 +229,7 @@ class Tickets:
         self._waiting: dict[TicketId, Waiting] = {}
 
     def open(self, ticket: TicketId, session: SessionId, tier: Tier, wanted: int) -> Waiting:
-        """To be called before the outcome that may hold the ticket's answer is applied."""
+        """Adds a ticket. Call this before the outcome that may hold the ticket's answer is applied."""
         waiting = Waiting(ticket, session, tier, wanted, self._loop.create_future())
         self._waiting[ticket] = waiting
         return waiting
@@ -236,7 +239,7 @@ class Tickets:
             waiting.deadline = self._loop.call_later(max(0.0, seconds), expire, waiting)
 
     def answer(self, answer: Answer) -> None:
-        """The core answers each ticket once, and none that was withdrawn."""
+        """Passes on an answer. The core answers each ticket once, and no withdrawn ticket."""
         waiting = self._waiting.get(answer.ticket)
         if waiting is None:
             raise InvariantViolation(f"the core answers ticket {answer.ticket}, which has no waiter")
@@ -246,27 +249,27 @@ class Tickets:
             waiting.wake.set_result(None)
 
     def forget(self, waiting: Waiting) -> None:
-        """No answer is expected any more."""
+        """Forgets a ticket that needs no answer any more."""
         self._waiting.pop(waiting.ticket, None)
         if waiting.deadline is not None:
             waiting.deadline.cancel()
 
     def unanswered(self, session: SessionId | None = None) -> list[Waiting]:
-        """Of one session, or of all."""
+        """The unanswered tickets of one session, or of all."""
         return [w for w in self._waiting.values() if session is None or w.session == session]
 
 
 def cancelled(waiting: Waiting) -> Refusal:
-    """The answer to a ticket that is withdrawn while its caller still waits."""
+    """The answer to a withdrawn ticket whose caller still waits."""
     return Refusal(waiting.ticket, RefusalReason.CANCELLED, waiting.tier, waiting.wanted, free=0)
 
 
 class MoverError(Exception):
-    """Everything the mover raises on its own account; the core's errors pass through it."""
+    """Base class of the mover's own errors. The core's errors pass through the mover."""
 
 
 class Refused(MoverError):
-    """The core's answer to a ticket was no."""
+    """The core refused the ticket."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(f"{refusal.tier}: {refusal.reason.value} ({refusal.wanted} wanted, {refusal.free} free)")

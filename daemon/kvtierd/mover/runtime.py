@@ -1,4 +1,4 @@
-"""One open cache, and the pieces of work on its slots that worker threads are given."""
+"""An open cache, and the pieces of work on its slots that worker threads get."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvtierd.tiers.key_index import NOWHERE, At, Blocks
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 
 _NONE: Final = Traits(0)
-"""Of a slot without a block."""
+"""Traits of a slot without a block."""
 
 
 class Unaccounted(Exception):
-    """Nobody can say whether hardware still works on a batch. It is never reported: its slots are never used again."""
+    """Hardware may still work on a batch. The batch is never reported, so its slots are never used again."""
 
 
 class Stretch(NamedTuple):
@@ -44,9 +44,9 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Faults:
-    """Items that failed, as indices into the items of a batch, its pieces laid end to end.
+    """Failed items, as indices into the items of a batch, its pieces laid end to end.
 
-    ``unaccounted``: nobody can say whether hardware still works on them; their pieces are never reported.
+    ``unaccounted``: hardware may still work on these items, so their pieces are never reported.
     """
 
     failed: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ Finish = Callable[[], Faults]
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Piece:
-    """Consecutive items of one move, small enough to stand in one batch. ``first`` is their place in ``move.items``."""
+    """Consecutive items of one move that fit in one batch. ``first``: their place in ``move.items``."""
 
     runtime: CacheRuntime
     move: Move
@@ -78,7 +78,7 @@ class GpuCopies(Protocol):
 
     @property
     def batch_bytes(self) -> int:
-        """The most that one batch copies to or from the device, unless a single block is more."""
+        """Limit of bytes that a batch copies to or from the device, unless a single block is larger."""
         ...
 
     @property
@@ -97,10 +97,7 @@ class GpuCopies(Protocol):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class CacheRuntime:
-    """One cache's core, shared memory and stores. A store is None where the cache has no such tier.
-
-    Only the loop thread touches ``manager`` and ``arena``; worker threads touch the stores.
-    """
+    """One cache's core, shared memory and stores. A store is None if the cache lacks the tier."""
 
     id: CacheId
     name: str
@@ -123,14 +120,15 @@ class CacheRuntime:
         return self.disk
 
     def memory(self, tier: Tier) -> MemoryStore:
-        """A tier whose bytes this process can read and write by itself; a GPU's it cannot."""
+        """The store of a tier whose bytes this process can read and write. Raises ``LookupError`` for a GPU's
+        memory."""
         store = (self.device, self.host, None)[tier]
         if store is None or isinstance(store, CudaDevice):
             raise LookupError(f"cache {self.name} has no {tier} memory that can be mapped")
         return store
 
     def begin(self, changes: SlotChanges) -> None:
-        """Opens slots whose bytes may change from now on, and notes who leases them.
+        """Opens slots whose bytes may change from now on, and sets their owners.
 
         A stand-in's slot that held a block is poisoned, so that a late reader finds out.
         """
@@ -142,7 +140,7 @@ class CacheRuntime:
         self.arena.set_owners(tier, group, changes.owners)
 
     def end(self, changes: SlotChanges) -> None:
-        """Records the blocks that slots hold from now on, and says that their bytes are READY."""
+        """Records the blocks that slots hold from now on, and marks the bytes of filled slots as READY."""
         tier, group, arena = changes.tier, changes.group, self.arena
         if not arena.keeps_records:
             arena.end_writes(tier, group, changes.filled)
@@ -160,10 +158,10 @@ class CacheRuntime:
 
 
 def follow(arena: Arena, outcome: Outcome) -> None:
-    """Makes the key index show an outcome: after its last generation has changed and before anybody is answered.
+    """Shows an outcome in the key index: after its last generation has changed and before any request is answered.
 
-    The slot of a block that has got into a memory tier is among the filled ones. Recovered blocks are
-    in the index already: :meth:`Arena.rebuild_index`.
+    A block that has arrived in a memory tier is in a filled slot. Recovered blocks are in the index already, by
+    :meth:`Arena.rebuild_index`.
     """
     index = arena.index
     if index is None or not outcome.events:
@@ -186,7 +184,7 @@ def follow(arena: Arena, outcome: Outcome) -> None:
 
 
 def check_index(manager: BlockManager, arena: Arena) -> None:
-    """Compares the key index with the core. Raises :class:`InvariantViolation` where it does not."""
+    """Compares the key index with the core. Raises :class:`InvariantViolation` for a difference."""
     if arena.index is None:
         return
     shown = arena.index.contents()

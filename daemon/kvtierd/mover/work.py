@@ -16,7 +16,8 @@ from kvtierd.core.outcome import Move, MoveItem
 from kvtierd.mover.runtime import Batch, Faults, Finish, Piece
 
 Edge = tuple[Tier, Tier | None]
-"""(source, destination). A destination of None retires disk slots: their records are deleted, nothing is copied."""
+"""Source and destination. A destination of None retires disk slots: their records are deleted, and nothing is
+copied."""
 
 
 Concerns = Set[tuple[GroupId, SlotId | Key]]
@@ -27,8 +28,7 @@ Concerns = Set[tuple[GroupId, SlotId | Key]]
 class Report:
     """How a piece ended. Indices are into ``piece.move.items``.
 
-    ``copy_ns`` is the piece's share of its batch's time, by blocks, so that the sum over an edge is the time it was
-    busy.
+    ``copy_ns``: the piece's share of its batch's time, by blocks, so that the sum over an edge is the time it was busy.
     """
 
     piece: Piece
@@ -39,8 +39,8 @@ class Report:
 
 
 CarryOut = Callable[[Batch], Faults | Finish]
-"""Does a batch's work, in a worker thread; or only its first half, and returns the rest. An exception means that every
-item failed, unless it is :class:`Unaccounted`."""
+"""Does a batch's work in a worker thread, or does its first half and returns the second. An exception means that every
+item failed, except :class:`Unaccounted`."""
 
 
 def items_of(batch: Batch) -> Iterator[tuple[Move, MoveItem]]:
@@ -56,9 +56,9 @@ def destination(item: MoveItem) -> SlotId:
 
 
 def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[Report]:
-    """Splits a batch's faults and times among its pieces, without the unaccounted ones.
+    """Splits a batch's faults and times among its pieces. Leaves out unaccounted pieces.
 
-    Copies come first: callers may wait for them.
+    Reports of copies come first, because callers may wait for copies.
     """
     blocks = sum(len(piece.items) for piece in batch)
     reports = []
@@ -71,7 +71,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
                     piece=piece,
                     failed=_within(faults.failed, base, piece),
                     corrupt=_within(faults.corrupt, base, piece),
-                    queue_ns=max(0, started_ns - piece.submitted_ns),  # it may have joined a batch that had started
+                    queue_ns=max(0, started_ns - piece.submitted_ns),  # the piece may have joined a started batch
                     copy_ns=(ended_ns - started_ns) * count // blocks,
                 )
             )
@@ -94,9 +94,9 @@ class Run:
 
 
 def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[Run]:
-    """Joins (group, source, destination) copies where both sides are adjacent.
+    """Joins (group, source, destination) copies that are adjacent on both sides.
 
-    The copies of a batch touch no slot twice, so their order is free to choose.
+    The copies of a batch touch no slot twice, so they may run in any order.
     """
     run: Run | None = None
     for group, src, dst in sorted(copies):
@@ -113,7 +113,7 @@ def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[Run]:
 def copy(batch: Batch) -> Faults:
     """Copies every item's bytes from the source tier's slot to the destination's.
 
-    One ``np.copyto`` a run and pool: it releases the GIL, and many small ones beside a busy thread are 7 to 80 times
+    Each run and pool is one ``np.copyto``, which releases the GIL. Many small copies beside a busy thread would be much
     slower.
     """
     runtime = batch[0].runtime
@@ -134,10 +134,10 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Values posted by any thread, taken by the loop thread.
+    """Values that any thread posts and the loop thread takes.
 
     The flag is cleared before the values are taken, and set after they are appended: a value is either seen by the
-    drain that is due, or schedules the next one. Two drains for one burst are possible and harmless.
+    drain that is due, or schedules the next drain. Two drains for one burst are possible and harmless.
     """
 
     __slots__ = ("_closed", "_drain", "_due", "_loop", "_values")
@@ -150,16 +150,16 @@ class Mailbox(Generic[T]):
         self._closed = False
 
     def post(self, values: Iterable[T]) -> None:
-        """Any thread."""
+        """Adds values. Any thread."""
         self._values.extend(values)
         if not self._due and not self._closed:
             self._due = True
             self._loop.call_soon_threadsafe(self._drain)
 
     def take(self, budget: int, size: Callable[[T], int]) -> list[T]:
-        """Loop thread: values until their sizes reach ``budget``, none after :meth:`close`.
+        """Takes values until their sizes reach ``budget``; none after :meth:`close`. Loop thread.
 
-        If more are left, the drain is called again.
+        If values are left, the drain is called again.
         """
         self._due = False
         taken: list[T] = []
@@ -172,5 +172,5 @@ class Mailbox(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Loop thread: the loop may go. Values not taken are forgotten."""
+        """Forgets values that were not taken; the loop may close. Loop thread."""
         self._closed = True

@@ -1,6 +1,6 @@
-"""Worker threads: take pieces in order, carry them out in batches, report each one.
+"""Worker threads: take pieces in order, carry them out in batches, report each piece.
 
-A batch may come in two halves, the second of which another thread does while the next batch's first half begins.
+A batch may come in two halves. Another thread does the second half while the next batch's first half begins.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvtierd.tiers.base import TierError
 from kvtierd.tiers.mapped import Chaos
 
 RETIRES_PER_COPY: Final = 4
-"""Deletions are cheap next to copies: a batch takes this many for each copy that it could take."""
+"""Number of deletions that a batch takes for each copy that it could take: deletions are cheap next to copies."""
 FAILURE_SHOWN_S: Final = 60.0
 TOGETHER: Final = 2
-"""So many batches, or as much in smaller ones, are finished as one."""
+"""Limit of second halves that are finished as one, in full batches."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,27 +40,29 @@ Post = Callable[[Sequence[Report]], None]
 
 @dataclass(slots=True, frozen=True)
 class Lane:
-    """A queue and its threads. A batch is of one cache, in the order queued."""
+    """A queue and its threads. A batch has pieces of one cache, in the order queued."""
 
     name: str
     edges: tuple[Edge, ...]
     threads: int
     batch_blocks: int
-    """The most copies in a batch: with ``batch_bytes``, their most bytes, it bounds the time between heartbeats."""
+    """Limit of copies in a batch. With ``batch_bytes``, the limit of their bytes, it bounds the time between
+    heartbeats."""
     carry_out: CarryOut
     concerns: Callable[[Piece], Concerns] | None = None
     """Slots and blocks that no two pieces of a batch may share."""
     halves: bool = False
     """Another thread does the second half of a batch's work while the next batch begins."""
     finish_all: Callable[[Sequence[Finish]], Faults] | None = None
-    """Does the second halves of several batches as one."""
+    """Does the second halves of several batches together."""
     batch_bytes: int = 1 << 62
-    """A single block may be more."""
+    """Limit of copied bytes in a batch. A single block may be larger."""
     in_turn: bool = False
-    """Moves take turns, a piece each: a small move does not wait for a large one. Else first come, first served."""
+    """Moves take turns, a piece each, so a small move does not wait for a large move. Otherwise first come, first
+    served."""
 
     def blocks_at_once(self, runtime: CacheRuntime, move: Move) -> int:
-        """How many items of a move a piece may have, so that it is no more than a batch."""
+        """Largest number of a move's items that one piece may have, so that the piece fits in a batch."""
         if move.dst is None:
             return self.batch_blocks
         nbytes = self.batch_bytes
@@ -70,7 +72,7 @@ class Lane:
 
 
 class Gathering:
-    """Pieces that are carried out together, with the counts that bound a batch."""
+    """Pieces that are carried out together, with the counts that limit a batch."""
 
     __slots__ = ("_about", "_copied_bytes", "_copies", "_device_bytes", "_lane", "_retires", "pieces")
 
@@ -86,10 +88,10 @@ class Gathering:
         self.pieces = [piece]
 
     def join(self, more: Gathering, *, size: int = 1) -> bool:
-        """Adds ``more``, which comes next in the queue, if both together make up at most ``size`` batches.
+        """Adds ``more``, which is next in the queue, if both together make up at most ``size`` batches.
 
         Returns:
-            Whether it was added.
+            Whether ``more`` was added.
         """
         lane, runtime = self._lane, self.pieces[0].runtime
         if more.pieces[0].runtime is not runtime or not self._about.isdisjoint(more._about):
@@ -102,7 +104,7 @@ class Gathering:
         if retires > blocks * RETIRES_PER_COPY:
             return False
         if runtime.cuda is not None and device_bytes > runtime.cuda.batch_bytes:
-            return False  # a GPU's part is small enough not to keep others waiting
+            return False  # a small GPU batch keeps no other batch waiting for long
         self._copies, self._retires = copies, retires
         self._copied_bytes, self._device_bytes = copied_bytes, device_bytes
         self._about |= more._about
@@ -111,31 +113,34 @@ class Gathering:
 
 
 class WorkQueue:
-    """The loop puts, threads take. ``in_turn``: moves take turns, a piece each; else first come, first served.
+    """Queue of pieces from the loop to threads. ``in_turn``: moves take turns, a piece each; otherwise first come,
+    first served.
 
-    Threads wait in a queue of Python's own, which has a token for each piece; the next piece is chosen after that.
+    Threads wait for tokens, one a piece, in a queue of the standard library. A thread with a token chooses the next
+    piece.
     """
 
     def __init__(self, *, in_turn: bool) -> None:
         self._in_turn = in_turn
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._lines: deque[deque[Piece]] = deque()
-        """The remaining pieces of each move, the next move's first. None is empty."""
+        """The remaining pieces of each move, next move first. No line is empty."""
         self._choosing = threading.Lock()
 
     def put(self, pieces: Sequence[Piece]) -> None:
-        """All of one move, in order."""
+        """Adds all pieces of one move, in order."""
         with self._choosing:
             self._lines.append(deque(pieces))
         for _ in pieces:
             self._tokens.put(True)
 
     def stop(self) -> None:
-        """One thread gets None, once as many pieces have been taken as were put by now."""
+        """Makes one thread get None, after the pieces put so far have been taken."""
         self._tokens.put(False)
 
     def get(self, *, block: bool) -> Piece | None:
-        """The next piece. Raises :class:`queue.Empty` where there is none and it is not to ``block``."""
+        """Returns the next piece, or None after :meth:`stop`. Raises :class:`queue.Empty` if there is none and
+        ``block`` is false."""
         if not self._tokens.get(block=block):
             return None
         with self._choosing:
@@ -151,13 +156,13 @@ class WorkQueue:
 class Hand:
     """A thread that works on batches.
 
-    The public fields are written by its own thread and read by the loop's, each in one step.
+    The thread writes the public fields and the loop reads them, each in one step.
     """
 
     def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         self.name = name
         self.busy_since_ns: int | None = None
-        """The heartbeat: ``time.monotonic_ns()`` at which the batch in hand was begun, None between batches."""
+        """Heartbeat: ``time.monotonic_ns()`` at the start of the present batch, None between batches."""
         self.failure: tuple[int, str] | None = None
         """When (``time.monotonic_ns()``) and why a batch last failed as a whole."""
         self._post = post
@@ -167,7 +172,7 @@ class Hand:
         self.thread = threading.Thread(target=self._run, name=f"kvtierd-{name}", daemon=True)
 
     def abandon(self) -> None:
-        """Queued pieces will be neither carried out nor reported."""
+        """Makes the thread neither carry out nor report queued pieces."""
         self._abandoned = True
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
@@ -180,7 +185,7 @@ class Hand:
             yield f"{self.name}: a batch failed {ago_s:.1f} s ago: {failure[1]}"
 
     def stalled_s(self, now_ns: int) -> float:
-        """How long the batch in hand has been running; infinite for a thread that died."""
+        """Time that the present batch has been running; infinite if the thread died."""
         busy_since_ns = self.busy_since_ns
         if not self.thread.is_alive() and not self._abandoned:
             return inf
@@ -196,7 +201,7 @@ class Hand:
         raise NotImplementedError
 
     def _attempt(self, batch: Batch, work: Callable[[], Outcome]) -> Outcome | Faults | None:
-        """None: the batch is not to be reported."""
+        """Does ``work``. None: the batch must not be reported."""
         try:
             return work()
         except Unaccounted as error:
@@ -222,7 +227,7 @@ class Hand:
         self._post(reports_of(batch, faults, started_ns, ended_ns))
 
     def _simulate_latency(self, chaos: Chaos) -> None:
-        """Before a copy: it happens late. After it: threads complete in any order among each other."""
+        """Sleeps before a copy, so that it happens late, and after it, so that threads complete in any order."""
         if chaos not in self._delays:
             self._delays[chaos] = chaos.delays(self.name)
         time.sleep(next(self._delays[chaos]))
@@ -238,9 +243,9 @@ class _Begun:
 
 
 class Finisher(Hand):
-    """Does the second halves of a worker's batches, in order; waiting ones together, if the lane has ``finish_all``.
+    """Does the second halves of a worker's batches, in order; waiting halves together, if the lane has ``finish_all``.
 
-    The time of a batch is counted from the end of the one before: the times of a lane add up to how long it was busy.
+    A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time.
     """
 
     def __init__(self, name: str, lane: Lane, post: Post, exited: Callable[[], None]) -> None:
@@ -252,7 +257,7 @@ class Finisher(Hand):
         self._ending = False
 
     def put(self, gathered: Gathering, finish: Finish, started_ns: int) -> None:
-        """Blocks while another batch waits that it cannot join."""
+        """Queues a second half. Blocks while another batch waits that it cannot join."""
         with self._changed:
             while (others := self._waiting) is not None:
                 if self._lane.finish_all is not None and others.gathered.join(gathered, size=TOGETHER):
@@ -263,7 +268,7 @@ class Finisher(Hand):
             self._changed.notify()
 
     def end(self) -> None:
-        """Ends the thread after the batches put before."""
+        """Ends the thread after the batches already put."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -271,7 +276,7 @@ class Finisher(Hand):
     def _work(self) -> None:
         while (begun := self._take()) is not None:
             self._finish(begun)
-            del begun  # it holds views, and with them a removed cache's memory, for as long as nothing else comes
+            del begun  # its views would keep a removed cache's memory until the next batch
 
     def _take(self) -> _Begun | None:
         with self._changed:
@@ -293,7 +298,7 @@ class Finisher(Hand):
 
 
 class Worker(Hand):
-    """Takes a lane's pieces. ``finisher``: for the second halves; None where batches have but one."""
+    """Takes a lane's pieces. ``finisher``: does the second halves; None if batches have no second half."""
 
     def __init__(
         self,
@@ -373,7 +378,7 @@ class Crew:
             hand.thread.start()
 
     def put(self, pieces: Sequence[Piece]) -> None:
-        """All of one move."""
+        """Queues all pieces of one move."""
         self._queue.put(pieces)
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
@@ -384,20 +389,20 @@ class Crew:
         return max(worker.stalled_s(now_ns) for worker in self._exits)
 
     def dismiss(self) -> None:
-        """Ends the threads after the batches in hand; queued pieces are not carried out."""
+        """Ends the threads after their present batches; queued pieces are not carried out."""
         for hand in self._exits:
             hand.abandon()
         for _ in self._workers:
             self._queue.stop()
 
     async def gone(self) -> None:
-        """Returns when no thread is left."""
+        """Returns when all threads have ended."""
         for worker, exited in self._exits.items():
             await exited.wait()
             worker.thread.join()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, exited: asyncio.Event) -> None:
-    """From a thread. A closed loop has given up on the thread."""
+    """Sets the event from a thread. A closed loop has given up on the thread, so nothing is set."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(exited.set)

@@ -1,4 +1,4 @@
-"""The mover where the device tier is a GPU: streams, events, page-locked memory.
+"""The mover for a device tier on a GPU: streams, events, page-locked memory.
 
-Everything here is for threads; the loop never makes a CUDA call. ``plan`` is pure.
+Only threads call this package; the loop never makes a CUDA call. ``plan`` is pure.
 """

@@ -1,4 +1,5 @@
-"""Copies for a cache whose device tier is a GPU: from slot to slot, and for those who cannot reach its slots."""
+"""Copies for a cache whose device tier is a GPU: from slot to slot, and for disks and streams, which cannot reach its
+slots."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ from kvtierd.tiers.cuda.pool import CudaDevice
 from kvtierd.tiers.mapped import HostStore
 
 BATCH_BYTES: Final = 16 << 20
-"""Most that one batch copies to or from the device, unless a single block is more: a third of a millisecond on a fast
-bus. A small copy waits for no more than the few batches before it, which keep the bus busy while it is prepared."""
+"""Limit of bytes that a batch copies to or from the device, unless a single block is larger. With small batches a small
+copy waits only for a few of them, and the bus stays busy while the next batch is prepared."""
 DRAIN_S: Final = 5.0
-"""How long a close waits for copies that are under way."""
+"""Time that a close waits for copies in flight."""
 _LOOK_S: Final = 0.005
 
 _log = logging.getLogger(__name__)
 
 
 class CudaCopies:
-    """Of one cache. All of it blocks: for threads.
+    """The copies of one cache. All calls block, so only threads make them.
 
-    ``host`` and ``segment``, all of its memory: None where the cache has no host tier. Raises :class:`CudaError`.
+    ``host``, and ``segment``, all of its memory: None if the cache has no host tier. Raises :class:`CudaError`.
     """
 
     batch_bytes: Final = BATCH_BYTES
@@ -49,18 +50,18 @@ class CudaCopies:
         self._name = name
         self._device = device
         self._host = host
-        self._segment = segment  # stays mapped for as long as a copy may touch it
+        self._segment = segment  # stays mapped while a copy may touch it
         self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
         self.locks: Final = SegmentLocks(name, device.driver, self._sites.host_chunks())
         sizes = [group.record_bytes for group in layout.groups]
         self._staging = Staging(device.driver, max(BATCH_BYTES, *sizes), device.node)
         self._traffic = Traffic(device.driver, device, self.locks)
 
-    # what lanes carry out
+    # work of the lanes
 
     def copy(self, batch: Batch) -> Faults | Finish:
-        """Copies every item's bytes between device and host. A small batch that has the bus to itself has ended before
-        another thread would be awake to see it, so it is waited for here."""
+        """Copies every item's bytes between device and host. A small batch that has the bus to itself ends before
+        another thread would wake up, so this call waits for it."""
         edge = batch[0].move
         if edge.dst is None:
             raise ValueError("a copy stream cannot retire slots")
@@ -76,8 +77,8 @@ class CudaCopies:
         return finish() if self._traffic.ends_soon(passage) else finish
 
     def write(self, batch: Batch) -> Finish:
-        """See :func:`kvtierd.mover.disk_io.write`. A block that cannot be fetched from the device fails alone, even if
-        nobody can say whether it is still being copied: to staging memory then that nobody uses again."""
+        """See :func:`kvtierd.mover.disk_io.write`. A block that cannot be fetched from the device fails alone. If its
+        copy may still be running, the staging memory is never used again."""
         copied = [(place, move, item) for place, (move, item) in enumerate(items_of(batch)) if item.dst is not None]
         parts = {
             place: self._on_host.padded_parts(move.group, item.src)
@@ -100,8 +101,8 @@ class CudaCopies:
             return disk_io.store(batch, parts, lent=True)
 
     def read(self, batch: Batch) -> Faults | Finish:
-        """See :func:`kvtierd.mover.disk_io.read`. Only what has been verified goes on to the device; where nobody can
-        say whether that is still being written, the rest of the batch is reported all the same."""
+        """See :func:`kvtierd.mover.disk_io.read`. Only verified blocks go on to the device. If their copies may still
+        be running, the rest of the batch is reported all the same."""
         wanted = {
             place: (move.group, destination(item))
             for place, (move, item) in enumerate(items_of(batch))
@@ -143,7 +144,7 @@ class CudaCopies:
     # bytes for streams and checksums
 
     def fetch(self, group: GroupId, stretches: Sequence[Stretch]) -> Bytes:
-        """A copy of bytes of device slots, one stretch after another, at most :data:`BATCH_BYTES`.
+        """Returns a copy of bytes of device slots, one stretch after another, at most :data:`BATCH_BYTES`.
 
         Raises :class:`TierIOError`.
         """
@@ -151,22 +152,22 @@ class CudaCopies:
             with self._buffer() as buffer:
                 self._run(Direction.TO_HOST, buffer, group, stretches)
                 return buffer.memory[: sum(stretch.nbytes for stretch in stretches)].copy()
-        except Unaccounted as error:  # of a reader nobody has to know more
+        except Unaccounted as error:  # a reader's device slots are unchanged
             raise TierIOError(0, str(error)) from error
 
     def put(self, group: GroupId, stretches: Sequence[Stretch], data: Bytes) -> Bytes:
-        """Writes as many bytes of device slots, and returns them. Nobody else may get the slots before that; if it
-        raises :class:`Unaccounted`, ever. Raises :class:`TierIOError` besides."""
+        """Writes ``data`` to device slots and returns it. No other caller may get the slots before the return; never,
+        if the call raises :class:`Unaccounted`. Raises :class:`TierIOError` besides."""
         with self._buffer() as buffer:
             np.copyto(buffer.memory[: len(data)], data)
             self._run(Direction.TO_DEVICE, buffer, group, stretches)
             return data
 
-    # the end
+    # closing
 
     def close(self) -> bool:
-        """False: copies may be under way, or memory is still page-locked. Then neither the device's memory nor the
-        host's may be given back before the process ends."""
+        """Gives all resources back. False: copies may be in flight, or memory is still page-locked. Then neither the
+        device's memory nor the host's may be given back before the process ends."""
         deadline = time.monotonic() + DRAIN_S
         while not self._traffic.close(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
@@ -180,7 +181,7 @@ class CudaCopies:
             _log.warning("staging memory is not given back name=%s why=%r", self._name, str(error))
         if not self.locks.close():
             return False
-        self._segment = None  # whoever still refers to this object keeps no memory
+        self._segment = None  # a remaining reference to this object must not keep the memory
         return True
 
     @property
@@ -191,7 +192,7 @@ class CudaCopies:
 
     @contextmanager
     def _buffer(self) -> Iterator[Buffer]:
-        """Staging memory for as long as it is needed. Raises :class:`TierIOError` where there is none to be had."""
+        """Lends a staging buffer. Raises :class:`TierIOError` if there is no memory for it."""
         try:
             buffer = self._staging.take()
         except CudaError as error:
@@ -213,7 +214,7 @@ class CudaCopies:
         self._traffic.settle(self._issue_load(Direction.TO_HOST, load, load.wanted.keys()))
 
     def _issue_load(self, direction: Direction, load: Load, places: Collection[int]) -> Passage:
-        """Between the load's records at these places and the device slots that they are of."""
+        """Issues copies between the load's records at these places and their device slots."""
         pairs = load.pairs(places)
         device = _touched(DEVICE, pairs, 0)
         if direction is Direction.TO_DEVICE:
@@ -221,7 +222,7 @@ class CudaCopies:
         return self._issue_staged(direction, plan(pairs, self._sites.to_staging(direction, load)), device)
 
     def _run(self, direction: Direction, buffer: Buffer, group: GroupId, stretches: Sequence[Stretch]) -> None:
-        """Between the buffer, from its beginning on, and the slots."""
+        """Copies between the buffer, from its start on, and the slots."""
         on_device = [part for stretch in stretches for part in self._sites.on_device(group, stretch)]
         addresses, sizes = np.array(on_device, np.int64).T
         staged = buffer.address + np.cumsum(sizes) - sizes
@@ -233,7 +234,7 @@ class CudaCopies:
             raise TierIOError(0, str(error)) from error
 
     def _issue_staged(self, direction: Direction, copies: Copies, device: Touched) -> Passage:
-        """Staging memory is its borrower's alone."""
+        """Issues copies to or from staging memory, which only its borrower uses, so only device slots need ordering."""
         reads, writes = (device, {}) if direction is Direction.TO_HOST else ({}, device)
         return self._traffic.issue(direction, copies, reads, writes)
 
@@ -248,5 +249,5 @@ def _pairs(batch: Batch) -> Pairs:
 
 
 def _touched(tier: Tier, pairs: Pairs, side: int) -> Touched:
-    """``side``: 0 for the sources, 1 for the destinations."""
+    """Slots of one side of the pairs. ``side``: 0 for the sources, 1 for the destinations."""
     return {(tier, group): frozenset(slots[side]) for group, slots in pairs.items()}

@@ -1,4 +1,4 @@
-"""Where a cache's slots are, which chunks of host memory they are in, and a batch's copies as rows of addresses."""
+"""Addresses of a cache's slots, the chunks of its host memory, and a batch's copies as rows of addresses."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Pairs = Mapping[GroupId, tuple[Sequence[SlotId], Sequence[SlotId]]]
 """Source slots and destination slots of each group's copies."""
 
 Parts = NDArray[np.int64]
-"""Where a group's slots have their parts: a row of addresses of slot 0's, a row of bytes from slot to slot. A column is
-a pool."""
+"""Places of the parts of a group's slots: a row of addresses of slot 0's parts, and a row of strides in bytes. A column
+is a pool."""
 
 
 class Path(NamedTuple):
-    """Where a part of ``nbytes`` in each pool goes to and comes from. ``parts``: of both sides, the target's first."""
+    """Target and source of a part of ``nbytes`` in each pool. ``parts``: of both sides, the target's first."""
 
     parts: NDArray[np.int64]
     """2 sides × 2 rows of :data:`Parts` × pools × 1."""
@@ -49,7 +49,7 @@ class Path(NamedTuple):
 
 
 def plan(pairs: Pairs, paths: Mapping[GroupId, Path]) -> Copies:
-    """One copy for each pair of slots and each pool."""
+    """Plans one copy for each pair of slots and each pool."""
     return np.concatenate([_copies(paths[group], *slots) for group, slots in pairs.items()], axis=1)
 
 
@@ -61,11 +61,11 @@ def _copies(path: Path, sources: Sequence[SlotId], targets: Sequence[SlotId]) ->
 
 
 def joined(copies: Copies, ranges: NDArray[np.intp]) -> tuple[Copies, NDArray[np.intp]]:
-    """Fewer copies of the same bytes: those that continue each other on both sides become one.
+    """Joins copies that continue each other on both sides.
 
     Args:
-        ranges: the range of host memory that each copy is of. No copy may span two: to the driver they are strangers,
-            even where one ends at the other's first byte.
+        ranges: The range of host memory of each copy. A joined copy stays in one range: the driver knows no relation
+            between two ranges, even if they touch.
     """
     order = np.argsort(copies[0])
     copies, ranges = copies[:, order], ranges[order]
@@ -79,14 +79,14 @@ def joined(copies: Copies, ranges: NDArray[np.intp]) -> tuple[Copies, NDArray[np
 
 
 def chunks_of(start: int, slots: int, record_bytes: int) -> Iterator[Chunk]:
-    """Whole slots of one group, whose slot 0 is at ``start``, to the end of the host's last page of them. Slots are
-    handed out from the lowest number up, and so are chunks.
+    """Yields chunks of whole slots of one group, whose slot 0 is at ``start``, to the end of the last host page. Chunks
+    ascend like slots, which are handed out from the lowest number up.
 
-    A chunk begins a page of the host, which may be larger than a slot. No other group is in its last page: groups begin
-    at multiples of huge pages.
+    A chunk begins at a page of the host, which may be larger than a slot. No other group is in the last page: groups
+    begin at multiples of huge pages.
     """
     page = cuda.HOST_PAGE
-    step = page // math.gcd(page, record_bytes)  # so many slots fill whole pages
+    step = page // math.gcd(page, record_bytes)  # this many slots fill whole pages
     together = max(1, CHUNK_BYTES // record_bytes // step) * step
     for first in range(0, slots, together):
         nbytes = min(together, slots - first) * record_bytes
@@ -94,12 +94,12 @@ def chunks_of(start: int, slots: int, record_bytes: int) -> Iterator[Chunk]:
 
 
 def in_turn(groups: Sequence[Iterator[Chunk]]) -> list[Chunk]:
-    """The first chunk of every group, then the second: what is used first is ready first."""
+    """Returns the first chunk of every group, then the second, and so on: slots used first are ready first."""
     return [chunk for chunk in chain.from_iterable(zip_longest(*groups)) if chunk is not None]
 
 
 class SegmentLocks(PageLocks):
-    """Of one cache's host segment."""
+    """Page locks of one cache's host segment."""
 
     def __init__(self, name: str, driver: Driver, chunks: Sequence[Chunk]) -> None:
         super().__init__(name, driver, chunks)
@@ -108,13 +108,13 @@ class SegmentLocks(PageLocks):
         self._ends = self._starts + nbytes
 
     def chunks_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the chunks that these addresses lie in; -1 for one that is not of the host segment."""
+        """Numbers of the chunks at these addresses; -1 for an address outside the host segment."""
         places = np.searchsorted(self._starts, addresses, "right") - 1
         return np.where(addresses < self._ends[places], self._numbers[places], -1)
 
 
 class Sites:
-    """``host_address``: of the host segment, unused where the cache has no host slots."""
+    """Places of a cache's slots. ``host_address``: of the host segment, unused if the cache has no host slots."""
 
     def __init__(self, layout: ArenaLayout, device: CudaDevice, host_address: int) -> None:
         self.layout: Final = layout
@@ -127,15 +127,15 @@ class Sites:
         }
 
     def between_tiers(self, direction: Direction) -> Mapping[GroupId, Path]:
-        """Of device and host slots."""
+        """Paths between device and host slots."""
         return self._paths[direction]
 
     def to_staging(self, direction: Direction, load: Load) -> Mapping[GroupId, Path]:
-        """Of device slots and the load's records."""
+        """Paths between device slots and the load's records."""
         return {group: self._path(direction, group, load.parts(group)) for group in load.groups}
 
     def on_device(self, group: GroupId, stretch: Stretch) -> list[tuple[Address, int]]:
-        """(address, bytes) of the bytes of a device slot's block, in order."""
+        """Address and size of each part of a stretch of a device slot's block, in order."""
         slot, start, stop = stretch
         found: list[tuple[Address, int]] = []
         begin = 0
@@ -147,7 +147,7 @@ class Sites:
         return found
 
     def host_chunks(self) -> list[Chunk]:
-        """The host slots, in ranges to be page-locked one after another."""
+        """The host slots as chunks, in the order in which they are page-locked."""
         return in_turn(
             [
                 chunks_of(self._host_address + group.host_offset, group.slots[HOST], group.record_bytes)
@@ -156,7 +156,7 @@ class Sites:
         )
 
     def _path(self, direction: Direction, group: GroupId, others: Parts) -> Path:
-        """Between the device and ``others``."""
+        """The path between the device and ``others``."""
         device = self._device_parts(group)
         both = (others, device) if direction is Direction.TO_HOST else (device, others)
         nbytes = [[pool.block_bytes] for pool in self.layout.groups[group].pools]
@@ -177,11 +177,11 @@ def _parts(of_pools: Sequence[tuple[int, int]]) -> Parts:
 
 
 Wanted = Mapping[int, tuple[GroupId, SlotId]]
-"""The device slot of each of some items, which are named by their places in a batch, in that order."""
+"""Device slots of items, by the items' places in a batch, in ascending order."""
 
 
 class Record(NamedTuple):
-    """The ``number``-th record of its group is that of device ``slot``."""
+    """A staged record: ``number`` in its group, of device ``slot``, for the item at ``place``."""
 
     place: int
     group: GroupId
@@ -190,9 +190,10 @@ class Record(NamedTuple):
 
 
 class Load:
-    """A record for each of ``wanted``, as the disk has them: parts in pool order, each padded to 4096 bytes.
+    """Staged records of the ``wanted`` items, in the format of the disk: parts in pool order, each padded to 4096
+    bytes.
 
-    The buffer must hold them all.
+    The buffer must hold all records.
     """
 
     def __init__(self, layout: ArenaLayout, buffer: Buffer, wanted: Wanted) -> None:
@@ -211,7 +212,7 @@ class Load:
             raise ValueError(f"records of {end} bytes: the staging buffer has {len(buffer.memory)}")
 
     def parts(self, group: GroupId) -> Parts:
-        """Of a group's records; "slots" are counted by :meth:`numbered`."""
+        """Places of a group's records; the slot number of a record is its ``number``."""
         record = self._layout.groups[group]
         start = self.buffer.address + self._starts[group]
         return _parts([(start + pool.record_offset, record.record_bytes) for pool in record.pools])
@@ -221,7 +222,7 @@ class Load:
         return list(self._starts)
 
     def numbered(self) -> list[Record]:
-        """Group by group, in the order of the places."""
+        """The records group by group, in the order of their places."""
         return [
             Record(place, group, self.wanted[place][1], SlotId(number))
             for group, places in self._places.items()
@@ -229,7 +230,7 @@ class Load:
         ]
 
     def pairs(self, places: Collection[int]) -> Pairs:
-        """Device slots and the numbers of their records, of those at these places."""
+        """Device slots and record numbers of the items at these places."""
         pairs: dict[GroupId, tuple[list[SlotId], list[SlotId]]] = {group: ([], []) for group in self.groups}
         for place, group, slot, number in self.numbered():
             if place in places:
@@ -238,12 +239,12 @@ class Load:
         return pairs
 
     def records(self) -> dict[int, Sequence[memoryview]]:
-        """The bytes of each, in the buffer."""
+        """The bytes of each record in the buffer, by place."""
         rows = {group: self._rows(group) for group in self._starts}
         return {one.place: (rows[one.group][one.number].data,) for one in self.numbered()}
 
     def blank_padding(self) -> None:
-        """Zeroes what lies between the parts: the buffer had other records before."""
+        """Zeroes the padding of the parts: the buffer held other records before."""
         for group in self._starts:
             rows = self._rows(group)
             for pool in self._layout.groups[group].pools:

@@ -1,4 +1,4 @@
-"""Page-locked memory that bytes pass through between the device and whoever cannot reach it: disks and streams."""
+"""Page-locked memory between the device and disks or streams, which cannot reach the device."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from kvtierd.tiers.base import Bytes, TierIOError
 from kvtierd.tiers.memfd import near
 
 BUFFERS: Final = 4
-"""One for the disk's writer, one for each of its two readers, and one whose bytes are still on their way to the device
+"""Buffers for the disk's writer, for each of its two readers, and for bytes that are still on their way to the device
 while a reader fetches the next."""
 
 
 class Buffer:
-    """Page-aligned memory, whose bytes are zero at first. ``memory`` is for whoever knows that it is there still."""
+    """Page-aligned memory, zeroed at first. ``memory`` must not be used after :meth:`close`."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._driver = driver
-        self._allocated = driver.alloc_host(nbytes + PAGE)  # where it begins, the documentation does not say
+        self._allocated = driver.alloc_host(nbytes + PAGE)  # the driver's alignment is not documented
         self.address = padded(self._allocated)
         self.memory: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
         self.memory.fill(0)
 
     def close(self) -> None:
-        with suppress(CudaLost):  # of a lost device nothing can be given back
+        with suppress(CudaLost):  # a lost device takes nothing back
             self._driver.free_host(Address(self._allocated))
 
 
 class Staging:
-    """At most :data:`BUFFERS` buffers of ``nbytes`` each, made when first wanted: who needs none takes none.
-    ``node``: see :func:`near`.
+    """At most :data:`BUFFERS` buffers of ``nbytes`` each, made on first use. ``node``: see :func:`near`.
 
     For any thread. Raises :class:`~kvtier.abi.cuda.errors.CudaError`, and :class:`TierIOError` after :meth:`close`.
     """
@@ -52,7 +51,7 @@ class Staging:
         self._closed = False
 
     def take(self) -> Buffer:
-        """Waits for one that is free."""
+        """Takes a buffer, and waits until one is free."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle or self._to_make or self._closed)
             if self._closed:
@@ -69,7 +68,7 @@ class Staging:
             raise
 
     def give_back(self, buffer: Buffer) -> None:
-        """Nothing copies to or from it any more."""
+        """Takes a buffer back. No copy uses it any more."""
         with self._changed:
             if not self._closed:
                 self._idle.append(buffer)
@@ -78,13 +77,14 @@ class Staging:
         buffer.close()
 
     def abandon(self) -> None:
-        """One that was taken may be copied to or from for ever, or could not be made: another takes its place."""
+        """Gives up a buffer that a copy may use for ever, or that could not be made. Another buffer may take its
+        place."""
         with self._changed:
             self._to_make += 1
             self._changed.notify()
 
     def close(self) -> None:
-        """What is still taken goes when it is given back."""
+        """Closes the idle buffers. A taken buffer is closed when it is given back."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -1,4 +1,4 @@
-"""A cache's copies between host and device: one stream each way, one event a batch."""
+"""A cache's copies between host and device: one stream a direction, one event a batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """A batch from its first copy's issue until nothing of it runs any more. ``event`` says that, once it is recorded.
+    """A batch from the issue of its first copy until no copy of it runs. ``event`` signals the end, once it is
+    recorded.
 
-    ``recorded`` is set when it is, or when it never will be. ``event_failed``: it says nothing of this batch.
-    ``fault``: why the batch failed.
+    ``recorded``: set when the event is recorded, or never will be. ``event_failed``: the event says nothing about this
+    batch. ``fault``: why the batch failed.
     """
 
     stream: Stream
@@ -39,7 +40,7 @@ class Passage:
     fault: Exception | None = None
 
     def no_event(self, error: CudaError) -> None:
-        """Its event could not be recorded or asked."""
+        """Notes that the event could not be recorded or queried."""
         self.event_failed, self.fault = True, self.fault or error
 
     def clashes(self, other: Passage) -> bool:
@@ -52,11 +53,11 @@ def _meet(some: Touched, others: Touched) -> bool:
 
 
 class Hazards:
-    """Which batches under way touch which slots, and for which of them another batch has to wait.
+    """The slots that batches in flight touch, and the batches that a new batch must wait for.
 
-    The core never plans a slot that a move touches before that move has ended, and a slot read or written for a client
-    is under its lease, so no batch should ever have to wait. If one of them errs, one stream waits for the other, and
-    bytes are not mixed up. There is an entry a batch, not a slot: few batches are under way at a time.
+    The core plans no slot that a move touches before that move has ended, and a lease covers a slot read or written for
+    a client. So no batch should ever have to wait. If one of these rules is broken, one stream waits for the other, and
+    bytes are not mixed up. An entry is a batch, not a slot, since few batches are in flight at a time.
 
     Any thread. Passages of one stream are entered in the order in which they are issued to it.
     """
@@ -66,22 +67,22 @@ class Hazards:
         self._under_way: dict[Passage, None] = {}
 
     def __len__(self) -> int:
-        """Batches under way."""
+        """Number of batches in flight."""
         return len(self._under_way)
 
     def enter(self, passage: Passage) -> list[Passage]:
-        """A batch is about to be issued. Those that it has to wait for: what runs in its own stream is ordered."""
+        """Enters a batch that is about to be issued. Returns the batches of the other stream that it must wait for."""
         with self._lock:
             clashing = [other for other in self._under_way if other.stream != passage.stream and other.clashes(passage)]
             self._under_way[passage] = None
         return clashing
 
     def order(self, after: Iterable[Passage], wait: Callable[[Event], None]) -> None:
-        """Has ``wait`` called for the event of each of these that is still under way.
+        """Calls ``wait`` with the event of each of these batches that is still in flight.
 
-        It waits until their events are recorded: before that there is nothing to wait for. No circle comes of it, since
-        each waits only for what was entered before. Nobody's event goes back to the pool during ``wait``. Raises
-        :class:`TierIOError` where an event failed.
+        Waits until the events are recorded: an event cannot be waited for earlier. Each batch waits only for batches
+        entered before it, so there is no deadlock. No event goes back to the pool during ``wait``. Raises
+        :class:`TierIOError` if an event failed.
         """
         for passage in after:
             passage.recorded.wait()
@@ -93,20 +94,20 @@ class Hazards:
                 wait(passage.event)
 
     def leave(self, passage: Passage) -> None:
-        """Nothing of it runs any more."""
+        """Removes a batch of which no copy runs any more."""
         with self._lock:
             del self._under_way[passage]
 
 
 SPIN_S: Final = 100e-6
-"""A block of a megabyte is there before this, and a sleep would last as long as its copy."""
+"""A small copy ends within this time, and a sleep would last as long as the copy."""
 SHORTEST_S: Final = 50e-6
 LONGEST_S: Final = 1e-3
 _SHARE: Final = 8
 
 
 def soon(done: Callable[[], bool]) -> bool:
-    """Asks all the time, for a moment. Whether it was done by then."""
+    """Polls for a moment without a sleep. Returns whether ``done`` came true."""
     end = time.perf_counter() + SPIN_S
     while not done():
         if time.perf_counter() > end:
@@ -115,7 +116,7 @@ def soon(done: Callable[[], bool]) -> bool:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Asks all the time at first, then after sleeps of an eighth of the time waited so far, within bounds."""
+    """Polls without a sleep at first, then after sleeps of an eighth of the time waited so far, within bounds."""
     began = time.perf_counter()
     if soon(done):
         return
@@ -128,19 +129,19 @@ _log = logging.getLogger(__name__)
 
 
 class Losable(Protocol):
-    """What can be lost. ``lost``: why, or None."""
+    """A device that can be lost. ``lost``: why, or None."""
 
     @property
     def lost(self) -> str | None: ...
 
     def lose(self, why: str) -> None:
-        """Once and for all. Any thread; says nothing the second time."""
+        """Marks the device as lost for good. Any thread; a second call does nothing."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class _Way:
-    """``issuing``: held from a batch's entry to its event, so that a stream's batches run in the order of their
+    """``issuing``: held from a batch's entry to its event, so that a stream runs its batches in the order of their
     entries."""
 
     stream: Stream
@@ -149,7 +150,8 @@ class _Way:
 
 
 class Traffic:
-    """Any thread may issue; whoever has issued settles. Once the device is lost nothing is issued any more."""
+    """Issues and settles batches, from any thread. Each issued batch is settled once. A lost device gets no more
+    batches."""
 
     def __init__(self, driver: Driver, device: Losable, locks: SegmentLocks) -> None:
         self._driver: Final = driver
@@ -158,7 +160,7 @@ class Traffic:
         self._hazards = Hazards()
         self._closed = False
         self._events: deque[Event] = deque()
-        """Whose batch is over, for the next one."""
+        """Events of ended batches, for later batches."""
         driver.bind()
         self._ways: dict[Direction, _Way] = {}
         with ExitStack() as undo:
@@ -169,18 +171,19 @@ class Traffic:
 
     @property
     def issuing(self) -> bool:
-        """Whether somebody is inside a call that begins copies, which may hang."""
+        """Whether a thread is inside a call that begins copies, which may hang."""
         return any(way.issuing.locked() for way in self._ways.values())
 
     @property
     def under_way(self) -> int:
-        """Batches that the hardware may be working on."""
+        """Number of batches that the hardware may be working on."""
         return len(self._hazards)
 
     def issue(self, direction: Direction, copies: Copies, reads: Touched, writes: Touched) -> Passage:
-        """Begins the copies of a batch, which are in no order among themselves. :meth:`settle` must follow.
+        """Begins the copies of a batch, which run in any order. :meth:`settle` must follow.
 
-        Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`, where nothing of it can be running.
+        Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`; then no copy of the batch can be
+        running.
         """
         with self._noticing():
             self._driver.bind()
@@ -196,13 +199,13 @@ class Traffic:
                     self._hazards.order(clashing, lambda theirs: self._driver.wait(way.stream, theirs))
                     self._require_device()
                     self._copy(way, copies)
-            except Exception as error:  # noqa: BLE001 - raised by settle: the event tells when nothing of it runs
+            except Exception as error:  # noqa: BLE001 - raised by settle, when no copy of the batch runs
                 passage.fault = error
             try:
                 with self._noticing():
                     self._driver.record(passage.event, way.stream)
             except CudaLost:
-                self._leave(passage)  # nothing runs any more: the driver says so only after it has stopped all work
+                self._leave(passage)  # no copy runs: the driver reports a loss only after it has stopped all work
                 raise
             except CudaError as error:
                 passage.no_event(error)
@@ -211,17 +214,17 @@ class Traffic:
         return passage
 
     def ends_soon(self, passage: Passage) -> bool:
-        """Waits for a moment, if nothing else is under way. Whether :meth:`settle` would return at once."""
+        """Waits for a moment, if no other batch is in flight. Returns whether :meth:`settle` would return at once."""
         if self.under_way > 1 or passage.event_failed:
             return False
         self._driver.bind()
-        with suppress(CudaError):  # settle asks again
+        with suppress(CudaError):  # settle queries again
             return soon(lambda: self._driver.done(passage.event))
         return False
 
     def settle(self, passage: Passage) -> None:
-        """Returns when the batch is done. Raises what went wrong, when nothing of it runs any more, or
-        :class:`Unaccounted`."""
+        """Returns when the batch is done. Raises the batch's fault once no copy of it runs, or :class:`Unaccounted` if
+        that cannot be known."""
         self._driver.bind()
         try:
             with self._noticing():
@@ -237,8 +240,8 @@ class Traffic:
             raise passage.fault
 
     def _await(self, passage: Passage) -> None:
-        """Returns when nothing of the batch runs. An error of its event says nothing of the device: the stream is asked
-        then, and given no other work meanwhile."""
+        """Returns when no copy of the batch runs. A failed event says nothing about the device, so the stream is
+        queried instead, and gets no other work meanwhile."""
         if not passage.event_failed:
             try:
                 wait_until(lambda: self._driver.done(passage.event))
@@ -251,8 +254,8 @@ class Traffic:
             wait_until(lambda: self._driver.idle(passage.stream))
 
     def close(self, patience_s: float = 0.0) -> bool:
-        """Gives streams and events back; nothing is issued any more. False: something is under way, or being issued for
-        longer than ``patience_s``, and nothing has been given back. Once is enough, more does nothing."""
+        """Gives streams and events back, after which no batch is issued. False, with nothing given back: a batch is in
+        flight, or has been in issue for longer than ``patience_s``. Later calls do nothing."""
         until = time.monotonic() + patience_s
         with ExitStack() as issuing:
             for way in self._ways.values():
@@ -263,7 +266,7 @@ class Traffic:
                 return self._closed
             self._closed = True
         self._driver.bind()
-        with suppress(CudaLost):  # they went with the device
+        with suppress(CudaLost):  # streams and events of a lost device are gone
             while self._events:
                 self._driver.drop_event(self._events.pop())
             for way in self._ways.values():
@@ -271,7 +274,7 @@ class Traffic:
         return True
 
     def _copy(self, way: _Way, copies: Copies) -> None:
-        """Page-locked memory by as few calls as the driver has, other memory copy by copy."""
+        """Copies page-locked memory in as few calls as the driver allows, other memory copy by copy."""
         if copies.shape[1] > 1:
             chunks = self._locks.chunks_at(copies[0 if way.direction is Direction.TO_HOST else 1])
             copies, chunks = joined(copies, chunks)
@@ -285,7 +288,7 @@ class Traffic:
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Whatever call says that the device is lost: that is told before the batch is reported as failed."""
+        """Marks the device as lost if a call says so, before the batch is reported as failed."""
         try:
             yield
         except CudaLost as error:
@@ -311,5 +314,5 @@ class Traffic:
         if not passage.event_failed:
             self._events.append(passage.event)
             return
-        with suppress(CudaError):  # its handle may be what failed
+        with suppress(CudaError):  # the handle itself may have failed
             self._driver.drop_event(passage.event)
