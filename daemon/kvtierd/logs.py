@@ -1,6 +1,6 @@
-"""Log lines on standard error: one line a record, fit for the journal.
+"""Log lines on standard error: a line per record, fit for the journal.
 
-The code writes an event in words and its values as ``key=%s`` behind them::
+A message has the event in words, then its values as ``key=%s``::
 
     _log.info("session begins session=%d command=%r", session.id, command)
 
@@ -18,18 +18,18 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 BURST: Final = 10
-"""Warnings and errors of one place in the code that are let through in a period."""
+"""Most warnings and errors that a place in the code may log in a period."""
 INFO_BURST: Final = 100
-"""Info lines tell of each session and cache, of which there may be many at a start."""
+"""The same for info lines: a start may log one for each of many sessions and caches."""
 PERIOD_S: Final = 60.0
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-"""As syslog counts them; see sd-daemon(3)."""
+"""Syslog priorities by level; see sd-daemon(3)."""
 
 
 class Line(logging.Formatter):
-    """One line for each record, whatever is in it. ``journal``: the line begins with its priority."""
+    """Formats any record as a single line. ``journal``: the line begins with its priority."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -48,16 +48,16 @@ class Line(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Lets through :data:`BURST` records of one place in the code in :data:`PERIOD_S`, of info :data:`INFO_BURST`.
+    """Limits a place in the code to :data:`BURST` records (info: :data:`INFO_BURST`) in :data:`PERIOD_S`.
 
-    The first one after that says how many were left out.
+    The place's first record after the period tells how many were left out.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
-        """Since when the records of a place are counted, and how many there were."""
+        """When the period of each place began, and its records since then."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.INFO:
@@ -73,7 +73,7 @@ class RateLimit(logging.Filter):
 
 
 def set_up(level: str, stream: TextIO = sys.stderr) -> None:
-    """Once, at the start."""
+    """Sets up logging. Call once, at the start."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(RateLimit())
     handler.setFormatter(Line(journal=is_journal(stream)))

@@ -2,8 +2,8 @@
 
 0: stopped cleanly. 1: could not start. 2: bad configuration. 3: stopped, but not cleanly.
 
-What only a daemon needs is imported by one: a command that checks or prints the configuration, and a supervisor, have
-no use for it.
+Modules that only a daemon needs are imported in functions: commands for the configuration, and the supervisor, do
+without them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kvtierd.config.load import Command, as_json, given, reference, with_flags
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
 UMASK: Final = 0o077
-"""Files and directories that a library makes are the owner's alone, too, whatever the parent process had."""
+"""Keeps files and directories that libraries make private to the owner, whatever umask the parent process had."""
 SWITCH_S: Final = 0.0005
-"""How long one thread may keep the interpreter lock from another. Python's own 5 ms are as long as a disk takes for a
-batch: a thread that checks blocks and one that runs the loop would wait for each other instead of for the disk."""
+"""Seconds that a thread may keep the interpreter lock from another. Python's default of 5 ms is as long as a disk takes
+for a batch: the thread that checks blocks and the loop's thread would wait for each other instead of for the disk."""
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -87,7 +87,7 @@ def main(
 
 
 def _check_files(loaded: Loaded) -> None:
-    """Ends the process where a file or a store that a start would open is of no use."""
+    """Ends the process if a start could not use a TLS file or the store."""
     tcp = loaded.config.tcp
     tls = loaded.config.peer_tls if tcp is None else tcp.tls
     faults = [] if tls is None else [f"{name} = {path}: {reason}" for name, path, reason in tls.faults()]
@@ -98,7 +98,7 @@ def _check_files(loaded: Loaded) -> None:
 
 
 def _store_faults(config: Remote) -> list[str]:
-    """Why a start would refuse the store."""
+    """The faults for which a start would refuse the store."""
     import asyncio
 
     from kvtierd.service.remote.tier import opened_store
@@ -115,15 +115,15 @@ def _store_faults(config: Remote) -> list[str]:
 
 
 def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> None:
-    """Until asked to stop. Returns if that was clean, else the process ends here."""
+    """Serves until asked to stop. Returns after a clean stop; otherwise ends the process."""
     config = loaded.config
     os.umask(UMASK)
     logs.set_up(config.log_level)
     told = config.model_dump(mode="json", include=set(loaded.sources))
     _log.info("kvtierd starts version=%s file=%s set=%r", version("kvtier"), file, told)
-    gc.disable()  # until the daemon serves: almost all that is made before that lives as long as the process
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
-    # gRPC's own lines are no records of the log, and whoever can connect to the TCP port could make any number of them.
+    gc.disable()  # until the daemon serves: almost every object made before that lives as long as the process
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start an unused thread per core
+    # gRPC's own lines are not log records, and any client that reaches the TCP port could cause any number of them.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
@@ -152,18 +152,19 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
 
 
 def _raise_descriptor_limit() -> None:
-    """Each session takes four descriptors and each cache 13; the usual soft limit of 1,024 is soon reached."""
+    """Raises the soft limit to the hard limit: a session takes four descriptors and a cache 13, too many for 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _map_large_memory() -> None:
-    """Has glibc map memory of 2 MiB and more by itself, whatever was freed before. LMDB's list of dirty pages, 2 MiB
-    a cache, then takes only what is touched: from a heap it is filled with zeros. Messages are below the threshold."""
+    """Fixes glibc's threshold for mapped memory at 2 MiB, which frees would otherwise raise. LMDB's list of dirty
+    pages, 2 MiB a cache, then takes only touched pages; on the heap it would be filled with zeros. Messages are
+    smaller."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 4 << 20)  # what glibc makes of it by itself
+        mallopt(_M_TRIM_THRESHOLD, 4 << 20)  # twice the other threshold, as in glibc
 
 
 def _fail(status: int, message: str) -> NoReturn:
@@ -173,18 +174,18 @@ def _fail(status: int, message: str) -> NoReturn:
 
 
 def run() -> NoReturn:
-    """The process: ends it with :func:`main`, and does not have the interpreter take apart first, block by block, what
-    the kernel takes back at once."""
+    """Runs :func:`main`, then ends the process at once: the kernel frees its memory faster than the interpreter, which
+    would free block by block."""
     status: int | str | None = EXIT_FAILED
     try:
         main()
     except SystemExit as end:
         status = end.code
-    except BaseException:  # noqa: BLE001  told, and the end of the process
+    except BaseException:  # noqa: BLE001  printed; the process ends
         traceback.print_exc()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # whoever read it may be gone
+        with suppress(OSError):  # the reader may be gone
             stream.flush()
     os._exit(status if isinstance(status, int) else EXIT_FAILED if status else 0)
 

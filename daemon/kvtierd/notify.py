@@ -1,8 +1,8 @@
-"""What the daemon tells its service manager, and what it was given by it: sd_notify(3) and sd_listen_fds(3).
+"""Messages to the service manager, and descriptors from it: sd_notify(3) and sd_listen_fds(3).
 
 The protocol is a dozen documented lines and part of systemd's stable interface. The libraries for it either lack
 descriptors (sdnotify) or need systemd's own library to build (systemd-python), and ``kvtierd --supervise`` has to speak
-the other side of it as well.
+the manager's side, too.
 
 Messages are best effort: a manager that does not listen is logged once and never stops the daemon.
 """
@@ -23,9 +23,9 @@ SOCKET_VARIABLE: Final = "NOTIFY_SOCKET"
 WATCHDOG_VARIABLES: Final = ("WATCHDOG_USEC", "WATCHDOG_PID")
 LISTEN_VARIABLES: Final = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 FIRST_FD: Final = 3
-"""Descriptors that a manager passes begin here."""
+"""The first descriptor that a manager passes."""
 MAX_FDS: Final = 253
-"""In one message, the kernel's limit."""
+"""Most descriptors in a message, the kernel's limit."""
 
 _SEND_TIMEOUT_S: Final = 1.0
 _log = logging.getLogger(__name__)
@@ -33,46 +33,46 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class PassedFd:
-    """A descriptor out of the manager's store, ours to close. ``name``: the one it was stored under."""
+    """A descriptor from the manager's store, which the daemon must close. ``name``: its name in the store."""
 
     name: str
     fd: int
 
 
 class Notifier:
-    """Tells the manager. Every method does nothing where there is none. Any thread; blocks for a second at most."""
+    """Sends messages to the manager; does nothing without a manager. Any thread; blocks for a second at most."""
 
     def __init__(self, address: str | None) -> None:
-        """``address``: a path, or a name in the abstract namespace behind ``@``; None: nobody listens."""
+        """``address``: a path, or a name in the abstract namespace behind ``@``; None = no manager."""
         self._address = f"\0{address[1:]}" if address is not None and address.startswith("@") else address
         self._failed = False
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
-        """Takes the variable away, so that no child speaks for this process."""
+        """Removes the variable, so that no child process speaks for this one."""
         return cls(environment.pop(SOCKET_VARIABLE, None))
 
     @property
     def listens(self) -> bool:
-        """Whether there is a manager, and with it a store for descriptors."""
+        """Whether there is a manager, and so a store for descriptors."""
         return self._address is not None
 
     def ready(self, status: str) -> None:
-        """Start-up, or a reload, is complete."""
+        """Reports that the start or a reload is complete."""
         self._send("READY=1", f"STATUS={_line(status)}")
 
     def status(self, status: str) -> None:
         self._send(f"STATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """A reload begins; :meth:`ready` ends it."""
+        """Reports that a reload begins; :meth:`ready` ends it."""
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
     def stopping(self, status: str) -> None:
         self._send("STOPPING=1", f"STATUS={_line(status)}")
 
     def extend(self, seconds: float) -> None:
-        """What goes on now (a start, a stop) may take so much longer from now."""
+        """Asks for ``seconds`` more from now for the present start or stop."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def alive(self) -> None:
@@ -80,13 +80,13 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def store(self, name: str, fds: Sequence[int]) -> None:
-        """Keeps descriptors beyond the end of this process, under one name without colons."""
+        """Stores descriptors beyond the end of this process, under a name without colons."""
         for first in range(0, len(fds), MAX_FDS):
-            # FDPOLL=0: descriptors leave the store when they are removed, not when a poll of them says anything.
+            # FDPOLL=0: descriptors leave the store when they are removed, not when a poll reports an event.
             self._send("FDSTORE=1", f"FDNAME={_line(name)}", "FDPOLL=0", fds=fds[first : first + MAX_FDS])
 
     def forget(self, name: str) -> None:
-        """Ends the keeping of all descriptors stored under the name."""
+        """Removes all descriptors stored under the name."""
         self._send("FDSTOREREMOVE=1", f"FDNAME={_line(name)}")
 
     def _send(self, *lines: str, fds: Sequence[int] = ()) -> None:
@@ -105,8 +105,8 @@ class Notifier:
 
 
 def watchdog_interval_s(environment: MutableMapping[str, str]) -> float | None:
-    """Seconds within which the manager wants to be told that all is well; None: it does not care. Takes the variables
-    away. Raises ValueError where they make no sense."""
+    """Seconds within which the manager expects a watchdog message; None = no watchdog. Removes the variables. Raises
+    ValueError if they make no sense."""
     usec, pid = (environment.pop(name, None) for name in WATCHDOG_VARIABLES)
     if usec is None or (pid is not None and int(pid) != os.getpid()):
         return None
@@ -116,9 +116,9 @@ def watchdog_interval_s(environment: MutableMapping[str, str]) -> float | None:
 
 
 def passed_fds(environment: MutableMapping[str, str]) -> tuple[PassedFd, ...]:
-    """Descriptors that the manager kept for us, now close-on-exec. Takes the variables away.
+    """Descriptors that the manager kept for the daemon, now close-on-exec. Removes the variables.
 
-    Raises ValueError where they make no sense, OSError (EBADF) where a descriptor is not open.
+    Raises ValueError if they make no sense, OSError (EBADF) if a descriptor is not open.
     """
     count, pid, names = (environment.pop(name, None) for name in LISTEN_VARIABLES)
     if count is None or (pid is not None and int(pid) != os.getpid()):
@@ -133,7 +133,7 @@ def passed_fds(environment: MutableMapping[str, str]) -> tuple[PassedFd, ...]:
 
 
 def _line(text: str) -> str:
-    """A newline would begin another assignment."""
+    """Replaces newlines, which would begin another assignment."""
     return text.replace("\n", " ")
 
 

@@ -1,7 +1,7 @@
-"""Rights: who may do what with which caches. Nobody may do anything that no rule allows.
+"""Rights of clients on caches. A client has no right that no rule gives.
 
-A rule of the configuration (``[[allow]]``) names users, groups or certificates, caches and verbs. Root and the daemon's
-own user have every right on every cache; that needs no rule. Rules only ever add.
+A rule of the configuration (``[[allow]]``) names users, groups or certificates, caches and verbs. Rules only add
+rights. Root and the daemon's own user have every right on every cache without a rule.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pydantic_core import PydanticCustomError, PydanticKnownError, from_json
 
 EVERY_CACHE: Final = "*"
 _DECISIONS: Final = 4096
-"""Remembered; a stranger who asks for names that do not exist costs time, not memory."""
+"""Decisions that are remembered. A client that asks for unknown names costs time, not memory."""
 
 
 class Right(StrEnum):
-    """What a rule's ``verbs`` may list."""
+    """The rights that a rule's ``verbs`` may list."""
 
     READ = "read"
-    """Look up, acquire and map what is stored."""
+    """Look up, acquire and map blocks."""
     WRITE = "write"
     """Create the cache; store, move, pin and drop blocks; map its memory writable."""
     WATCH = "watch"
-    """See its events."""
+    """See the cache's events."""
     TOKENS = "tokens"
-    """See token ids in them, where the cache keeps any."""
+    """See token ids in events, if the cache keeps token ids."""
     ADMIN = "admin"
     """Statistics, leases, kicks, forced resets, removal."""
 
@@ -41,7 +41,7 @@ ALL_RIGHTS: Final = frozenset(Right)
 
 @dataclass(slots=True, frozen=True)
 class User:
-    """A process of this host, as the kernel noted it when it connected. ``gids``: primary and supplementary."""
+    """A process of this host, as the kernel saw it at its connection. ``gids``: primary and supplementary."""
 
     uid: int
     gids: frozenset[int]
@@ -62,34 +62,34 @@ class Certificate:
 
 @dataclass(slots=True, frozen=True)
 class Anonymous:
-    """Whoever connected over TCP without TLS: from this host, but nobody knows who."""
+    """A client over TCP without TLS: it is on this host, but its user is unknown."""
 
     def __str__(self) -> str:
         return "an anonymous client of the loopback interface"
 
 
 Identity = User | Certificate | Anonymous
-"""Who is at the other end, as the transport proves it."""
+"""The client's identity, as proven by the transport."""
 
 
 def _no_truth(value: object) -> object:
-    """Pydantic takes ``true`` for 1, which is somebody."""
+    """Refuses booleans: pydantic would take ``true`` for the id 1."""
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
     return value
 
 
 UserId = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=2**32 - 1)]
-"""Or a group's. The largest number of 32 bits is nobody."""
+"""Id of a user or a group. The largest 32-bit number is not an id."""
 
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class AllowRule(BaseModel):
-    """One ``[[allow]]`` table; as one flag, or one element in the environment, a JSON object of the same keys.
+    """An ``[[allow]]`` table; as a flag or an element in the environment, a JSON object with the same keys.
 
-    It holds for whoever is named by any of ``uids``, ``gids``, ``subjects`` (a certificate's common name, or one of its
-    alternative names, exactly) or ``anonymous`` (TCP without TLS). ``caches``: names, or shell patterns of names.
+    The rule is for clients named by ``uids``, ``gids``, ``subjects`` (the exact common name or an alternative name of a
+    certificate) or ``anonymous`` (TCP without TLS). ``caches``: names, or shell patterns of names.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -130,26 +130,26 @@ class AllowRule(BaseModel):
 
 
 OVERFLOW_UID: Final = 65534
-"""What the kernel shows of every user that the daemon's user namespace does not map: it tells nobody from anybody."""
+"""The uid that the kernel shows for all users that the daemon's user namespace does not map: it identifies no user."""
 
 
 class Rights:
-    """Decides. ``owner_uid``: the daemon's own."""
+    """Decides the rights of clients. ``owner_uid``: the daemon's own uid."""
 
     def __init__(self, rules: Iterable[AllowRule], owner_uid: int) -> None:
         self._rules: Final = tuple(rules)
         self._owners: Final = frozenset({0, owner_uid} - {OVERFLOW_UID})
         self.on: Final = lru_cache(_DECISIONS)(self._decide)
-        """Of somebody, on the cache of a name, whether or not there is one."""
+        """Returns a client's rights on the name of a cache, even if the cache does not exist."""
 
     def somewhere(self, who: Identity) -> frozenset[Right]:
-        """Rights on at least one name."""
+        """Rights that the client has on at least one name."""
         if self._owns(who):
             return ALL_RIGHTS
         return frozenset(right for rule in self._rules if rule.names(who) for right in rule.verbs)
 
     def everywhere(self, who: Identity) -> frozenset[Right]:
-        """Rights on every cache there is or will be."""
+        """Rights that the client has on every present and future cache."""
         if self._owns(who):
             return ALL_RIGHTS
         rules = (rule for rule in self._rules if EVERY_CACHE in rule.caches and rule.names(who))

@@ -1,4 +1,4 @@
-"""A daemon's life as a process: signals, reloads, and what its service manager is told."""
+"""A daemon's life as a process: signals, reloads, and messages to its service manager."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _EXTEND_BY_S: Final = 30.0
 _START_LIMIT_S: Final = 3600.0
 """A start (allocating memory, reading indices) may take long, but not forever."""
 _STOP_MARGIN_S: Final = 15.0
-"""What a stop may take beyond the time in which moves may end."""
+"""Seconds that a stop may take beyond the time that moves get to end."""
 
 GC_THRESHOLDS: Final = (1_000, 5, 5)
 UNFROZEN_MAX: Final = 10_000
-"""Objects that a full garbage collection may find again: a collection stops the loop for 0.2 to 0.5 µs an object."""
+"""Most objects that stay unfrozen: a full garbage collection stops the loop for 0.2 to 0.5 µs per object."""
 
 _log = logging.getLogger(__name__)
 
 _ended: Final[list[Daemon]] = []
-"""Kept until the process is gone: to free a million blocks one by one takes seconds."""
+"""Daemons kept until the process ends: freeing a million blocks singly takes seconds."""
 
 
 @dataclass(slots=True, frozen=True)
 class Sources:
-    """What the configuration is read from, at the start and at each reload (besides the environment)."""
+    """The configuration's sources besides the environment, read at the start and at each reload."""
 
     file: Path | None
     flags: Mapping[str, object]
@@ -53,8 +53,8 @@ class Sources:
 
 @dataclass(slots=True, frozen=True)
 class Manager:
-    """The service manager, or none. ``watchdog_s``: how often it wants to be told that all is well; None: never.
-    ``passed``: what it kept for us."""
+    """The service manager, if there is one. ``watchdog_s``: seconds within which it expects a watchdog message; None =
+    no watchdog. ``passed``: the descriptors that it kept."""
 
     notifier: Notifier
     watchdog_s: float | None
@@ -62,7 +62,7 @@ class Manager:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
-        """Takes what is there. Raises ValueError where it makes no sense."""
+        """Takes the manager's variables out of the environment. Raises ValueError if they make no sense."""
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
@@ -73,8 +73,8 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
     stop, reload = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # which a supervisor keeps back until now
+    loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start: an early SIGHUP would end the process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # blocked by a supervisor until now
     async with _taking_long(notifier):
         daemon = await Daemon.start(config, notifier, manager.passed)
     _keep_collections_short()
@@ -95,11 +95,11 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
 
 
 def _keep_collections_short() -> None:
-    """Turns the garbage collector on so that it never looks at all blocks: a million of them take it a second."""
+    """Turns the garbage collector on, so that it never scans all blocks: a million blocks take it a second."""
 
     def freeze(phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 2 and len(gc.get_objects(generation=2)) > UNFROZEN_MAX:
-            gc.freeze()  # a block that goes leaves no reference cycle behind, nor does a cache
+            gc.freeze()  # dropped blocks and removed caches leave no reference cycles
 
     gc.freeze()
     gc.callbacks.append(freeze)
@@ -108,7 +108,7 @@ def _keep_collections_short() -> None:
 
 
 def _say(line: str) -> None:
-    """To whoever reads standard output. Who has left does not end the daemon: the line is a courtesy."""
+    """Prints a line to standard output. The daemon goes on if the reader has left."""
     try:
         print(line, flush=True)
     except OSError as error:
@@ -119,7 +119,7 @@ def _say(line: str) -> None:
 
 @asynccontextmanager
 async def _watched(manager: Manager, daemon: Daemon) -> AsyncIterator[None]:
-    """While it lasts the manager's watchdog is fed, if it has one."""
+    """Feeds the manager's watchdog, if it has one, during the body."""
     if manager.watchdog_s is None:
         yield
         return
@@ -133,7 +133,7 @@ async def _watched(manager: Manager, daemon: Daemon) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _taking_long(notifier: Notifier) -> AsyncIterator[None]:
-    """While it lasts the manager is asked for patience, as long as the loop is alive to ask."""
+    """Asks the manager for more time during the body, while the loop runs."""
     notifier.status("starting: opening caches")
 
     async def ask() -> None:
@@ -151,7 +151,7 @@ async def _taking_long(notifier: Notifier) -> AsyncIterator[None]:
 
 
 async def _reload_when_asked(asked: asyncio.Event, sources: Sources, daemon: Daemon, notifier: Notifier) -> None:
-    """One reload after the other; what is asked for during one is done once more after it."""
+    """Reloads when asked, until cancelled. Requests during a reload cause a single reload after it."""
     while True:
         await asked.wait()
         asked.clear()

@@ -1,4 +1,4 @@
-"""Event ids, none of which a later life of the daemon gives out again."""
+"""Event ids that stay unique over restarts and crashes of the daemon."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class DurableSequencer(EventSequencer):
     def _extend(self) -> None:
         state, half = self._state, self._state.reserved_ids // 2
         if state.mark <= self._last:
-            # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
+            # The thread is late or has failed. An id above the mark must not be given out, so the loop has to wait.
             state.reserve(self._last + state.reserved_ids)
         elif state.mark - half <= self._last:
             threading.Thread(target=self._reserve_ahead, name="kvtierd-ids", daemon=True).start()
-        soon = min(state.mark, self._last + state.reserved_ids // 16)  # a disk that refuses is not asked for every id
+        soon = min(state.mark, self._last + state.reserved_ids // 16)  # a failing disk is not asked again for every id
         self._sure = max(state.mark - half, soon)
 
     def _reserve_ahead(self) -> None:
         try:
             self._state.reserve(self._state.mark + self._state.reserved_ids)
-        except Exception:  # noqa: BLE001  the last resort in _extend() meets the same error where it can be raised
+        except Exception:  # noqa: BLE001  the reserve in _extend() meets the same error, and raises it
             _log.exception("cannot reserve event ids ahead")
 
 
 RESERVED_IDS: Final = 1 << 20
-"""Ids reserved at a time; the next lot is asked for when half of one is left."""
+"""Ids reserved at a time. When half of them are left, the next are reserved."""
 
 LOCK: Final = "LOCK"
 EVENT_LOG: Final = "events"
-"""The event log's directory. It may lie beside no state: what it knows of ids is heeded."""
+"""The event log's directory, which may exist without a state: :meth:`StateDir.begin` regards the ids in it."""
 _KIND: Final = "state"
 _NOT_FOREIGN: Final = frozenset({LOCK, EVENT_LOG, f"{SUPERBLOCK}.new", f"{SUPERBLOCK}.old", "lost+found"})
 
@@ -65,10 +65,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class State:
-    """What is written. ``boot`` rises with every start and is never below the epoch of that.
+    """The content of the superblock. ``boot`` rises with every start and is never below the start's epoch.
 
     ``epoch_first``: the epoch's first event id. ``last``: no id above it has been given out; exact if ``clean``, else a
-    mark reserved ahead. ``history``: a random number that tells these ids from those of another state directory.
+    mark reserved ahead. ``history``: a random number that tells apart the ids of different state directories.
     """
 
     epoch: int
@@ -81,7 +81,7 @@ class State:
 
 @dataclass(slots=True, frozen=True)
 class Identity:
-    """Which life of the daemon this is, and how it began. ``unclean``: the life before did not end by a clean stop."""
+    """The daemon's present life, and how it began. ``unclean``: the life before did not end by a clean stop."""
 
     epoch: int
     boot: int
@@ -94,7 +94,7 @@ class Identity:
 class StateDir:
     """The state directory, held by this process alone. :meth:`reserve` may be called from any thread.
 
-    ``identity`` is final once :meth:`begin` has been called."""
+    ``identity`` is final after :meth:`begin`."""
 
     def __init__(self, path: Path, lock: DirectoryLock, identity: Identity) -> None:
         self.identity = identity
@@ -108,14 +108,14 @@ class StateDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Takes the directory; :meth:`begin` then begins the life that ``identity`` describes. A new one is made ours
-        before anything else can be put there: a first start that is killed leaves a directory to go on with.
+        """Takes the directory; :meth:`begin` then begins the life that ``identity`` describes. A new directory gets its
+        superblock before any other file, so a killed first start leaves a directory that the next start accepts.
 
         Raises LockedDirectory, ForeignDirectory, DamagedDirectory, TierIOError.
         """
         with io_errors(f"cannot use the state directory {path}"):
             if path.is_dir():
-                _read(path)  # what is refused is not even locked, which would leave a file there
+                _read(path)  # refuse a foreign directory before the lock, which would leave a file there
             make_private_directory(path)
             lock = DirectoryLock.take(path / LOCK)
         try:
@@ -128,11 +128,10 @@ class StateDir:
             raise
 
     def begin(self, logged_epoch: int = 0, logged_last: int = 0) -> None:
-        """From here on this life counts: unless it is closed with a last id, it ended uncleanly. Raises TierIOError.
+        """Begins this life: unless it is closed with a last id, it ends uncleanly. Raises TierIOError.
 
-        ``logged_epoch``, ``logged_last``: the newest that the event log knows of. If that is ahead, the state is an old
-        one, brought back from somewhere: the life begins as after an unclean stop, above all that can have been given
-        out.
+        ``logged_epoch``, ``logged_last``: the newest in the event log. If they are ahead of the state, an old state was
+        restored: this life begins as after an unclean stop, above every id that may have been given out.
         """
         before = self.identity
         epoch_before = before.epoch - 1 if before.unclean else before.epoch
@@ -150,7 +149,7 @@ class StateDir:
 
     @property
     def mark(self) -> int:
-        """The highest id that may be given out; that of the life before until :meth:`begin`."""
+        """The highest id that may be given out; until :meth:`begin`, the mark of the life before."""
         return self._state.last
 
     def reserve(self, mark: int) -> None:
@@ -160,7 +159,7 @@ class StateDir:
                 self._store(replace(self._state, last=mark))
 
     def close(self, last: int | None) -> None:
-        """Lets go of the directory. ``last``: the last id given out, if the stop was clean."""
+        """Releases the directory. ``last``: the last id given out, if the stop was clean."""
         with self._writing:
             if last is not None:
                 self._store(replace(self._state, last=last, clean=True))
@@ -172,7 +171,7 @@ class StateDir:
 
 
 def _before_the_first() -> State:
-    """No life has begun, and no id been given out."""
+    """The state of a new directory: no life has begun, and no id has been given out."""
     return State(epoch=1, boot=0, epoch_first=1, last=0, clean=True, history=secrets.randbits(63))
 
 
@@ -186,11 +185,11 @@ def _next_life(before: State) -> Identity:
 
 
 def _read(path: Path) -> State | None:
-    # Listed before the superblock is read: another daemon may be making the directory its own meanwhile.
+    # Listed before the superblock is read: another daemon may be taking the directory meanwhile.
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in _NOT_FOREIGN)
     content = read_superblock(path, _KIND)
     if content is None:
-        # Starting afresh beside files of an earlier life would give its ids out again.
+        # A fresh start beside files of an earlier life would give out its ids again.
         if others and SET_ASIDE not in others:
             raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
         return None

@@ -1,11 +1,11 @@
-"""``kvtierd --supervise``: what keeps the descriptors where there is no systemd.
+"""``kvtierd --supervise``: keeps the daemon's descriptors without systemd.
 
-A small parent process that starts the daemon, holds what the daemon stores with it, and starts it again after a crash.
-It is a service manager as far as the daemon can tell: it listens to sd_notify(3) messages on a socket of its own and
-passes descriptors back by ``LISTEN_FDS``, so the daemon has one code path for both.
+The supervisor, a small parent process, starts the daemon, holds the descriptors that the daemon stores, and starts the
+daemon again after a crash. The daemon sees a service manager: the supervisor listens to sd_notify(3) messages on a
+socket and passes descriptors back by ``LISTEN_FDS``, so the daemon has one code path for both.
 
-SIGTERM and SIGINT stop the daemon, then the supervisor; SIGHUP is passed on; SIGUSR2 stops the daemon cleanly and
-starts it again, from what is installed by then: an upgrade that keeps the memory tiers.
+SIGTERM and SIGINT stop the daemon, then the supervisor. SIGHUP is passed on. SIGUSR2 stops the daemon cleanly and
+starts the version installed by then: an upgrade that keeps the memory tiers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Final, NoReturn
 from kvtierd.notify import FIRST_FD, MAX_FDS, SOCKET_VARIABLE
 
 MAX_STORED: Final = 4096
-"""Descriptors, as many as systemd/kvtierd.service lets the daemon store."""
+"""Most descriptors in the store, as in systemd/kvtierd.service."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 STEADY_S: Final = 10.0
-"""A daemon that ran so long before it died is started again after the first pause, not after a longer one."""
+"""A daemon that ran this long before it died is started again after the first pause."""
 NOT_AGAIN: Final = frozenset({0, 2})
-"""Exit statuses after which the daemon is not started again: it was asked to stop, or its configuration is refused."""
+"""Exit statuses that end the supervisor, too: the daemon was asked to stop, or its configuration is refused."""
 
 PENDING_AT_START: Final = (signal.SIGHUP,)
-"""Blocked in a daemon until it has a handler for them: one that comes before would end it."""
+"""Signals blocked in a daemon until it has handlers: an earlier signal would end the daemon."""
 
 _MESSAGE_BYTES: Final = 65536
 _UCRED: Final = struct.Struct("iII")
@@ -54,13 +54,13 @@ class Stored:
 
 
 class Store:
-    """Descriptors under names; the same one is kept once."""
+    """Descriptors under names. A file is kept once per name."""
 
     def __init__(self) -> None:
         self.kept: list[Stored] = []
 
     def add(self, name: str, fds: Sequence[int]) -> None:
-        """``fds`` are the store's from now on."""
+        """Takes ownership of ``fds``."""
         known = {(stored.name, _file_of(stored.fd)) for stored in self.kept}
         for fd in fds:
             if (name, _file_of(fd)) in known or len(self.kept) >= MAX_STORED:
@@ -80,7 +80,7 @@ class Store:
 
 
 class NotifyListener:
-    """The manager's end of the notify socket, with a name that the kernel chose. Believes the daemon alone."""
+    """The manager's end of the notify socket, whose name the kernel chose. Obeys only the daemon's messages."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -99,7 +99,7 @@ class NotifyListener:
         return self._sock.fileno()
 
     def hear(self) -> None:
-        """Everything that has come so far."""
+        """Handles all messages that have arrived."""
         while True:
             try:
                 data, ancillary, _, _ = self._sock.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
@@ -126,7 +126,7 @@ class NotifyListener:
 
 
 def supervise(command: Sequence[str]) -> int:
-    """Runs ``command`` until it is not to be started again. Returns its last exit status, as a shell would."""
+    """Runs ``command``, again after each crash. Returns its last exit status, as a shell would."""
     store = Store()
     try:
         return asyncio.run(_Supervisor(command, store).run())
@@ -168,7 +168,7 @@ class _Supervisor:
             self._listener.close()
 
     async def _run_once(self) -> int:
-        """One life of the daemon: its exit status, 128 and the signal's number if that ended it."""
+        """Runs the daemon once. Returns its exit status, or 128 plus the number of the signal that ended it."""
         environment = os.environ | {SOCKET_VARIABLE: self._listener.address}
         self._listener.pid = pid = _spawn(self._command, environment, self._store.kept)
         loop = asyncio.get_running_loop()
@@ -177,7 +177,7 @@ class _Supervisor:
         loop.add_reader(pidfd, ended.set)
         try:
             await ended.wait()
-            self._listener.hear()  # what it stored last counts
+            self._listener.hear()  # the daemon's last messages count, too
         finally:
             self._listener.pid = 0
             loop.remove_reader(pidfd)
@@ -208,7 +208,7 @@ class _Supervisor:
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[Stored]) -> int:
-    """Starts the daemon with the stored descriptors from ``FIRST_FD`` on, and in no other place."""
+    """Starts the daemon with the stored descriptors at ``FIRST_FD`` and above, and nowhere else."""
     supervisor = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PENDING_AT_START)
     pid = os.fork()
@@ -216,18 +216,18 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], stored: Seque
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a daemon without its supervisor would be started twice
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # else a new supervisor would start a second daemon
         if os.getppid() != supervisor:
             os._exit(1)
         _exec(command, environment, stored)
-    except BaseException as error:  # noqa: BLE001  two of us must never run on
+    except BaseException as error:  # noqa: BLE001  the forked child must never run on
         os.write(2, f"kvtierd: cannot start {command[0]}: {error}\n".encode())
     os._exit(127)
 
 
 def _exec(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[Stored]) -> NoReturn:
     above = FIRST_FD + len(stored)
-    # First out of the way of each other, then into place: a place may be another's present number.
+    # First move all out of the way, then into place: a place may be the present number of another descriptor.
     moved = [fcntl.fcntl(one.fd, fcntl.F_DUPFD_CLOEXEC, above) for one in stored]
     for place, fd in enumerate(moved, FIRST_FD):
         os.dup2(fd, place, inheritable=True)
@@ -261,5 +261,5 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 def own_command(arguments: Sequence[str]) -> list[str]:
-    """What starts a daemon as this one was started, with these arguments."""
+    """The command that starts a daemon with the same interpreter and these arguments."""
     return [sys.executable, "-m", "kvtierd.main", *arguments]

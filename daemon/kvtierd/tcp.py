@@ -1,9 +1,9 @@
-"""The TCP listener: where it listens and how clients prove who they are.
+"""The TCP listener: its address and the identification of clients.
 
-Clients on other hosts need TLS with a certificate of their own. Without TLS nobody can be told from anybody else:
-that is for the loopback interface alone, and only where the configuration says so in so many words.
+Clients on other hosts need TLS with a certificate of their own. Without TLS clients cannot be told apart, so it is only
+for the loopback interface, and only if the configuration asks for it explicitly.
 
-The configuration is read with this module, also by who listens nowhere: what listening takes is imported by it.
+Every read of the configuration imports this module, so imports for listening are made in functions.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,
 
 @dataclass(slots=True, frozen=True)
 class TlsFiles:
-    """PEM files: the daemon's certificate chain and key, and the authorities whose clients are let in."""
+    """PEM files: the daemon's certificate chain and key, and the authorities that vouch for clients."""
 
     cert: Path
     key: Path
     client_ca: Path
 
     def faults(self) -> Iterator[tuple[str, Path, str]]:
-        """What makes them of no use: key, file and reason. gRPC would only say that it cannot bind."""
+        """Faults of the files: key, file and reason. gRPC would only say that it cannot bind."""
         files = {"tls_cert": self.cert, "tls_key": self.key, "tls_client_ca": self.client_ca}
         reasons = {name: _unreadable(file) for name, file in files.items()}
         yield from ((name, files[name], reason) for name, reason in reasons.items() if reason)
@@ -53,7 +53,7 @@ class TlsFiles:
 
 @dataclass(slots=True, frozen=True)
 class TcpListener:
-    """``tls``: None = none, on the loopback interface."""
+    """The listener's settings. ``tls``: None = no TLS, on the loopback interface only."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ class TcpListener:
         insecure: bool,
         name: str = "listen_tcp",
     ) -> Self:
-        """Raises ValueError, naming the key at fault, for what must not listen. ``name``: the key of ``address``."""
+        """Raises ValueError, naming the key at fault, for a forbidden combination. ``name``: the key of ``address``."""
         host, port = host_and_port(name, address)
         if cert is not None and key is not None and client_ca is not None:
             if insecure:
@@ -91,11 +91,11 @@ class TcpListener:
 
     @property
     def target(self) -> str:
-        """As gRPC takes it."""
+        """The address in gRPC's form."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Reads the files; None without TLS. Raises :class:`TierConfigError` where they are of no use."""
+        """Reads the files; None without TLS. Raises :class:`TierConfigError` for their faults."""
         if self.tls is None:
             return None
         import grpc
@@ -109,7 +109,7 @@ class TcpListener:
 
 
 def host_and_port(key: str, address: str) -> tuple[str, int]:
-    """Raises ValueError, naming the key, for what is no address."""
+    """Raises ValueError, naming the key, for a malformed address."""
     found = _ADDRESS.fullmatch(address)
     if found is None:
         raise ValueError(f"{key} = {address}: must be host:port, or [host]:port for IPv6")
@@ -126,7 +126,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Why, or None if it can be read."""
+    """The reason why a file cannot be read, else None."""
     try:
         path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Every key of the configuration: its type, default, limits and one sentence on what it does."""
+"""Every key of the configuration: its type, default, limits and description."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Share(float):
     """A share of some bytes: above 0, at most 1."""
 
     def of(self, nbytes: int) -> int:
-        """In bytes."""
+        """The share of ``nbytes``, in bytes."""
         return int(nbytes * self)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Share(float):
 
 
 def _size(value: object) -> object:
-    """Refuses what :class:`ByteSize` would misread, such as ``80%``."""
+    """Refuses text that :class:`ByteSize` would misread, like ``80%``."""
     if not _SIZE.fullmatch(str(value)):
         raise ValueError("must be bytes, 0 or more, or text such as 8GiB")
     return value
@@ -87,7 +87,7 @@ def _size_or_share(value: object) -> ByteSize | Share:
 
 
 def _some_pages(size: ByteSize) -> ByteSize:
-    """Refuses a size that has lost its unit."""
+    """Refuses a size below a page: its unit was probably forgotten."""
     if 0 < size < _PAGE:
         raise ValueError(
             f"must be 0, or {_PAGE} bytes or more, the least that a slot has; text such as 8GiB has a unit"
@@ -131,12 +131,12 @@ def _runtime_dir(path: Path) -> Path:
 
 
 def _table(value: object) -> object:
-    """The environment has a table as JSON, or as what a flag has."""
+    """Decodes a table: the environment has JSON, or the text of the flag."""
     return from_json(value) if isinstance(value, str) and value.startswith("{") else value
 
 
 def _listed(value: object) -> object:
-    """The environment has a list as JSON."""
+    """Decodes a list: the environment has JSON."""
     return from_json(value) if isinstance(value, str) else value
 
 
@@ -153,7 +153,7 @@ _SOME_BYTES: Final[TypeAdapter[ByteSize]] = TypeAdapter(Annotated[Size, Field(gt
 
 
 class Device(BaseModel):
-    """One ``[[device]]`` table; as one flag, or one element in the environment, ``NAME=BYTES``."""
+    """A ``[[device]]`` table; ``NAME=BYTES`` as a flag or as an element in the environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -224,12 +224,12 @@ class Remote(BaseModel):
 
     @property
     def writes(self) -> RemoteWrites:
-        """The same for the core."""
+        """The core's form of these settings."""
         return RemoteWrites(self.write, self.min_priority, self.first_tokens, self.ahead)
 
 
 class Peer(BaseModel):
-    """One ``[[peers]]`` table; as one flag, or one element in the environment, ``HOST:PORT``."""
+    """A ``[[peers]]`` table; ``HOST:PORT`` as a flag or as an element in the environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -244,7 +244,7 @@ class Peer(BaseModel):
 
 
 class Config(BaseSettings):
-    """All keys. :func:`kvtierd.config.load.read` makes one from all sources."""
+    """All keys. :func:`kvtierd.config.load.read` fills them from all sources."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
@@ -394,7 +394,7 @@ class Config(BaseSettings):
         return self
 
     def _conflicts(self) -> Iterator[str]:
-        """What is wrong with several keys together. Each message begins with the key to change."""
+        """Faults in the combination of keys. Each message begins with the key to change."""
         if not self.tiers:
             yield "no tier is configured: give a device, or set host_bytes or disk_bytes above 0"
         seen: dict[Path, str] = {}
@@ -429,14 +429,14 @@ class Config(BaseSettings):
 
     @property
     def tcp(self) -> TcpListener | None:
-        """Where to listen for TCP clients. Raises ValueError for an address that must not be listened on."""
+        """The listener for TCP clients. Raises ValueError for an address on which the daemon must not listen."""
         if self.listen_tcp is None:
             return None
         return self._with_tls("listen_tcp", self.listen_tcp)
 
     @property
     def peer_tls(self) -> TlsFiles | None:
-        """What this daemon shows its peers; None = nothing, and all of them are on this host. Raises ValueError."""
+        """The TLS files for connections to peers; None = no TLS, and all peers are on this host. Raises ValueError."""
         found = [self._with_tls("peers", peer.address).tls for peer in self.peers]
         return found[0] if found else None
 
@@ -446,7 +446,7 @@ class Config(BaseSettings):
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
-        """Host and port. Raises ValueError for what is no address."""
+        """Host and port. Raises ValueError for a malformed address."""
         return None if self.metrics_listen is None else host_and_port("metrics_listen", self.metrics_listen)
 
     @property

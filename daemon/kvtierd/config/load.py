@@ -1,4 +1,4 @@
-"""Reads the configuration from its sources, names what is wrong with them, and prints what is in effect."""
+"""Reads the configuration from its sources, reports their faults, and prints the values in effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TABLES: Final[Mapping[str, type[BaseModel]]] = {
     "peers": Peer,
     "remote": Remote,
 }
-"""What a key's tables hold."""
+"""The model of the tables under each key."""
 _KEY: Final = re.compile(r"[\s\[\"']*(\w+)")
 _SIGNS: Final = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _KINDS: Final[Mapping[Any, str]] = {
@@ -62,18 +62,18 @@ status`. A configuration with any fault changes nothing.
 
 
 class ConfigError(Exception):
-    """The configuration is refused. One line a fault."""
+    """The configuration is refused. The message has a line per fault."""
 
 
 @dataclass(slots=True, frozen=True)
 class Loaded:
-    """``sources``: where the value of a key comes from; absent = its default."""
+    """``sources``: the source of each key's value; absent = its default."""
 
     config: Config
     sources: Mapping[str, str]
 
     def located(self, fault: str) -> str:
-        """``fault`` with the source of the key that it begins with, if it begins with one."""
+        """Replaces a key at the start of ``fault`` by the key's source."""
         return _located(fault, self.sources)
 
 
@@ -86,7 +86,7 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
     """Reads the file, the environment and the flags that were given.
 
     Raises:
-        ConfigError: with one line for each fault, which names the source, the key, its value and the limit.
+        ConfigError: with a line per fault that names the source, the key, its value and the limit.
     """
     in_file, lines = ({}, {}) if file is None else _read_toml(file)
     in_env = {name[len(ENV_PREFIX) :].lower(): name for name in os.environ if name.startswith(ENV_PREFIX)}
@@ -98,7 +98,7 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
         f"environment: {name}: {_no_such_key(key, _FIELDS)}" for key, name in in_env.items() if key not in _FIELDS
     ]
     try:
-        # pydantic-settings adds what stands in the environment, below what it is given here.
+        # pydantic-settings adds values from the environment; the values given here win.
         config = Config(**{key: value for key, value in in_file.items() if key not in in_env} | dict(flags))
     except ValidationError as error:
         faults += [line for fault in error.errors() for line in _told(fault, sources)]
@@ -109,7 +109,7 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
 
 
 def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The keys, and the line where each begins."""
+    """The values by key, and the line where each key begins."""
     try:
         text = path.read_text()
         begins = [_KEY.match(line) for line in text.splitlines()]
@@ -160,7 +160,7 @@ def _located(fault: str, sources: Mapping[str, str]) -> str:
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds one flag for each key to a click command. :func:`read` checks the values, with those of all sources."""
+    """Adds a flag for each key to a click command. :func:`read` checks the values of all sources together."""
     for key, field in reversed(_FIELDS.items()):
         negative = f"/--no-{_flag(key)[2:]}" if field.annotation is bool else ""
         kind = _kind(field.annotation)
@@ -177,7 +177,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Command(click.Command):
-    """Its help shows the keys under the titles of :data:`SECTIONS`, after the other options."""
+    """A command whose help lists the keys under the titles of :data:`SECTIONS`, after the other options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         title, sections = "", dict[str, list[tuple[str, str]]](Options=[])
@@ -191,7 +191,7 @@ class Command(click.Command):
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, object]:
-    """The flags that stood on the command line, by key."""
+    """The flags on the command line, by key."""
     return {key: value for key, value in flags.items() if value is not None and value != ()}
 
 
@@ -199,11 +199,11 @@ def _flag(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-# -- what is in effect, and the reference ----------------------------------------------------------------------------
+# -- the values in effect, and the reference -------------------------------------------------------------------------
 
 
 def as_json(loaded: Loaded) -> str:
-    """``{key: {"value": …, "source": …}}``: sizes in bytes."""
+    """``{key: {"value": …, "source": …}}`` as JSON, sizes in bytes."""
     shown = {
         key: {
             "value": to_jsonable_python(getattr(loaded.config, key)),
@@ -215,7 +215,7 @@ def as_json(loaded: Loaded) -> str:
 
 
 def reference() -> str:
-    """``docs/configuration.md``."""
+    """The text of ``docs/configuration.md``."""
     devices = ["Each `[[device]]` is the memory of one device:", *_table(Device.model_fields)]
     remote = ["The table `[remote]` has:", *_table(Remote.model_fields)]
     peers = ["Each `[[peers]]` is another daemon:", *_table(Peer.model_fields)]

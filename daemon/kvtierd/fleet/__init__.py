@@ -1,1 +1,1 @@
-"""The daemon as a client of other daemons: what they hold, and their blocks. Imported only where there are peers."""
+"""The daemon as a client of other daemons: mirrors and reads of their blocks. Imported only if peers are configured."""

@@ -1,4 +1,4 @@
-"""The peers: an exact copy of what each holds of the caches that are here, without a call. Loop thread only."""
+"""The peers, each with a mirror of the blocks that the peer holds of the caches here. Loop thread only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvtierd.core.ids import GroupId, Key
 from kvtierd.tiers.remote.base import RemoteRefused, RemoteUnavailable
 
 LOOK_S: Final = 0.5
-"""How often caches that came or went here are noticed, and changes of a peer's state are told."""
+"""Seconds between looks at the caches that are open here and at the peers' states."""
 
 LIST_S: Final = 1.0
-"""How long a peer may take to list its caches."""
+"""Seconds that a peer may take to list its caches."""
 STOP_S: Final = 1.0
-"""How long a stop waits for peers to hear a goodbye."""
+"""Seconds that a stop waits for peers to hear a goodbye."""
 _NO_TIME: Final = 1 << 63
-"""Generations are times below that."""
+"""Generations are times below this bound."""
 
 Caches = Callable[[], Mapping[str, bytes]]
 """Gives the fingerprint of each cache that is open here, by name."""
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Peer(Followed):
-    """Another daemon. ``history``: of this daemon, which may stand in its own list."""
+    """Another daemon. ``history``: this daemon's, which may be among its own configured peers."""
 
     def __init__(self, address: str, tls: TlsFiles | None, caches: Caches, history: int) -> None:
         super().__init__(address, tls=tls, insecure=tls is None)
@@ -67,24 +67,24 @@ class Peer(Followed):
 
     @property
     def blocks(self) -> int:
-        """Of the caches here that it has with the same specification."""
+        """Blocks that the peer holds of the caches here, if it has them with the same specification."""
         views = (self.known(name, fingerprint) for name, fingerprint in self._caches().items())
         return sum(len(view) for view in views if view is not None)
 
     def known(self, cache: str, fingerprint: bytes) -> MirrorView | None:
-        """What it was last known to hold of a cache; None = no such cache, or another specification."""
+        """The mirror of a cache, perhaps out of date; None = the peer lacks the cache, or has another specification."""
         view = self.view(cache)
         return view if view.fingerprint() == fingerprint else None
 
     def exact(self, cache: str, fingerprint: bytes) -> MirrorView | None:
-        """As :meth:`known`, of what it holds now. Raises RemoteUnavailable, RemoteRefused where nobody knows that."""
+        """Like :meth:`known`, but up to date. Raises RemoteUnavailable, RemoteRefused if the mirror is not exact."""
         if cache in self._names and self.view(cache).state is not MirrorState.EXACT:
             kind = RemoteRefused if self.status == "refused" else RemoteUnavailable
             raise kind(f"peer {self.address} is {self.status}: {self.why}")
         return self.known(cache, fingerprint)
 
     def holding(self, cache: str, fingerprint: bytes, group: GroupId, keys: Sequence[Key]) -> tuple[int, bytes]:
-        """What it was last known to have of a chain: how long a prefix, and the residencies of what that needs."""
+        """The peer's prefix of a chain in its mirror: blocks, and the residencies of the blocks that it needs."""
         view = self.known(cache, fingerprint)
         spans = () if view is None else view.match(keys, group=group).groups
         return (spans[0].blocks, spans[0].residency) if spans else (0, b"")
@@ -95,12 +95,12 @@ class Peer(Followed):
         return told.generation if told is not None and told.fingerprint == fingerprint else None
 
     def gives(self, cache: str, fingerprint: bytes, revision: int) -> bool:
-        """Whether all its blocks of the cache are of this revision."""
+        """Whether all blocks of the cache on the peer are of this revision."""
         told = self._told_caches.get(cache)
         return told is not None and self.generation(cache, fingerprint) == revision and not told.has_old_blocks
 
     async def look(self) -> None:
-        """Asks for the generations of its caches, follows the caches that are here now, and logs a change of state."""
+        """Asks for the generations of the peer's caches, follows the caches open here, and logs a change of state."""
         if self.session is not None and not self._is_itself:
             with suppress(KvtierError):
                 listed = await self.session.call(_list, Deadline(LIST_S), wait=0.0)
@@ -130,20 +130,20 @@ class Fleet:
     def __init__(
         self, addresses: Sequence[str], tls: tuple[Path, Path, Path] | None, caches: Caches, history: int
     ) -> None:
-        """``tls``: certificate, key and authorities; None = none. ``history``: see :class:`Peer`."""
+        """``tls``: certificate, key and authorities; None = no TLS. ``history``: see :class:`Peer`."""
         files = None if tls is None else TlsFiles(*tls)
         self._caches: Final = caches
         self.peers: Final = [Peer(address, files, caches, history) for address in sorted(addresses)]
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Waits for nobody."""
+        """Begins to follow the peers, without waiting for them."""
         for peer in self.peers:
             peer.start()
         self._looking = asyncio.create_task(self._look(), name="fleet")
 
     async def stop(self) -> None:
-        """Within about :data:`STOP_S`, whatever the peers do."""
+        """Ends within about :data:`STOP_S`, even if peers do not answer."""
         if self._looking is None:
             return
         self._looking.cancel()
@@ -153,25 +153,25 @@ class Fleet:
             task.cancel()
 
     def holders(self, cache: str, fingerprint: bytes, group: GroupId, keys: Sequence[Key]) -> dict[str, int]:
-        """How many leading blocks of a chain each peer has that is exact, by address; those that have any."""
+        """Maps addresses of peers to the length of their prefix of a chain; only exact peers that have a prefix."""
         exact = (peer for peer in self.peers if peer.view(cache).state is MirrorState.EXACT)
         found = {peer.address: peer.holding(cache, fingerprint, group, keys)[0] for peer in exact}
         return {address: blocks for address, blocks in found.items() if blocks}
 
     def generations(self, cache: str) -> Iterator[int]:
-        """The generations that peers tell of a cache with the specification that it has here."""
+        """The generations that peers tell of a cache, if it has the same specification there."""
         fingerprint = self._caches().get(cache, b"")
         return (told for peer in self.peers if (told := peer.generation(cache, fingerprint)) is not None)
 
     async def keys_with(self, cache: str, fingerprint: bytes, groups: int, prefix: bytes) -> set[Key]:
-        """Of the blocks of a cache on any peer, the keys that begin so."""
+        """Keys of the cache's blocks on any peer that begin with ``prefix``."""
         views = [view for peer in self.peers if (view := peer.known(cache, fingerprint)) is not None]
 
         def look() -> set[Key]:
             blocks = (block for view in views for group in range(groups) for block in view.blocks(group=group))
             return {Key(block.key) for block in blocks if block.key.startswith(prefix)}
 
-        return await asyncio.to_thread(look)  # of millions
+        return await asyncio.to_thread(look)  # a mirror may hold millions of blocks
 
     async def _look(self) -> None:
         while True:
@@ -182,5 +182,5 @@ class Fleet:
 async def _look_at(peer: Peer) -> None:
     try:
         await peer.look()
-    except Exception:  # noqa: BLE001  our bug; the others are looked at
+    except Exception:  # noqa: BLE001  our bug; the other peers are still looked at
         _log.exception("peer not looked at address=%s", peer.address)

@@ -1,4 +1,4 @@
-"""A peer as a store of objects: what it holds in any tier can be read, and nothing can be written."""
+"""A peer as a store of objects: blocks in any of its tiers can be read, and nothing can be written."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from kvtierd.tiers.remote.base import ABSENT, Listed, RemoteError, RemoteRefused
 from kvtierd.tiers.remote.objects import Place, parse
 
 GET_S: Final = 30.0
-"""A bound for a stream; its caller's own is shorter."""
+"""Timeout of a stream in seconds; the caller's own is shorter."""
 
 CLOSE_S: Final = 2.0
 MOST_BLOCKS: Final = 1_024
-"""In one stream: the peer holds them while it lasts."""
+"""Most blocks in a stream: the peer holds them until the stream ends."""
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """An object that is asked for. ``nbytes``: its length once it has come."""
+    """A requested object. ``nbytes``: its length after it has arrived, ``ABSENT`` before."""
 
     number: int
     key: Key
@@ -44,7 +44,7 @@ class _Wanted:
     nbytes: int = ABSENT
 
     def begin(self, header: bytes, block_bytes: int) -> int:
-        """Where its payload goes; 0 = nowhere: the block is gone, or its object longer than the buffer."""
+        """Returns the payload's offset in the buffer; 0 = the block is gone, or its object longer than the buffer."""
         start = CHECKSUM_BYTES + len(header)
         if not header or start + block_bytes > len(self.into):
             self.nbytes = start + block_bytes if header else ABSENT
@@ -69,12 +69,12 @@ class PeerStore:
         self._peer: Final = peer
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        """Without a call."""
+        """Answers from the peer's mirror, without a call."""
         return [bool(self._known(name)) for name in names]
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        """The blocks of a chain that stand one after another come in one stream. Those after the first that is gone
-        are ``ABSENT``: the peer drops a block with all that stand on it."""
+        """Reads consecutive names of a cache's window group in one stream. In a chained group, every block after the
+        first missing block is ``ABSENT``: the peer drops a block with its descendants."""
         asked = [
             (place, _Wanted(number, key, buffer))
             for number, (name, buffer) in enumerate(zip(names, into, strict=True))
@@ -98,19 +98,19 @@ class PeerStore:
         self._refuse("listed")
 
     async def close(self) -> None:
-        """Nothing: the session is the fleet's."""
+        """Does nothing: the session belongs to the fleet."""
 
     def _refuse(self, what: str) -> NoReturn:
         raise RemoteRefused(f"peer {self._peer.address} cannot be {what}: it looks after its blocks itself")
 
     def _known(self, name: str) -> list[tuple[Place, Key]]:
-        """Whose object it is; nothing if the peer has no such block. Raises RemoteUnavailable, RemoteRefused."""
+        """The object's place and key; empty if the peer lacks the block. Raises RemoteUnavailable, RemoteRefused."""
         parsed = parse(name)
         if parsed is None:
             return []
         place, key = parsed
         if not self._peer.gives(place.cache, place.fingerprint, place.revision):
-            return []  # of what was forgotten there or here
+            return []  # the peer's block may be forgotten, there or here
         view = self._peer.exact(place.cache, place.fingerprint)
         return [] if view is None or view.block(key, group=place.group) is None else [parsed]
 
@@ -129,15 +129,15 @@ class PeerStore:
 
 
 async def _get(session: Session, link: Link, place: Place, wanted: Sequence[_Wanted]) -> None:
-    """Opens the cache for as long as it reads, so that nobody there is kept from removing it."""
+    """Opens the cache only while it reads, so that clients of the peer can remove the cache."""
     opening = asyncio.ensure_future(_open(session, link, place.cache))
     try:
-        opened = await asyncio.shield(opening)  # what a cancelled caller has opened is closed, too
+        opened = await asyncio.shield(opening)  # a cancelled caller closes the cache, too
         spec = _told_spec(opened.info)
         if spec.fingerprint() != place.fingerprint:
             return
         attention = spec.attention(place.group)
-        step = attention.span or MOST_BLOCKS  # of a longer chain a window would be served alone
+        step = attention.span or MOST_BLOCKS  # a longer chain would get only the blocks of its last window
         tiers = [tier.tier for tier in opened.info.groups[place.group].tiers]
         tier = common_pb2.TIER_HOST if common_pb2.TIER_HOST in tiers else common_pb2.TIER_DEVICE
         for start in range(0, len(wanted), step):
@@ -163,7 +163,7 @@ async def _open(session: Session, link: Link, cache: str) -> caches_pb2.OpenResp
 
 
 def _told_spec(info: caches_pb2.CacheInfo) -> CacheSpec:
-    """Raises :class:`DaemonError` for a specification that is none, and for fewer or more groups than it has."""
+    """The cache's specification. Raises :class:`DaemonError` if it is invalid or has another number of groups."""
     spec = CacheSpec.of(info.spec)
     try:
         spec.validate()
@@ -176,14 +176,14 @@ def _told_spec(info: caches_pb2.CacheInfo) -> CacheSpec:
 
 
 async def _close(session: Session, link: Link, opening: asyncio.Future[caches_pb2.OpenResponse]) -> None:
-    with suppress(AioRpcError, UsageError, TimeoutError):  # it ends with the session
+    with suppress(AioRpcError, UsageError, TimeoutError):  # the end of the session closes the cache, too
         async with asyncio.timeout(CLOSE_S):
             request = caches_pb2.CloseRequest(cache_id=(await opening).cache_id, seq=session.next_seq())
             await link.stubs.caches.Close(request, metadata=link.metadata)
 
 
 async def _stream(link: Link, acquire: blocks_pb2.AcquireRequest, wanted: Sequence[_Wanted], block_bytes: int) -> int:
-    """Fills the buffers of the first of a chain. Returns how many were there."""
+    """Fills the buffers of the blocks that the peer gives of a chain. Returns the length of the prefix found there."""
     request = transfer_pb2.GetRequest(acquire=acquire, objects=True)
     call = link.stubs.transfer.Get(request, metadata=link.metadata)
     try:
@@ -206,7 +206,7 @@ async def _stream(link: Link, acquire: blocks_pb2.AcquireRequest, wanted: Sequen
 
 
 async def _receive(call: _Call, wanted: Sequence[_Wanted], block_bytes: int) -> None:
-    """Puts each object together where it is wanted; its reader verifies it, as one of any store."""
+    """Assembles each object in its buffer. The reader verifies objects, as it does for every store."""
     progress, start = Progress(len(wanted), block_bytes), 0
     while isinstance(chunk := await call.read(), transfer_pb2.GetChunk):
         headers, ends, offset = iter(chunk.headers), 0, 0

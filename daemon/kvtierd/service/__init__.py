@@ -1,1 +1,1 @@
-"""The service: speaks with clients. It validates, calls the engine and translates; it decides nothing about blocks."""
+"""The service: validates requests of clients, calls the engine, translates answers. The core decides about blocks."""

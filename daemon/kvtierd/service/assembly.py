@@ -1,7 +1,7 @@
-"""What a cache is made of: its memory, its stores, and what stood in them before.
+"""The parts of a cache: its memory, its stores, and their content of an earlier life.
 
-All of it blocks (allocating shared memory, making and reading disk stores), so it runs in a thread, and nothing of it
-is known to the engine yet. Which caches there are is the catalog's business.
+Making them blocks (it allocates shared memory, makes and reads disk stores), so it runs in a thread, before the engine
+knows of the cache. The catalog decides which caches exist.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 from kvtierd.tiers.memfd import near
 
 MANAGER_LETS_GO_S: Final = 5.0
-"""How long GPU memory that a service manager has kept may still be taken after it was told to let go of it."""
+"""Seconds that kept GPU memory may stay taken after the service manager was told to let go of it."""
 
 _log = logging.getLogger(__name__)
 _never_given_back: Final[list[Parts]] = []
@@ -58,9 +58,9 @@ _never_given_back: Final[list[Parts]] = []
 
 @dataclass(slots=True, frozen=True)
 class Stores:
-    """What a catalog opens caches in, and what all of them have of policy. ``options``: of a new cache.
+    """The stores and the policy for all caches of a catalog. ``options``: defaults of a new cache.
 
-    ``disk``: None where the disk tier is not configured.
+    ``disk``: None if no disk tier is configured.
     """
 
     devices: Devices
@@ -75,9 +75,8 @@ class Stores:
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well;
-    ``old``: whose leases are to be honoured where
-    its memory is still there; None where it is to have fresh memory."""
+    """A cache to be made. ``stored``: it is on disk already. ``unclean``: the life before did not end by a clean stop.
+    ``old``: the earlier sessions whose leases are honoured if the cache's memory was kept; None = fresh memory."""
 
     name: str
     spec: CacheSpec
@@ -90,12 +89,12 @@ class Plan:
 
     @property
     def restarted(self) -> bool:
-        """There is something left of it."""
+        """Whether anything is left of the cache's earlier life."""
         return self.stored or self.old is not None
 
     @property
     def shapes(self) -> list[GroupShape]:
-        """Its window groups, as the core wants them."""
+        """The cache's window groups for the core."""
         return [
             GroupShape(
                 GroupId(group),
@@ -112,7 +111,8 @@ class Plan:
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """What a thread has made for a cache, before the loop knows of it. ``manager``: filled with so many ``blocks``."""
+    """The parts of a cache, made by a thread before the loop knows of the cache. ``blocks``: recovered blocks in
+    ``manager``."""
 
     arena: Arena
     host: HostStore | None
@@ -123,13 +123,13 @@ class Parts:
     left: Sequence[LeftLease] = ()
     cuda: CudaCopies | None = None
     lost: str | None = None
-    """Why the device tier is out of service; None: it is in service, or the cache has none."""
+    """Why the device tier is out of service; None = it is in service, or the cache has none."""
 
     def close(self, *, for_successor: bool = False) -> bool:
-        """``for_successor``: the memory is kept, and readers may go on with it.
+        """Releases the parts. ``for_successor``: the memory is kept, and readers may go on with it.
 
-        False: a GPU may still copy to or from the memory, or has it page-locked for good, so it stays as it is until
-        the process ends.
+        Returns False if a GPU may still copy to or from the memory, or has it page-locked for good: the memory then
+        stays until the process ends.
         """
         if self.cuda is not None and not self.cuda.close():
             _never_given_back.append(self)
@@ -144,7 +144,7 @@ class Parts:
 
 
 class Assembler:
-    """Makes caches' parts, each call in a thread of its own. Memory is allocated for one at a time."""
+    """Makes the parts of caches, each call in a thread of its own. Memory is allocated for one cache at a time."""
 
     def __init__(self, stores: Stores, identity: Identity, sequencer: EventSequencer) -> None:
         self._stores: Final = stores
@@ -153,7 +153,8 @@ class Assembler:
         self._allocating = threading.Lock()
 
     def assemble(self, plan: Plan, cache: CacheId) -> Parts:
-        """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
+        """Makes a cache's parts. Blocks. Memory comes first: unlike a disk store, it leaves no trace if the rest
+        fails."""
         spec, slots = plan.spec, plan.slots
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
@@ -168,7 +169,7 @@ class Assembler:
             if old is None or (gpu_memory is not None and gpu_memory.fresh):
                 cuda = None if gpu_memory is None else gpu_memory.described
                 self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options, cuda))
-            self._remember(plan)  # before anything of it can be announced
+            self._remember(plan)  # before any event of the cache
             disk = self._disk_store(plan)
             try:
                 return self._filled(plan, cache, arena, disk, old)
@@ -179,7 +180,7 @@ class Assembler:
         except BaseException:
             self._stores.keeper.forget(plan.name)
             if not plan.restarted:
-                with suppress(TierIOError):  # the next start would take it for lost
+                with suppress(TierIOError):  # else the next start would report the cache as lost
                     self._stores.remembered.forget(plan.name)
             arena.close()
             raise
@@ -188,11 +189,11 @@ class Assembler:
         remembered, device = self._stores.remembered, plan.device.id
         if not plan.stored:
             remembered.put(plan.name, plan.slots, _past(plan), device)
-        elif device and device != remembered.device(plan.name):  # it has moved: its own may be another's from now on
+        elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
             remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
     def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
-        """With what was there before. ``old``: None unless the arena was adopted."""
+        """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
         host = HostStore(arena) if Tier.HOST in plan.slots else None
         device = self._device(plan, arena)
         recovered: dict[GroupId, list[Recovered]] = {}
@@ -230,7 +231,7 @@ class Assembler:
 
     def _fresh_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena:
         gpu = plan.device.gpu
-        # Whether there is memory enough can be told only for one at a time.
+        # Free memory can be checked for one cache at a time only.
         with self._allocating, near(None if gpu is None else gpu.node):
             gpu_memory = self._gpu_memory(plan, layout)
             try:
@@ -241,8 +242,8 @@ class Assembler:
                 raise
 
     def _gpu_memory(self, plan: Plan, layout: ArenaLayout) -> CudaSegment | NoSegment | None:
-        """Fresh; None for a cache that needs none. A cache of an earlier life goes on without it if it cannot be had.
-        Memory that a service manager was told to let go of is not free at once."""
+        """Fresh GPU memory; None if the cache needs none. A cache of an earlier life goes on without GPU memory if none
+        can be allocated. Memory that a service manager was told to let go of is not free at once."""
         device, nbytes = plan.device, layout.data_bytes(Tier.DEVICE)
         if device.absent is not None and nbytes:
             return NoSegment(device.absent)
@@ -256,8 +257,8 @@ class Assembler:
             return NoSegment(str(error))
 
     def _adopted_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
-        """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it. Memory
-        of a GPU can be fresh where the rest is adopted."""
+        """The cache's memory from before the restart; None if it was not kept or is unfit. GPU memory may be fresh
+        while the rest is adopted."""
         kept = self._stores.keeper.take(plan.name) if plan.old is not None else None
         if kept is None:
             return None
@@ -272,7 +273,7 @@ class Assembler:
             raise
 
     def _adopt(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity, kept: KeptArena) -> Arena:
-        """``kept`` is used up, whatever comes of it. Raises NotAdoptable."""
+        """Adopts a kept arena, and uses ``kept`` up even if it fails. Raises NotAdoptable."""
         with ExitStack() as undo:
             undo.callback(kept.close)
             gpu_memory = self._kept_gpu_memory(plan, layout, kept)
@@ -283,7 +284,7 @@ class Assembler:
         return arena
 
     def _kept_gpu_memory(self, plan: Plan, layout: ArenaLayout, kept: KeptArena) -> CudaSegment | NoSegment | None:
-        """The GPU memory that was kept, taken from ``kept``, or fresh memory in its place."""
+        """The kept GPU memory, taken out of ``kept``, or fresh memory in its place."""
         gpu, absent, nbytes = plan.device.gpu, plan.device.absent, layout.data_bytes(Tier.DEVICE)
         if not nbytes or (gpu is None and absent is None):
             return None
@@ -326,7 +327,7 @@ def _copies(
 
 
 def _past(plan: Plan) -> PastOptions | None:
-    """What nothing on disk will tell of it."""
+    """The options to remember for a cache without a disk store; None if its disk store has them."""
     if Tier.DISK in plan.slots:
         return None
     return PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored())
@@ -343,7 +344,7 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
 
 @dataclass(slots=True, frozen=True)
 class Opened:
-    """A device that a table names, as :class:`Device` has it."""
+    """The device of a table, with the fields of :class:`Device`."""
 
     id: str
     gpu: Gpu | None = None
@@ -353,8 +354,8 @@ class Opened:
 def open_gpus(config: Config, known: Mapping[str, str]) -> list[Opened]:
     """The device of each table of ``config.device``. Blocks.
 
-    A GPU that has failed is absent. A name that no device answers to is a mistake, unless a GPU of an earlier start is
-    missing now: then the name is that GPU's.
+    A GPU that has failed is absent. A name without a device is a mistake, unless a GPU of an earlier start is missing
+    now: then the name belongs to that GPU.
 
     Args:
         known: The uuids of an earlier start by name: :attr:`RememberedSlots.gpus`.
@@ -380,7 +381,7 @@ def open_gpus(config: Config, known: Mapping[str, str]) -> list[Opened]:
 
 
 def _absent(name: str, error: GpuUnavailable, known: Mapping[str, str], taken: Collection[str]) -> Opened:
-    """Raises :class:`TierConfigError` for a mistake."""
+    """The absent GPU of a table. Raises :class:`TierConfigError` if the table is a mistake."""
     missing = [uuid for uuid in (known.get(name), *known.values()) if uuid is not None and uuid not in taken]
     uuid = error.uuid if error.uuid not in (None, *taken) else next(iter(missing), None)
     if uuid is None or not (error.broken or uuid in missing):
@@ -390,7 +391,7 @@ def _absent(name: str, error: GpuUnavailable, known: Mapping[str, str], taken: C
 
 
 def open_devices(config: Config, opened: Sequence[Opened], keeper: Keeper, remembered: RememberedSlots) -> Devices:
-    """The devices and their bytes. ``opened``: of :func:`open_gpus`. Blocks. Raises :class:`TierConfigError`."""
+    """The devices and their bytes. ``opened``: from :func:`open_gpus`. Blocks. Raises :class:`TierConfigError`."""
     sizes = {Tier.HOST: int(config.host_bytes), Tier.DISK: int(config.disk_bytes)}
     shared = Budgets({tier: size for tier, size in sizes.items() if size}, default=config.default_budget)
     devices = []
@@ -406,11 +407,11 @@ def open_devices(config: Config, opened: Sequence[Opened], keeper: Keeper, remem
 
 
 def _gpu_bytes(table: DeviceTable, uuid: str, gpu: Gpu | None, keeper: Keeper, remembered: RememberedSlots) -> int:
-    """The bytes of the table. All memory of the GPU counts as free that no other process has: memory kept for this
-    daemon is adopted or let go. A share stays as it was at the first start, and an absent GPU has the bytes it had.
+    """The bytes of the table. Memory kept for this daemon counts as free: it is adopted or let go. A share stays as it
+    was at the first start, and an absent GPU keeps its bytes.
 
-    Raises :class:`TierConfigError` for more than the GPU has. For more than is free now, the caches that do not fit are
-    refused when they are opened.
+    Raises :class:`TierConfigError` for more bytes than the GPU has. If fewer bytes are free now, caches that do not fit
+    are refused at their opening.
     """
     share = f"{table.bytes} of {uuid}"
     if gpu is None:

@@ -36,9 +36,9 @@ HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
 STRANGERS: Final = 8
-"""Connections of a uid that no rule names: enough to be told so."""
+"""Most connections of a uid that no rule names: enough for its clients to receive the refusal."""
 _TAKEN_S: Final = 5.0
-"""How long a client has to read the answers before a map."""
+"""Seconds that a client has to read earlier answers before a map."""
 _FIRST_LOOK_S: Final = 0.001
 _LAST_LOOK_S: Final = 1.0
 """The kernel does not say when a peer reads: the daemon looks, at first often, then rarely."""
@@ -68,7 +68,7 @@ class AttachServer:
         dispatcher: Dispatcher,
         capacity: Capacity,
     ) -> None:
-        """``capacity``: of connections, including those before their hello."""
+        """``capacity``: of connections, including connections before their hello."""
         self._sessions = sessions
         self._catalog = catalog
         self._identity = identity
@@ -76,7 +76,7 @@ class AttachServer:
         self._dispatcher = dispatcher
         self._capacity = capacity
         self._connections: dict[asyncio.Task[None], int] = {}
-        """Each connection, also one whose last answers are not read yet, with its peer's uid."""
+        """The uid of each connection's peer, kept until the peer has read its last answers."""
         self.problem: str | None = None
         """Why the last map failed, for health."""
         self._listener: socket.socket | None = None
@@ -92,12 +92,12 @@ class AttachServer:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
-        if self._listener is not None:  # here, since a task that is cancelled before its first step never runs
+        if self._listener is not None:  # not in the task, which never runs if it is cancelled before its first step
             self._listener.close()
 
     async def hang_up(self) -> None:
         """Ends all connections. Their sessions are orphaned, unless the registry is closed."""
-        while self._connections:  # a connection that ends leaves another where its answers are not read
+        while self._connections:  # a connection with unread answers leaves a second task
             for connection in self._connections:
                 connection.cancel()
             await asyncio.wait(self._connections)
@@ -185,7 +185,7 @@ class AttachServer:
     async def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
             raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
-        # Linux counts the descriptors that nobody has read yet against the daemon's user, and refuses more for all.
+        # Linux counts unread descriptors against the daemon's user, and at the limit refuses them for all clients.
         try:
             async with asyncio.timeout(_TAKEN_S):
                 await _taken(sock)
@@ -233,7 +233,7 @@ async def _hear_hello(packets: Packets) -> attach.Hello:
 
 
 async def _taken(sock: socket.socket) -> None:
-    """Returns when the peer has read, or never will read, all that was sent."""
+    """Returns when the peer has read every message, or never will."""
     look_s = _FIRST_LOOK_S
     while _unread(sock):
         await asyncio.sleep(look_s)
@@ -255,7 +255,7 @@ async def _end(sock: socket.socket) -> None:
 
 
 def _send(sock: socket.socket, message: attach.Reply, fds: list[int] | None = None) -> None:
-    """Sends a reply without waiting: a client that reads each reply always has room for one."""
+    """Sends a reply without waiting: the socket of a client that reads each reply always has room."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
         sock.sendmsg([attach.encode(message)], ancillary)

@@ -1,11 +1,11 @@
 """Budgets: the slots that a cache has of each tier.
 
 The configuration sets a tier's size. A cache's slots are fixed when it is made. The disk remembers its own slots, the
-state directory those of the memory tiers.
+state directory remembers the slots of the memory tiers.
 
-A budget without ``group_bytes`` is split over the cache's window groups. Of a sequence of n blocks a full-attention
-group keeps all n, a sliding group its sinks, the blocks of its window and one more, unless they are opaque: an engine's
-pages are all kept, since any may end a prefix. A group's share is in proportion to the bytes that it keeps of a
+A budget without ``group_bytes`` is split over the cache's window groups. A full-attention group keeps all n blocks of a
+sequence. A sliding group keeps its sinks, the blocks of its window and one more; an opaque group keeps all of an
+engine's pages, since any page may end a prefix. A group's share is in proportion to the bytes that it keeps of a
 reference sequence: 32,768 tokens, or as many as the budget holds. So a small budget holds a sequence in all its groups,
 and the groups of a large budget are full after the same number of sequences.
 """
@@ -100,24 +100,24 @@ def _blocks(spec: CacheSpec, tokens: int) -> int:
 
 
 Slots = Mapping[Tier, tuple[int, ...]]
-"""Slots by tier of the cache, one count a window group, none 0."""
+"""Slots by tier of the cache, a count above 0 per window group."""
 
 _KIND: Final = "budgets"
 _VERSION: Final = 2
 MAX_PAST: Final = 512
-"""Removed caches whose options are remembered: the latest."""
+"""Most removed caches whose options are remembered; the latest stay."""
 
 
 @dataclass(slots=True, frozen=True)
 class TierBudget:
-    """A request for bytes of a tier. ``group_bytes``: one a window group; none = split by the specification."""
+    """A request for bytes of a tier. ``group_bytes``: by window group; empty = split by the specification."""
 
     nbytes: int
     group_bytes: tuple[int, ...] = ()
 
 
 def group_slots(slots: Slots, group: GroupId) -> dict[Tier, int]:
-    """One group's slots by tier."""
+    """The group's slots by tier."""
     return {tier: counts[group] for tier, counts in slots.items()}
 
 
@@ -128,9 +128,9 @@ def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
 
 @dataclass(slots=True)
 class Account:
-    """Bytes of a tier. ``device``: that the tier is on, "" for host and disk. ``given``: by name of the cache.
+    """Bytes of a tier. ``device``: of the tier, "" for host and disk. ``given``: bytes by name of the cache.
 
-    ``refused``: the log has a refusal since the last change.
+    ``refused``: whether a refusal was logged since the last change.
     """
 
     tier: Tier
@@ -144,8 +144,8 @@ class Account:
         return self.size - sum(self.given.values())
 
     def told(self, may_see: Callable[[str], bool], idle_s: Callable[[str], int | None]) -> str:
-        """Who has how much. ``may_see``: whether a cache may be named. ``idle_s``: for how long nobody has had it open;
-        None = somebody has."""
+        """Describes the bytes of each cache. ``may_see``: whether a cache may be named. ``idle_s``: seconds since a
+        session had the cache open; None = a session has."""
         name = f"{self.tier} tier of {self.device}" if self.device else f"{self.tier} tier"
         largest = sorted(filter(may_see, self.given), key=self.given.__getitem__, reverse=True)[:MAX_NAMED]
         times = {
@@ -160,11 +160,11 @@ class Account:
 
 
 MAX_NAMED: Final = 8
-"""Caches that a refusal names: the largest."""
+"""Most caches that a refusal names, the largest."""
 
 
 class TierFull(CallRefused):
-    """RESOURCE_EXHAUSTED for bytes of a tier. ``asked``: a sentence on what for."""
+    """RESOURCE_EXHAUSTED for bytes of a tier. ``asked``: a sentence on the use of the bytes."""
 
     def __init__(self, account: Account, asked: str, wanted: int, free: int) -> None:
         detail = common_pb2.ErrorDetail(
@@ -182,18 +182,18 @@ class TierFull(CallRefused):
             account.refused = True
 
     def tell(self, may_see: Callable[[str], bool], idle_s: Callable[[str], int | None]) -> None:
-        """Names the caches that the caller may see, and no other: see :meth:`Account.told`."""
+        """Rewrites the message for a caller: see :meth:`Account.told`."""
         way_out = "`kvtier cache rm NAME`, or open caches with budgets="
         self.message = f"{self._account.told(may_see, idle_s)}; {self._asked}. {way_out}"
 
 
 class Budgets:
-    """Bytes of tiers, and who has them.
+    """Bytes of tiers, and the caches that have them.
 
     Args:
         shared: Tiers that other budgets have, too.
-        device: What the device tier is on.
-        default: Share of each tier for a cache that does not say.
+        device: The device of the device tier.
+        default: Share of each tier for a cache without budgets.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Budgets:
 
     @property
     def accounts(self) -> list[Account]:
-        """Of the configured tiers, the highest first."""
+        """The accounts of the configured tiers, the highest first."""
         return [self._accounts[tier] for tier in sorted(self._accounts)]
 
     def left(self, tier: Tier) -> int:
@@ -225,9 +225,10 @@ class Budgets:
             account.refused = False
 
     def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
-        """Slots for budgets; no budgets = the default share of every tier, or what is left of it.
+        """Slots for budgets; without budgets the default share of every tier, or the rest of the tier if that is less.
 
-        Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT as :func:`slots_of`.
+        Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT like
+        :func:`slots_of`.
         """
         if not asked:
             return self._default_slots(spec)
@@ -264,7 +265,7 @@ class Budgets:
         return slots
 
     def _default_slots(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
-        """At least a slot of each group in each tier that has room for that."""
+        """Default slots: at least a slot for each group in each tier with enough room."""
         least = least_bytes(spec)
         sizes = {each.tier: min(each.left, max(self._default.of(each.size), least)) for each in self.accounts}
         found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
@@ -279,7 +280,7 @@ def _readable(nbytes: int) -> str:
 
 
 def _exact(nbytes: int) -> str:
-    """As :func:`_readable`, with the bytes where that rounds: two sizes that differ read differently."""
+    """Like :func:`_readable`, with the bytes if that rounds, so that different sizes read differently."""
     unit = 1 << (max(nbytes.bit_length(), 1) - 1) // 10 * 10
     return _readable(nbytes) if nbytes * 10 % unit == 0 else f"{_readable(nbytes)} ({nbytes} bytes)"
 
@@ -325,8 +326,8 @@ class PastOptions:
 
 @dataclass(slots=True, frozen=True)
 class _Content:
-    """The content of :class:`RememberedSlots`, by name of the cache, but for ``shares`` and ``gpus``: uuids by the
-    names in the configuration."""
+    """The content of :class:`RememberedSlots`, by name of the cache. ``shares``: bytes by name of the share. ``gpus``:
+    uuids by the names in the configuration."""
 
     slots: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, PastOptions] = field(default_factory=dict)
@@ -336,8 +337,8 @@ class _Content:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A damaged file is set aside: no block depends on it. Raises DamagedDirectory for one of another version,
-        TierIOError."""
+        """Reads the file. A damaged file is set aside, as no block depends on it. Raises DamagedDirectory for a file of
+        another version, TierIOError."""
         with io_errors(f"cannot use {path}"):
             refuse_link(path)
         try:
@@ -384,9 +385,9 @@ class _Content:
 class RememberedSlots:
     """The slots and the device of all caches, in a file that is written whole or not at all. Blocks; for any thread.
 
-    The file also has the options of memory-only caches, even after their removal: the client that opens such a cache
-    after a restart need not be the client that chose its options. A stored cache has its options in its superblock.
-    And it has the bytes that a share of a GPU came to.
+    The file also has the options of memory-only caches, even after their removal: after a restart, another client than
+    the one that chose the options may open the cache. A stored cache has its options in its superblock. The file also
+    has the bytes of each share of a GPU.
     """
 
     def __init__(self, path: Path) -> None:
@@ -413,7 +414,7 @@ class RememberedSlots:
             self._replace(gpus=gpus)
 
     def device(self, name: str) -> str | None:
-        """The id of the cache's device, "" where it has none; None if it is not remembered."""
+        """The id of the cache's device, "" if the cache has none; None if it is not remembered."""
         return self._content.devices.get(name)
 
     def groups(self, name: str) -> int:
@@ -442,10 +443,10 @@ class RememberedSlots:
         return self._content.shares
 
     def share(self, name: str, nbytes: int) -> int:
-        """The bytes that a share came to when it was first asked for; ``nbytes`` the first time.
+        """The bytes of a share at its first use; ``nbytes`` at the first use.
 
-        What is free changes with the engines that run; a tier that changed with it would lose its blocks.
-        ``name``: the share, and of which GPU. Raises TierIOError.
+        Free memory changes with the running engines; a tier that changed with it would lose its blocks. ``name``: the
+        share and its GPU. Raises TierIOError.
         """
         with self._changing:
             if name not in self._content.shares:
@@ -453,7 +454,7 @@ class RememberedSlots:
             return self._content.shares[name]
 
     def forget(self, name: str) -> None:
-        """Raises TierIOError."""
+        """Forgets a cache and its options. Raises TierIOError."""
         with self._changing:
             now = self._content
             self._replace(
@@ -463,7 +464,7 @@ class RememberedSlots:
 
     def forget_gone(self, stored: Collection[str] | None, kept: Collection[str] = ()) -> None:
         """Forgets the slots of caches that cannot come back. ``stored``: caches on disk; None without a disk tier, when
-        every cache with disk slots may come back. ``kept``: those in kept memory. Raises TierIOError."""
+        every cache with disk slots may come back. ``kept``: caches in kept memory. Raises TierIOError."""
         disk = str(Tier.DISK)
         with self._changing:
             slots = self._content.slots
@@ -503,7 +504,7 @@ def require_possible(config: Config) -> None:
 
 
 def _bytes_below(path: Path) -> int:
-    """What its files take on disk; 0 if it cannot be read."""
+    """Bytes that the files below a directory take on disk; 0 if it cannot be read."""
     try:
         files = (Path(place, name) for place, _, names in os.walk(path) for name in names)
         return sum(each.lstat().st_blocks * 512 for each in files)
@@ -512,7 +513,7 @@ def _bytes_below(path: Path) -> int:
 
 
 def _file_system_bytes(path: Path, *, free: bool = False) -> int:
-    """Size of the file system, or what is free of it; 0 if it cannot be read."""
+    """Size of the file system, or its free bytes; 0 if it cannot be read."""
     try:
         status = os.statvfs(next(each for each in (path, *path.absolute().parents) if each.exists()))
     except OSError:

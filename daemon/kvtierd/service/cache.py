@@ -30,7 +30,7 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = {
     "event_hash": EVENT_HASHES,
     "checksum": frozenset({"disk", "commit"}),
 }
-"""By option: the names that it knows."""
+"""The known values of each option with names."""
 
 _BYTES_A_TOKEN: Final = 4 + 8
 _OTHER_BYTES: Final = 128
@@ -60,7 +60,7 @@ class CacheOptions:
     checksum: str = "disk"
 
     def label_bytes(self, spec: CacheSpec) -> int:
-        """Bytes of a block's hash and tokens on disk, with an extra id a token and a salt of usual length."""
+        """Bytes of a block's hash and tokens on disk, with an extra id per token and a salt of usual length."""
         tokens = _BYTES_A_TOKEN * spec.tokens_per_block + _OTHER_BYTES if self.keep_tokens else 0
         return HASH_BYTES.get(self.event_hash, 0) + tokens + self.checksum_bytes
 
@@ -165,7 +165,7 @@ def _one_of(field: str, value: int, known: Mapping[int, WritePolicy]) -> WritePo
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Cache:
-    """An open cache. ``slots``: by tier of the cache, one count a window group."""
+    """An open cache. ``slots``: by tier of the cache, a count per window group."""
 
     id: CacheId
     name: str

@@ -83,7 +83,7 @@ class Needs:
 
 
 NEEDS: Final[Mapping[str, Needs]] = {
-    "kvtier.v1.Caches.Open": Needs(Right.READ, Over.NAME),  # and WRITE where it creates: see CachesService.open
+    "kvtier.v1.Caches.Open": Needs(Right.READ, Over.NAME),  # and WRITE to create: see CachesService.open
     "kvtier.v1.Caches.Close": Needs(None),
     "kvtier.v1.Caches.List": Needs(Right.READ, Over.SOME),
     "kvtier.v1.Caches.Remove": Needs(Right.ADMIN, Over.NAME),
@@ -110,7 +110,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Admin.Kick": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Explain": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
     "kvtier.v1.Admin.Holdings": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
-    "kvtier.v1.Admin.RemoteGc": Needs(Right.ADMIN, Over.SOME),  # of those that it names, or of all: see the verb
+    "kvtier.v1.Admin.RemoteGc": Needs(Right.ADMIN, Over.SOME),  # on the named caches, or on all: see the verb
 }
 
 
@@ -229,7 +229,7 @@ class OpenCalls:
 
 @dataclass(slots=True, frozen=True)
 class LocalCall:
-    """``path``: of the method, as gRPC has it."""
+    """A call over the attach socket. ``path``: of the method, in gRPC's form."""
 
     session: Session
     path: bytes
@@ -238,7 +238,7 @@ class LocalCall:
 
 
 _Perform = Callable[[Call, Session, bytes], Coroutine[Any, Any, Message]]
-"""Does what the request of a session asks for. Raises what :class:`Translator` translates."""
+"""Performs the request of a session. Raises exceptions for :class:`Translator`."""
 
 
 class Dispatcher:
@@ -265,7 +265,7 @@ class Dispatcher:
         self._of: Counter[tuple[Identity, int | str | None]] = Counter()
         """Open calls of each identity, and of its processes."""
         self._local: dict[bytes, _Perform] = {}
-        """By the path of a unary method."""
+        """The unary methods by path."""
         self.local: Final = open_calls.counted(self._answer_locally)
         """Answers a :class:`LocalCall`: hands the status, 0 or gRPC's number, and the reply or a google.rpc.Status to
         the callable that is the second argument."""
@@ -279,7 +279,7 @@ class Dispatcher:
 
         Args:
             service: Full name of the service.
-            pace: What the peer of a stream must keep; None for streams whose peer may take its time.
+            pace: The least speed of a stream's peer; None = the peer may take its time.
 
         Raises:
             AttributeError: The servicer lacks a method.
@@ -302,7 +302,7 @@ class Dispatcher:
                 perform = self._performing(method, verb)
                 self._local[f"/{service}/{name}".encode()] = perform
                 call = self._open.counted(self._unary(method.full_name, perform))
-                # Reads its one message itself: after the session is known, and not for ever.
+                # The handler reads its message itself: after the session is known, and within a time limit.
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service, handlers)
 
@@ -364,7 +364,7 @@ class Dispatcher:
         return call
 
     async def _answer_locally(self, call: LocalCall, answer: Callable[[int, bytes], Awaitable[None]]) -> None:
-        # Not counted while the answer waits for its reader: a client that reads none has its own socket full.
+        # Not counted while the answer waits for its reader: a client that reads no answer fills only its own socket.
         await answer(*await self.turns.measured(call.session, self._local_answer(call)))
 
     async def _local_answer(self, call: LocalCall) -> tuple[int, bytes]:
@@ -445,7 +445,7 @@ class Dispatcher:
 
 
 async def _only(session: Session, context: _Context) -> bytes:
-    """The message of a call. A session's client cannot have the daemon receive many large ones at a time."""
+    """The message of a call. The semaphore keeps a client from sending many large messages at a time."""
     async with session.receiving:
         return await read(context) or b""
 
@@ -456,7 +456,7 @@ async def _write(
     """Writes a reply. A refusal waits for the end of the write: gRPC cannot end a call during a write.
 
     Args:
-        give_back: Releases what the stream holds, before the wait.
+        give_back: Releases the slots of the stream, before the wait.
 
     Raises:
         CallRefused: DEADLINE_EXCEEDED if the peer does not take the reply in ``idle_s`` seconds, UNAUTHENTICATED if the
@@ -531,10 +531,10 @@ class _Upload:
                         return
 
     async def _next(self) -> bytes | None:
-        # gRPC logs an error for an iterator that nobody awaits, so a call refused before its first read makes none.
+        # gRPC logs an error for an iterator that is never awaited, so a call refused before its first read makes none.
         raw = await anext(aiter(self._messages), None)
         if raw is None and self._context.cancelled():
-            # A repeat of the call waits for this one: a broken stream must not look like a wrong argument.
+            # Not a wrong argument: a repeat of the call waits for this call, then runs anew.
             raise refused(grpc.StatusCode.CANCELLED, "STREAM_BROKEN", "the stream broke before its end")
         return raw
 

@@ -90,20 +90,20 @@ class Catalog:
         return cache
 
     def knows(self, name: str) -> bool:
-        """Returns whether there is a cache of the name, also one that is left out."""
+        """Returns whether a cache of the name exists, served or left out."""
         return self.named(name) is not None or name in self._left_out
 
     def named(self, name: str) -> Cache | None:
         return self._by_name.get(name)
 
     def exists(self, name: str) -> bool:
-        """Whether there is a cache of the name, or one is being made."""
+        """Whether a cache of the name exists or is being made."""
         lock = self._locks.get(name)
         return name in self._by_name or (lock is not None and lock.locked())
 
     @property
     def accounts(self) -> list[Account]:
-        """Bytes of the tiers, and which caches have them."""
+        """Bytes of the tiers, and the caches that have them."""
         return self._stores.devices.accounts
 
     def problems(self) -> list[str]:
@@ -149,8 +149,8 @@ class Catalog:
 
         Args:
             spec: None = the cache's own; a new cache needs a specification.
-            asked: Budgets; none = the default share of every tier.
-            device: Name or id of its device; "" = as :meth:`Devices.for_new` chooses.
+            asked: Budgets; empty = the default share of every tier.
+            device: Name or id of its device; "" = the choice of :meth:`Devices.for_new`.
             create: Whether the cache may be made.
 
         Raises: CallRefused: INVALID_ARGUMENT (differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (left out).
@@ -235,7 +235,8 @@ class Catalog:
         return removal
 
     async def _forget(self, name: str, spec: CacheSpec | None) -> None:
-        """A cache of the name that is made again gets no block of before; ``spec`` None: whatever its specification."""
+        """Forgets the cache's blocks, so that a new cache of the name gets none of them. ``spec``: None = unknown, all
+        caches of the name."""
         forgotten = self._stores.forgotten
         known = [prefix for prefix in forgotten.prefixes if prefix.startswith(f"{name}/")]
         for prefix in known if spec is None else [prefix_of(name, spec.fingerprint())]:
@@ -294,7 +295,7 @@ class Catalog:
             return devices.lacks(remembered.device(name))
 
         stored.sort(key=lambda cache: moves(cache.name))
-        for moving in (False, True):  # what is at home on a device goes before what loses its own
+        for moving in (False, True):  # caches that stay on their device come before caches whose device is gone
             for position, cache in enumerate(stored):
                 if moves(cache.name) is not moving:
                     continue
@@ -368,8 +369,8 @@ class Catalog:
         await self._loaded.wait()
 
     def _announce_gone(self, groups: Mapping[str, int]) -> None:
-        """Announces to watchers of an earlier daemon that these caches lost their blocks. ``groups``: how many window
-        groups each has."""
+        """Announces to watchers of an earlier daemon that these caches lost their blocks. ``groups``: the number of
+        window groups of each cache."""
         for name in sorted(groups):
             cache_id = CacheId(next(self._ids))
             self._headers[cache_id] = CacheHeader(name)
@@ -403,10 +404,10 @@ class Catalog:
             plan.device.budgets.give_back(plan.name, plan.slots)
             raise
         if Tier.DEVICE in plan.slots and (lost := parts.lost or plan.device.lost) is not None:
-            await self.lose_device(cache, lost)  # its first slice comes before any other call
+            await self.lose_device(cache, lost)  # its first slice runs before any other call
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:
-            parts.cuda.locks.start(None)  # whoever closes it keeps the memory
+            parts.cuda.locks.start(None)  # needs no mapping: Parts.close keeps locked memory
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
         says = "cache opened name=%s cache=%d slots=%s device=%s recovered=%d"
         _log.info(says, plan.name, cache.id, given, plan.device.id, parts.blocks)

@@ -1,7 +1,7 @@
-"""Connections to the gRPC sockets for which no session accounts: a few may be open, the oldest gives way.
+"""Limits connections to the gRPC sockets without a session: a few may be open, the oldest gives way.
 
-gRPC does not say who connects. The kernel does: the daemon looks through its own descriptors for sockets of these
-addresses, and shuts down those that are too many; gRPC then closes them.
+gRPC does not identify its peers, so the daemon looks through its own descriptors for sockets of these addresses, asks
+the kernel, and shuts down surplus sockets; gRPC then closes them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Final
 from kvtierd.service.peer import credentials
 
 OF_SESSION: Final = 4
-"""Connections that a session accounts for: clients have one."""
+"""Connections that a session accounts for; a client usually has a single connection."""
 MAX_STRANGERS: Final = 128
-"""Connections without a session, after a look; a quarter of them may be of one uid or TCP host."""
+"""Most connections without a session after a look; a uid or TCP host may have a quarter of them."""
 LOOK_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True, order=True)
 class _Connection:
-    """``inode``: rises with the time of the connection."""
+    """An accepted connection. ``inode``: rises with the time of the connection."""
 
     inode: int
     fd: int
@@ -40,10 +40,10 @@ class _Connection:
 
 
 class Connections:
-    """Looks every :data:`LOOK_S` seconds, and through all descriptors only where there are many more than before.
+    """Looks every :data:`LOOK_S` seconds; through all descriptors only if there are many more than before.
 
-    ``path``: of the unix socket. ``port``: of the TCP listener; None = none. ``owners``: how many sessions the
-    client of a pid, or of a TCP address as gRPC writes it, has.
+    ``path``: of the unix socket. ``port``: of the TCP listener; None = no listener. ``owners``: returns the number of
+    sessions by pid, or by TCP address in gRPC's form.
     """
 
     def __init__(self, path: str, port: int | None, owners: Callable[[], Counter[int | str]]) -> None:
@@ -54,7 +54,7 @@ class Connections:
         self._crowded = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             closed = await asyncio.to_thread(self._look, self._owners())
@@ -62,7 +62,7 @@ class Connections:
                 _log.warning("connections without a session are closed count=%d", closed)
 
     def _look(self, owners: Counter[int | str]) -> int:
-        """How many were shut down. It needs no descriptor: the daemon may have none left."""
+        """Returns how many connections were shut down. Needs no descriptor: the daemon may have none left."""
         descriptors = _descriptors()
         self._fewest = min(self._fewest, len(descriptors))
         if len(descriptors) < self._fewest + MAX_STRANGERS // 4:
@@ -90,7 +90,7 @@ class Connections:
                 kept[stranger.identity] += 1
 
     def _connection(self, fd: int) -> _Connection | None:
-        """What is known of a descriptor; None if it is no accepted connection."""
+        """The connection of a descriptor; None if it is not an accepted connection."""
         with suppress(OSError), _borrowed(fd) as sock:
             inode = os.fstat(sock.fileno()).st_ino
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -107,7 +107,7 @@ class Connections:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """gRPC's socket; it stays gRPC's. Raises OSError for another descriptor."""
+    """Wraps gRPC's socket without owning it. Raises OSError for a descriptor that is not a socket."""
     sock = socket.socket(fileno=fd)
     try:
         yield sock
@@ -116,7 +116,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _shut(connection: _Connection) -> bool:
-    """False where it is closed already, and its number another's."""
+    """Shuts a connection down. Returns False if it is closed already and its number reused."""
     with suppress(OSError), _borrowed(connection.fd) as sock:
         if os.fstat(connection.fd).st_ino == connection.inode:
             sock.shutdown(socket.SHUT_RDWR)
@@ -125,14 +125,14 @@ def _shut(connection: _Connection) -> bool:
 
 
 def _descriptors() -> Collection[int]:
-    """Of this process."""
+    """The descriptors of this process."""
     try:
         return [int(fd) for fd in os.listdir("/proc/self/fd")]
-    except OSError:  # none is left to read the directory with: all are taken
+    except OSError:  # no descriptor is left to read the directory, so all are taken
         return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _give_memory_back() -> None:
-    """What a crowd has taken stays with malloc otherwise."""
+    """Returns freed memory to the kernel, which malloc would keep after a crowd of connections."""
     with suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

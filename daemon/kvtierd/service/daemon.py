@@ -65,24 +65,24 @@ FORGOTTEN: Final = "forgotten"
 """The directory below the state directory that tells when caches forgot their blocks."""
 
 WATCHES_END_S: Final = 2.0
-"""How long watchers get to read what is left for them once everything else has stopped."""
+"""Seconds that watchers get to read their last events after everything else has stopped."""
 
 FAREWELL_S: Final = 0.5
-"""How long those get at least who have been answered, to acknowledge the end of their connections."""
+"""Least seconds that answered clients get to acknowledge the end of their connections."""
 
 LOG_ENDS_S: Final = 5.0
-"""How long the event log gets for the last events; what it has not got by then is a hole in it."""
+"""Seconds that the event log gets for the last events. Events that are late are missing from the log."""
 
 SPARE_CONNECTIONS: Final = 64
-"""On the attach socket, beyond those of sessions: room to tell those who come too many why they are refused. One uid
-has half of it, so that connections without a session keep nobody else out."""
+"""Connections on the attach socket beyond the capacity for sessions, so that a refused client receives the reason. A
+uid may have half of them, so that its connections without a session do not lock out other clients."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
 class _Directories:
-    """What this daemon alone has while it lives."""
+    """The directories that this daemon holds alone while it lives."""
 
     state: StateDir
     run: RuntimeDir
@@ -93,7 +93,7 @@ class _Directories:
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        """All or none. Raises the errors of ``kvtierd.tiers.base``."""
+        """Opens all directories or none. Raises the errors of ``kvtierd.tiers.base``."""
         with ExitStack() as opened:
             state = StateDir.open(config.state_dir)
             opened.callback(state.close, None)
@@ -135,9 +135,9 @@ class Daemon:
         state, life = directories.state, directories.state.identity
         self._config = config
         self.config_problems: tuple[str, ...] = ()
-        """Why the last reload of the configuration did not change all that it was to change."""
+        """Why the last reload of the configuration did not take effect, or not for every key."""
         self._exposed: Sequence[str] = ()
-        """Directories that others may write to."""
+        """Problems of directories that other users may write to."""
         self._directories: Final = directories
         self._phase = "starting"
         """starting, serving or stopping."""
@@ -185,9 +185,9 @@ class Daemon:
             [lambda: None if self._beyond is None else self._beyond.problem, lambda: self._attach.problem],
         )
         self.fleet: Final = self._made_fleet()
-        """None where no peer is configured."""
+        """None if no peer is configured."""
         self._beyond: Final = self._made_remote(store)
-        """None where there is neither a store nor a peer."""
+        """None if there is neither a store nor a peer."""
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
         self._spans: Final = spans
@@ -220,11 +220,11 @@ class Daemon:
         notifier: Notifier | None = None,
         passed: Sequence[PassedFd] = (),
     ) -> Self:
-        """Serving when this returns; before that it answers already whoever does not need a cache that is still being
-        read. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
+        """Returns a serving daemon. Calls to caches that are already loaded are answered during the start.
 
-        Raises the errors of ``kvtierd.tiers.base`` where a directory or an address cannot be had, no device answers to
-        a name, or a tier is larger than this machine; nothing was touched where it is a device or the machine.
+        ``notifier``: to the service manager. ``passed``: descriptors that the manager kept, owned by the daemon from
+        now on. Raises the errors of ``kvtierd.tiers.base`` if a directory or an address is unavailable, a device does
+        not exist, or a tier is larger than the machine. The last two are checked before anything is changed.
         """
         await asyncio.to_thread(require_possible, config)
         store = None if config.remote is None else await opened_store(config.remote)
@@ -244,7 +244,7 @@ class Daemon:
         return daemon
 
     async def look_at_directories(self) -> None:
-        """Notes which directories others may write to."""
+        """Notes the directories that other users may write to."""
         config = self._config
         paths = (config.runtime_dir, config.state_dir, *([config.disk_path] if config.disk_bytes else []))
         self._exposed = await asyncio.to_thread(lambda: [*filter(None, map(exposure, paths))])
@@ -284,16 +284,16 @@ class Daemon:
 
     @property
     def tcp_address(self) -> str | None:
-        """host:port for TCP clients; None where there are none."""
+        """host:port for TCP clients; None without a TCP listener."""
         return self._tcp
 
     def stalled_s(self) -> float:
-        """The movers' heartbeat, for a watchdog: for how long the slowest of their threads has been in one call."""
+        """Seconds that the mover's slowest thread has been in its present call, for a watchdog."""
         return self._engine.stalled_s()
 
     async def stop(self) -> bool:
-        """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
-        open, and only the end of the process lets go of them."""
+        """Stops within the configured time. Returns False if the stop was not clean: threads may then still be in the
+        stores, which stay open until the process ends."""
         served, self._phase = self._phase == "serving", "stopping"
         if self._connections is not None:
             self._connections.cancel()
@@ -332,7 +332,7 @@ class Daemon:
         if self._log is not None and logged is not None:
             await logged
             self._log.close()
-        # A start that failed after a crash has told nobody of the crash: the next one must.
+        # A start that failed after a crash has not told watchers of the crash, so the next start must.
         told = served or not self._directories.state.identity.unclean
         self._directories.state.close(self._sequencer.last if clean and told else None)
         self._directories.run.close()
@@ -341,7 +341,7 @@ class Daemon:
         return clean
 
     def _handlers(self) -> dict[str, grpc.GenericRpcHandler]:
-        """Of all services, by full name."""
+        """The handlers of all services, by full name."""
         config, wait_s = self._config, self._config.wait_seconds
         caps = Caps(self._engine, config.max_reserved_fraction)
         blocks = BlocksService(
@@ -429,11 +429,11 @@ class Daemon:
         )
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Of every cache, by name."""
+        """The fingerprint of every cache, by name."""
         return {cache.name: cache.fingerprint for cache in self._catalog}
 
     def reload(self, fresh: Config) -> None:
-        """Takes over the keys that may change while the daemon runs, and names the others that have changed."""
+        """Takes over the changed keys in :data:`LIVE`. Other changed keys become :attr:`config_problems`."""
         changed = {key for key in Config.model_fields if getattr(fresh, key) != getattr(self._config, key)}
         self.config_problems = tuple(
             f"configuration: {key} has changed; that takes a restart" for key in sorted(changed - LIVE)

@@ -1,6 +1,7 @@
-"""Devices: what the device tiers of caches are on, one for each ``[[device]]`` table.
+"""The devices of the caches' device tiers, a device per ``[[device]]`` table.
 
-A device has bytes of its own; all devices share those of host and disk. A cache lives on one device.
+A device has its own bytes for the device tier; all devices share the bytes of host and disk. A cache lives on a single
+device.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from kvtierd.tiers.cuda.pool import SILENT_S, Gpu
 
 @dataclass(slots=True, frozen=True)
 class Device:
-    """``name``: as configured. ``id``: a restart finds it by this: a GPU's uuid, else the name. ``gpu``: None = a
-    stand-in, or a GPU that cannot be opened. ``budgets``: of the caches that live there. ``absent``: why the GPU cannot
-    be opened."""
+    """``name``: as configured. ``id``: the GPU's uuid, else the name; a restart finds the device by its id. ``gpu``:
+    None = a stand-in, or a GPU that cannot be opened. ``budgets``: of the device's caches. ``absent``: why the GPU
+    cannot be opened."""
 
     name: str
     id: str
@@ -31,12 +32,12 @@ class Device:
 
     @property
     def lost(self) -> str | None:
-        """Why the device is out of service until a restart; None: it is in service."""
+        """Why the device is out of service until a restart; None = it is in service."""
         return self.absent if self.gpu is None else self.gpu.lost
 
     @property
     def problem(self) -> str | None:
-        """For people."""
+        """The device's problem, for people."""
         if self.lost is not None:
             says = "is lost, and its device tiers are out of service until a restart that finds it"
             return f"GPU {self.id} ({self.name}) {says}: {self.lost}"
@@ -45,7 +46,7 @@ class Device:
 
 
 class Devices:
-    """All devices, in the order of the configuration. ``shared``: of host and disk."""
+    """All devices, in the order of the configuration. ``shared``: budgets of host and disk."""
 
     def __init__(self, devices: Iterable[Device], shared: Budgets) -> None:
         self._devices: Final = tuple(devices)
@@ -56,7 +57,7 @@ class Devices:
 
     @property
     def accounts(self) -> list[Account]:
-        """The bytes of every tier: of each device, of host and disk."""
+        """The accounts of every tier: of each device, of host and disk."""
         own = [each for device in self for each in device.budgets.accounts if each.tier is Tier.DEVICE]
         return own + self._none.budgets.accounts
 
@@ -66,17 +67,17 @@ class Devices:
         return [device.gpu for device in self if device.gpu is not None]
 
     def problems(self) -> list[str]:
-        """For health."""
+        """The devices' problems, for health."""
         return [problem for device in self if (problem := device.problem) is not None]
 
     def for_new(self, named: str, asked: Mapping[Tier, TierBudget]) -> Device:
         """The device of a new cache.
 
         Args:
-            named: Its name or id; "" = the one with the most bytes left, or none if ``asked`` has no device tier.
+            named: Its name or id; "" = the device with the most bytes left, or none if ``asked`` has no device tier.
 
         Raises:
-            CallRefused: INVALID_ARGUMENT for an unknown device, UNAVAILABLE for one that is lost.
+            CallRefused: INVALID_ARGUMENT for an unknown device, UNAVAILABLE for a lost device.
         """
         if not named:
             return self._none if asked and Tier.DEVICE not in asked else self._roomiest()
@@ -89,11 +90,11 @@ class Devices:
         return found
 
     def for_known(self, device: str | None) -> Device:
-        """The device of a cache of an earlier life; another one if it is gone. ``device``: its id, if it is known."""
+        """The device of a cache of an earlier life, or another if it is gone. ``device``: its id; None = unknown."""
         return self._none if device == "" else next((one for one in self if one.id == device), self._roomiest())
 
     def lacks(self, device: str | None) -> bool:
-        """Whether a cache of an earlier life had this device, which is gone."""
+        """Whether the device of a cache of an earlier life is gone."""
         return bool(device) and all(one.id != device for one in self)
 
     def _roomiest(self) -> Device:

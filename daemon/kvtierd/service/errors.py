@@ -93,7 +93,7 @@ def shown(value: object) -> str:
 
 
 def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
-    """Reads the requests of a method. What it returns raises INVALID_ARGUMENT for bytes that are none."""
+    """Returns a parser of the method's requests, which raises INVALID_ARGUMENT for malformed bytes."""
     cls = GetMessageClass(method.input_type)
 
     def parse(raw: bytes) -> Any:
@@ -129,7 +129,7 @@ class Translator:
         }
 
     def __call__(self, error: Exception) -> CallRefused:
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # of the system's or of a tier's
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # an OSError or a TierIOError
             return refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_DESCRIPTOR", str(error))
         for kind in type(error).__mro__:
             if translate := self._table.get(kind):

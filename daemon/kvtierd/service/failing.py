@@ -1,4 +1,4 @@
-"""Tiers that fail while the daemon runs: a disk, which is taken back when it works again, and a GPU, which is not."""
+"""Tiers that fail while the daemon runs. A disk is taken back when it works again, a GPU only after a restart."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from kvtierd.service.recovery import Keeper
 from kvtierd.tiers.base import TierIOError
 
 LOOK_S: Final = 1.0
-"""How often failing disks are looked at."""
+"""Seconds between looks at failing disks."""
 
 PROBE_ENDS_S: Final = 5.0
-"""How long a probe of a failing disk gets at a stop."""
+"""Seconds that a stop waits for the probe of a failing disk."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Health:
-    """``since``: of the first failure after the last success; None = well. ``lost``: why, from when it is given up."""
+    """``since``: time of the first failure after the last success; None = it works. ``lost``: why the disk was given
+    up."""
 
     done: int = 0
     failed: int = 0
@@ -39,13 +40,13 @@ class _Health:
 
     @property
     def problem(self) -> str | None:
-        """For people."""
+        """The disk's problem, for people."""
         lost = "the disk tier is out of service, what it held is lost"
         return None if self.lost is None else f"{lost}: {self.lost}"
 
     def note(self, done: int, failed: int) -> None:
         worked = done > self.done
-        if failed > self.failed:  # where both happened, which was last cannot be told: the grace begins anew
+        if failed > self.failed:  # after a success and a failure of unknown order, the grace period begins anew
             self.since = time.monotonic() if worked or self.since is None else self.since
         elif worked:
             self.since = None
@@ -53,11 +54,11 @@ class _Health:
 
 
 class FailingDisks:
-    """Gives up a cache's disk tier where it fails, and takes it back. Loop thread only.
+    """Gives up a cache's failing disk tier, and takes it back when it works. Loop thread only.
 
-    A copy that fails costs nothing: its source stays, and its edge is left alone for a while. Where nothing has worked
-    for ``grace_s`` and a probe fails as well, what the disk held is declared lost. From then on the disk is probed, and
-    taken back, empty, when that works.
+    A failed copy costs nothing: its source stays, and its edge rests for a while. If no copy has worked for ``grace_s``
+    and a probe fails as well, the blocks on the disk are declared lost. The disk is then probed, and taken back, empty,
+    when a probe works.
     """
 
     def __init__(self, catalog: Catalog, engine: Engine, grace_s: float) -> None:
@@ -72,7 +73,7 @@ class FailingDisks:
         self._looking = asyncio.create_task(self._keep_looking(), name="failing-disks")
 
     async def stop(self) -> bool:
-        """False if a probe hangs: then a thread is still in a store."""
+        """Ends the looks. Returns False if a probe hangs: a thread is then still in a store."""
         self._stopping.set()
         if self._looking is None:
             return True
@@ -88,7 +89,7 @@ class FailingDisks:
                     await self._look_at(cache, self._health[cache.id])
                 except MoverError as error:  # removed, or the daemon is being stopped
                     _log.info("disk not looked at name=%s why=%r", cache.name, str(error))
-                except Exception:  # noqa: BLE001  our bug; the others are looked at
+                except Exception:  # noqa: BLE001  our bug; other disks are still looked at
                     _log.exception("disk not looked at name=%s", cache.name)
 
     async def _stops_within(self, seconds: float) -> bool:
@@ -133,8 +134,8 @@ class FailingDisks:
 
 
 class LostGpus:
-    """Takes the device tiers of a GPU out of service when it is lost; the other tiers of their caches stay. The
-    context of a lost GPU is gone for this process, so only a restart can take the GPU back. Loop thread only."""
+    """Takes the device tiers of a lost GPU out of service; the other tiers of their caches stay. The context of a lost
+    GPU is gone for this process, so only a restart can take the GPU back. Loop thread only."""
 
     def __init__(self, catalog: Catalog, devices: Devices, keeper: Keeper) -> None:
         self._catalog: Final = catalog
@@ -147,7 +148,7 @@ class LostGpus:
         loop = asyncio.get_running_loop()
 
         def tell() -> None:
-            """Called by the thread that finds out."""
+            """Called by the thread that notices the loss."""
             with suppress(RuntimeError):  # the loop has ended, and the daemon with it
                 loop.call_soon_threadsafe(self._lost.set)
 

@@ -1,9 +1,9 @@
 """Remembers when each cache forgot its blocks, so that no store and no other daemon brings them back.
 
-A block that was stored under an older revision has another object name. A revision is the time of the last reset of the
-cache, or of the last drop of the block or of a block that its chain leads through, whichever is later.
+A block of an older revision has another object name. A revision is the time of the last reset of the cache, or of the
+last drop of the block or one of its ancestors, whichever is later.
 
-A cache of another specification is another cache: all of this is by :attr:`Cache.prefix`, ``NAME/FINGERPRINT``.
+A cache of another specification is another cache: records are by :attr:`Cache.prefix`, ``NAME/FINGERPRINT``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvtierd.tiers.disk.superblock import (
 )
 
 MOST_DROPPED: Final = 8_192
-"""Drops that a cache remembers one by one. With more, the cache is reset."""
+"""Most single drops that a cache remembers. With more, the cache is reset."""
 _MOST_KEPT: Final = 2_048
-"""Kept blocks in a file. With more, the cache is reset after a restart, when none of them is in use."""
+"""Most kept blocks in a file. With more, the cache is reset after a restart, when none of them is in use."""
 _KIND: Final = "forgotten"
 _TIME_BYTES: Final = 8
 _LATEST: Final = 1 << 63
 
 _FILES: Final = threading.Lock()
-"""A directory must not go while a file is made in it."""
+"""Held while a file is made: its directory must not be removed meanwhile."""
 _log = logging.getLogger(__name__)
 
 Place = tuple[GroupId, Key]
@@ -48,9 +48,9 @@ Dropped = Mapping[Place, int]
 
 @dataclass(slots=True, frozen=True)
 class Past:
-    """Tells when a cache forgot blocks. Times are in nanoseconds since 1970, and only rise.
+    """The times when a cache forgot blocks, in nanoseconds since 1970. Times only rise.
 
-    ``generation``: the last reset; 0 = none. ``dropped``: single blocks after that.
+    ``generation``: the last reset; 0 = none. ``dropped``: later drops of single blocks.
     """
 
     generation: int = 0
@@ -115,8 +115,8 @@ def _entries(by_group: Mapping[str, str], nbytes: int) -> list[tuple[GroupId, by
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """A cache's past, and the blocks of before that are still here: ``kept`` were in use during a reset, and count with
-    their descendants. ``due``: any block may be of before, so the cache is to be reset."""
+    """A cache's past, and forgotten blocks that are still here. ``kept``: blocks in use during a reset, which stand for
+    their descendants, too. ``due``: any block may be a forgotten block, so the cache must be reset."""
 
     past: Past = field(default_factory=Past)
     kept: frozenset[Place] = frozenset()
@@ -150,7 +150,7 @@ class Forgotten:
         return self._records.get(prefix, _NOTHING).past
 
     def kept(self, prefix: str) -> frozenset[Place]:
-        """Returns the blocks of before that were in use during a reset."""
+        """Returns the forgotten blocks that were in use during a reset."""
         return self._records.get(prefix, _NOTHING).kept
 
     def is_due(self, prefix: str) -> bool:
@@ -162,20 +162,20 @@ class Forgotten:
         return 0 if prefix in self._changing else self.of(prefix).generation
 
     def has_old(self, prefix: str) -> bool:
-        """Returns whether blocks are here that were to be forgotten."""
+        """Returns whether forgotten blocks may still be here."""
         return prefix in self._changing or bool(self.kept(prefix)) or self.is_due(prefix)
 
     def is_changing(self, prefix: str) -> bool:
-        """Returns whether blocks are here that are about to be forgotten."""
+        """Returns whether blocks are being forgotten now."""
         return prefix in self._changing
 
     @asynccontextmanager
     async def change(self, prefix: str) -> AsyncIterator[Past]:
         """Holds the record of a cache while blocks are forgotten, then makes it durable. Yields the former past.
 
-        The body calls :meth:`set` before the first block goes, so that no fetch under way brings it back. If the body
-        fails, the former record counts again: nothing was answered. If the write fails, the new record counts, and is
-        written with the next change. Raises TierIOError.
+        The body calls :meth:`set` before the first block is dropped, so that no running fetch brings it back. If the
+        body fails, the former record counts again, as no client got an answer. If the write fails, the new record
+        counts, and is written with the next change. Raises TierIOError.
         """
         async with self._locks.setdefault(prefix, asyncio.Lock()):
             before = self._records.get(prefix, _NOTHING)
@@ -193,22 +193,22 @@ class Forgotten:
                 await self._write(prefix)
 
     def set(self, prefix: str, past: Past) -> None:
-        """Inside of :meth:`change`."""
+        """Sets the past. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), past=past)
 
     def keep(self, prefix: str, places: Iterable[Place], *, due: bool = False) -> None:
-        """Inside of :meth:`change`. Sets the blocks of before: see :class:`Record`."""
+        """Sets the forgotten blocks that are still here: see :class:`Record`. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places), due=due)
 
     def begin(self, prefix: str) -> None:
-        """A new cache has no block of before."""
+        """Notes that a new cache has no forgotten blocks."""
         if self.has_old(prefix):
             self.keep(prefix, ())
             self._unwritten.add(prefix)
 
     async def remove(self, prefix: str, wanted: Callable[[], bool]) -> bool:
-        """Removes the record of a cache, if that is still ``wanted`` when nothing else changes it. Returns whether it
-        was. Raises TierIOError."""
+        """Removes the record of a cache, if it is still ``wanted`` under the record's lock. Returns whether it was
+        removed. Raises TierIOError."""
         async with self._locks.setdefault(prefix, asyncio.Lock()):
             if found := prefix in self._records and wanted():
                 del self._records[prefix]
@@ -222,7 +222,7 @@ class Forgotten:
 
 
 async def _whole(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits a thread's work, also when it is cancelled: two changes of a file would meet."""
+    """Awaits a thread's work to its end, even if cancelled: two threads must not change a file at the same time."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.shield(working)
@@ -252,7 +252,7 @@ def _read(path: Path) -> Record:
 
 def _remove(path: Path) -> None:
     with _FILES, io_errors(f"cannot remove {path}"):
-        with suppress(FileNotFoundError):  # it was never written
+        with suppress(FileNotFoundError):  # the record was never written
             shutil.rmtree(path)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()

@@ -1,8 +1,8 @@
-"""All events of the daemon as one stream: the newest in memory, older ones in the log.
+"""All events of the daemon as a single stream: the newest in memory, older events in the log.
 
-Events are serialised once for all watchers, into runs. Bytes also cost the garbage collector nothing, where many live
-event objects would stop the loop. Publishing never waits for a watcher: one that falls behind reads the log, and is
-told of ids that nobody has any more.
+Events are serialised once for all watchers, into runs. Bytes cost the garbage collector nothing, whereas many live
+event objects would stop the loop. Publishing never waits for a watcher: a slow watcher reads the log, and is told of
+lost ids.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvtierd.service.wire import TIER_TO_WIRE, parents
 
 RUN_EVENTS: Final = 128
 RUN_BLOCKS: Final = 2048
-"""A run has at most so many events, and about so many blocks: packing one takes about a millisecond of the loop."""
+"""Most events, and about the most blocks, of a run: packing a run costs the loop about a millisecond."""
 
 TOKENS_WEIGH: Final = 4
-"""A block with tokens counts as so many blocks."""
+"""The number of blocks as which a block with tokens counts."""
 
 MESSAGE_EVENTS: Final = 1024
 MESSAGE_BYTES: Final = 1 << 20
-"""A message to a watcher is no longer, unless it is a single run."""
+"""Largest message to a watcher, unless it is a single run."""
 
 LINGER_S: Final = 0.002
-"""Events after a quiet time wait so long for others, not to be sent one by one."""
+"""Seconds that an event after a quiet time waits for other events, to be sent with them."""
 
 BUSY_S: Final = 0.004
 SHARE_S: Final = 0.002
-"""Under load watchers are woken so far apart at least, and so far for each of them: each message costs the loop."""
+"""Under load, least seconds between wakes of the watchers, in all and per watcher: each message costs the loop."""
 
 SLOW: Final = "slow"
 UNCLEAN_STOP: Final = "unclean-stop"
@@ -56,10 +56,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class CacheHeader:
-    """What events say of their cache.
+    """The fields of events that describe their cache.
 
-    ``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``, ``sinks``: tokens,
-    by group; ``flat``: by group. Only the name of a cache of an earlier life is known.
+    ``event_hash``: the hash of blocks besides their keys; "" = none. ``windows``, ``sinks``: tokens by group. ``flat``:
+    by group. A cache of an earlier life has only its name.
     """
 
     name: str
@@ -78,17 +78,17 @@ class CacheHeader:
 
     @property
     def hash_bytes(self) -> int:
-        """Of one event hash; 0 = it has none."""
+        """Bytes of an event hash; 0 = the cache has none."""
         return HASH_BYTES[self.event_hash] if self.event_hash else 0
 
     def window(self, group: GroupId) -> int:
-        """0 = full attention, or not known."""
+        """Tokens in the group's window; 0 = full attention, or unknown."""
         return self.windows[group] if group < len(self.windows) else 0
 
 
 @dataclass(slots=True, frozen=True)
 class Loss:
-    """Ids [first, last] of an epoch that nobody has any more. ``then``: the epoch of the id after them."""
+    """Lost ids [first, last] of an epoch. ``then``: the epoch of the id after them."""
 
     epoch: int
     first: int
@@ -98,10 +98,10 @@ class Loss:
 
 
 class EventHub:
-    """Loop thread only.
+    """The stream of events. Loop thread only.
 
-    Ids rise over all epochs, so an id alone says where its event is. A life of the daemon has one epoch; the log knows
-    earlier ones.
+    Ids rise over all epochs, so an id alone tells the place of its event. A life of the daemon has a single epoch; the
+    log knows earlier epochs.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class EventHub:
         log: EventLog | None = None,
     ) -> None:
         """``last``: the last id given out before this life. ``epoch_first``: the first id of the epoch. ``headers``: of
-        all caches with events. ``max_bytes``: of events in memory. ``log``: None where there is none."""
+        all caches with events. ``max_bytes``: of events in memory. ``log``: None without an event log."""
         self.epoch: Final = epoch
         self.watchers: Sized = ()
-        """Those who follow the events."""
+        """The watchers that follow the events."""
         self.published: Final[Counter[tuple[EventType, Cause]]] = Counter()
         """Events of this life by type and cause."""
         self.last = last
-        """The last id given out, whether or not it can be read yet."""
+        """The last id given out, even if it cannot be read yet."""
         self.readable = last
         """The last id that :meth:`after` can return."""
         self.closed = False
@@ -137,13 +137,13 @@ class EventHub:
         self._asked: tuple[int, int, int] | None = None
         self._answer: Run | None = None
         self._waiting: dict[asyncio.Future[bool], None] = {}
-        """Those who wait for news, in the order in which they came."""
+        """Callers that wait for news, in order of arrival."""
         self._woken = -BUSY_S
 
-    # -- what is written ---------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------------------------
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Takes events in id order, without a hole. They are serialised in a later turn of the loop."""
+        """Takes events in id order, without a hole, and serialises them in a later turn of the loop."""
         if not events:
             return
         self._pending.extend(events)
@@ -155,7 +155,7 @@ class EventHub:
             self._packing = loop.call_at(max(loop.time() + LINGER_S, self._woken + apart), self._pack_some)
 
     def close(self) -> None:
-        """No more events come: what is pending becomes readable, then watchers are to end."""
+        """Makes the pending events readable, then has the watchers end. No event may be published afterwards."""
         while self._pending:
             self._pack()
         self.closed = True
@@ -188,7 +188,7 @@ class EventHub:
         self._make_room(run.last if self._log is None else self._log.offer(run))
 
     def _make_room(self, settled: int) -> None:
-        """Drops the oldest runs. ``settled``: ids above it wait for the log, and go only for want of memory."""
+        """Drops the oldest runs. ``settled``: ids above it wait for the log, and go only if memory is short."""
         most = max(self._max_bytes, LEAST_WAITING_BYTES)
         while len(self._ring) > 1 and (
             self._bytes > most or (self._bytes > self._max_bytes and self._ring[0].last <= settled)
@@ -197,21 +197,21 @@ class EventHub:
 
     def _wake(self) -> None:
         self._woken = asyncio.get_running_loop().time()
-        waiting, self._waiting = self._waiting, {}  # whoever comes from here on waits for the next news
+        waiting, self._waiting = self._waiting, {}  # later callers wait for the next news
         for waiter in waiting:
             _answer(waiter, True)
 
-    # -- what is read ------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     @property
     def oldest(self) -> int:
-        """The oldest id held; one above the last where nothing is."""
+        """The oldest id held; if none is held, the id after the last."""
         logged = None if self._log is None else self._log.oldest
         return self._oldest_in_memory if logged is None else min(logged, self._oldest_in_memory)
 
     async def news(self, cursor: int, until: float = inf) -> bool:
-        """Returns when there is something above the cursor, or the hub is closed; False if neither came ``until`` then,
-        by the loop's clock."""
+        """Waits for an event above the cursor, or for the hub's close. Returns False if neither came ``until`` then, by
+        the loop's clock."""
         while self.readable <= cursor and not self.closed:
             loop = asyncio.get_running_loop()
             waiter: asyncio.Future[bool] = loop.create_future()
@@ -227,13 +227,13 @@ class EventHub:
         return True
 
     async def turn(self, until: float) -> bool:
-        """Waits until the caller may read the past: one watcher does so at a time, and the loop has a turn in between.
+        """Waits until the caller may read the past. Watchers take turns, and the loop has a turn in between.
 
         Args:
             until: Loop time at which to give up.
 
         Returns:
-            False where the time is up.
+            False if the time is up.
         """
         try:
             async with asyncio.timeout_at(until):
@@ -247,10 +247,10 @@ class EventHub:
         return True
 
     async def after(self, epoch: int, cursor: int) -> Run | Loss | None:
-        """The events after ``cursor``: at most a message, of one epoch, without a hole. None if there are none yet.
+        """The events after ``cursor``: at most a message, of a single epoch, without a hole. None = no events yet.
 
         Args:
-            epoch: The epoch that the watcher is in.
+            epoch: The watcher's epoch.
         """
         if epoch != self.epoch:
             while (following := self._following(epoch)) is not None and cursor + 1 >= following[0]:
@@ -263,13 +263,13 @@ class EventHub:
         return Loss(epoch, cursor + 1, run.first - 1, UNEXPLAINED, epoch)
 
     async def since(self, time_ns: int) -> int:
-        """The id after which events at or after that time begin: the last id where all that is held is before."""
+        """The id after which events at or after that time begin; the last id if all events are older."""
         runs = (run.first_at(time_ns) for run in self._ring if run.latest_ns >= time_ns)
         pending = (event.id for event in self._pending if event.time_ns >= time_ns)
         first = next(runs, None) or next(pending, None) or self.last + 1
         if self._log is not None:
             compacted, compacted_ns = self._log.compacted
-            if compacted and compacted_ns >= time_ns:  # some of them are gone: it begins with that loss
+            if compacted and compacted_ns >= time_ns:  # some of the events are gone: begin with their loss
                 return self.begins_after(self.epoch_of(compacted)) or 0
             first = min(first, await self._log.since(time_ns) or first)
         return first - 1
@@ -300,7 +300,7 @@ class EventHub:
         return joined(runs)
 
     async def _older(self, epoch: int, cursor: int) -> Run | Loss:
-        """Events that are not in memory. All that was dropped from there is in the log, or lost to it."""
+        """Events that are not in memory. An event that was dropped from memory is in the log, or lost."""
         held_from = self._oldest_in_memory
         if self._log is not None:
             found = await self._log.after(cursor, MESSAGE_BYTES, MESSAGE_EVENTS)
@@ -316,7 +316,7 @@ class EventHub:
         return self._loss(epoch, cursor + 1, held_from - 1, UNCLEAN_STOP if ended else NOT_LOGGED)
 
     def _loss(self, epoch: int, first: int, last: int, reason: str) -> Loss:
-        """A loss ends with its epoch."""
+        """A loss, which ends at the latest with its epoch."""
         following = self._following(epoch)
         if following is None or last < following[0] - 1:
             return Loss(epoch, first, last, reason, epoch)
@@ -325,21 +325,21 @@ class EventHub:
     # -- epochs ------------------------------------------------------------------------------------------------------
 
     def epoch_of(self, number: int) -> int:
-        """The epoch of an id; of an id older than all that is known, the oldest epoch that is."""
+        """The epoch of an id; the oldest known epoch for an older id."""
         epochs = self._epochs()
         return epochs[max(0, bisect_right(epochs, number, key=itemgetter(0)) - 1)][1]
 
     def begins_after(self, epoch: int) -> int | None:
-        """The id after which an epoch begins; None where that is not known."""
+        """The id after which an epoch begins; None = unknown."""
         return next((first - 1 for first, number in self._epochs() if number == epoch), None)
 
     def end_of(self, epoch: int) -> int | None:
-        """The last id of an earlier epoch, given out or not; None of the present one."""
+        """The last id of an earlier epoch, even if it was not given out; None for the present epoch."""
         following = self._following(epoch)
         return None if following is None else following[0] - 1
 
     def _epochs(self) -> Sequence[tuple[int, int]]:
-        """First id and number of each that is known, in order."""
+        """First id and number of each known epoch, in order."""
         logged = () if self._log is None else self._log.epochs
         return [*(entry for entry in logged if entry[1] < self.epoch), (self._epoch_first, self.epoch)]
 
@@ -363,7 +363,7 @@ def _run_length(events: Sequence[Event]) -> int:
 
 
 def event_message(value: Event, header: CacheHeader) -> events_pb2.Event:
-    """Which fields an event carries follows from its type; see ``events.proto``. Private ones included."""
+    """The message of an event, with its private fields. The type decides the fields; see ``events.proto``."""
     message = events_pb2.Event(
         id=value.id,
         type=events_pb2.EventType.ValueType(value.type),
@@ -407,7 +407,7 @@ def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Changes) -> 
 def slice_of(
     header: CacheHeader, group: GroupId, rows: Sequence[ListingRow], *, private: bool
 ) -> events_pb2.SnapshotSlice:
-    """``private``: with token ids, where there are any."""
+    """A slice of a snapshot. ``private``: with the token ids that the cache keeps."""
     message = events_pb2.SnapshotSlice(
         cache=header.name,
         group=group,
@@ -438,7 +438,7 @@ def _add_labels(
     *,
     stored: bool,
 ) -> None:
-    """Hashes and tokens of blocks, where the cache keeps any."""
+    """Adds the hashes and tokens of blocks that the cache keeps."""
     if hash_bytes:
         message.event_hashes = b"".join([_hash(label, hash_bytes) for label in labels])
     if stored and hash_bytes:
@@ -448,7 +448,7 @@ def _add_labels(
 
 
 def have_tokens(labels: Sequence[Label | None]) -> bool:
-    """Whether any of them has."""
+    """Whether any of the labels has tokens."""
     return any(label is not None and label.tokens for label in labels)
 
 

@@ -17,7 +17,7 @@ TURN: Final = 16
 
 
 class Packets:
-    """Those of one connection, for one reader. Its descriptor stays with the event loop from one wait to the next."""
+    """The packets of a connection, for a single reader. Its descriptor stays with the event loop between waits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock: Final = sock
@@ -26,7 +26,7 @@ class Packets:
         self._watched = False
 
     async def next(self) -> bytes:
-        """Empty at the end. The kernel closes descriptors that the peer sends. Raises OSError."""
+        """The next packet; empty at the end. The kernel closes descriptors that the peer sends. Raises OSError."""
         with suppress(BlockingIOError):
             return self._receive()
         if not self._watched:
@@ -39,7 +39,7 @@ class Packets:
             self._waiter = None
 
     def close(self) -> None:
-        """Before the socket is closed. Closing twice is allowed."""
+        """Gives the descriptor back. Call before the socket is closed; closing twice is allowed."""
         if self._watched:
             self._loop.remove_reader(self._sock.fileno())
             self._watched = False
@@ -48,9 +48,9 @@ class Packets:
         return self._sock.recv(MAX_MESSAGE + 1)
 
     def _readable(self) -> None:
-        """Receives here: a reader that is woken to receive could have what came after another connection's packet."""
+        """Receives in the callback, in order of arrival: a woken reader could receive after other connections."""
         if self._waiter is None:
-            self.close()  # nobody waits: the loop would call again and again
+            self.close()  # without a waiting reader the loop would call again and again
         elif not self._waiter.done():
             try:
                 self._waiter.set_result(self._receive())
@@ -61,8 +61,8 @@ class Packets:
 
 
 class LocalCalls:
-    """The calls of one connection. While an answer waits for its reader, no call is taken or begun: a client that reads
-    no answer fills its own socket, and not the number of calls that its user may have open."""
+    """The calls of a connection. While an answer waits for its reader, no call is taken or begun: a client that reads
+    no answer fills its own socket, but not its user's number of open calls."""
 
     def __init__(self, sock: socket.socket, session: Session, dispatcher: Dispatcher) -> None:
         self._sock: Final = sock
@@ -73,12 +73,12 @@ class LocalCalls:
         self._taken = 0
 
     async def take(self, packet: bytes) -> None:
-        """Begins a call, or ends one whose caller has given up. Raises :class:`AttachProtocolError`.
+        """Begins a call, or cancels a call that its caller has given up. Raises :class:`AttachProtocolError`.
 
-        Packets that are there already are received in one turn of the loop: a call that was given up while the daemon
-        was stopped does not even begin.
+        Waiting packets are received in one turn of the loop: a call that was given up while the daemon was stopped does
+        not begin.
         """
-        async with self._writing:  # nobody else's answer waits
+        async with self._writing:  # no other answer waits
             self._taken += 1
         request = calls.decode_request(packet)
         number = request.number
@@ -87,7 +87,7 @@ class LocalCalls:
                 self._open[number].cancel()
             return
         if self._taken % TURN == 0:
-            await asyncio.sleep(0)  # the calls that were taken are ahead
+            await asyncio.sleep(0)  # calls taken before go first
             await self._dispatcher.turns.begin(self._session)
         if number in self._open:
             raise AttachProtocolError("BAD_MESSAGE", f"call {number} is open already")
@@ -104,7 +104,7 @@ class LocalCalls:
         await self._dispatcher.local(call, lambda status, body: self._answer(number, status, body))
 
     async def end(self) -> None:
-        """Ends all: the connection is over."""
+        """Cancels all calls, since the connection is over."""
         while self._open:
             for task in self._open.values():
                 task.cancel()
@@ -112,6 +112,6 @@ class LocalCalls:
 
     async def _answer(self, number: int, status: int, body: bytes) -> None:
         packet = calls.encode_answer(number, status, body)
-        with suppress(OSError):  # the peer has hung up; whoever receives finds that, too
+        with suppress(OSError):  # the peer has hung up; the reader of the connection notices it, too
             async with self._writing:
                 await asyncio.get_running_loop().sock_sendall(self._sock, packet)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and probes. A scrape has the loop read the numbers that the daemon keeps anyway.
+"""Metrics for Prometheus, and probes. On a scrape the loop reads numbers that the daemon keeps anyway.
 
 Imported only by a daemon that serves metrics.
 """
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from kvtierd.fleet.peers import Fleet
 
 READ_S: Final = 5.0
-"""How long a scrape or a probe waits for the loop. Then it fails."""
+"""Seconds that a scrape or a probe waits for the loop before it fails."""
 STALLED_S: Final = 30.0
-"""How long a mover's thread may be in one call before ``/healthz`` fails."""
+"""Seconds that a mover's thread may be in a call before ``/healthz`` fails."""
 MAX_CONNECTIONS: Final = 16
 _PROBE_S: Final = 0.1
 _LATENESS_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
@@ -108,7 +108,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
     "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
 }
-"""Help and labels of every metric but the histograms."""
+"""Help and labels of every metric except the histograms."""
 
 Sample = tuple[str, tuple[str, ...], float]
 
@@ -117,11 +117,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Subjects:
-    """The parts of the daemon that are asked.
+    """The parts of the daemon that a scrape reads.
 
-    ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``phase``: of the
-    daemon's life. ``log``: None without an event log. ``fleet``: None without peers. ``remote``: None without a store
-    beyond the host and peers. ``disk``: the directory of the disk tier, None without one.
+    ``lags``: unsent events of each watcher. ``problems``: as in health. ``phase``: of the daemon's life. ``log``: None
+    without an event log. ``fleet``: None without peers. ``remote``: None without a remote store and peers. ``disk``:
+    the directory of the disk tier; None without a disk tier.
     """
 
     engine: Engine
@@ -144,11 +144,11 @@ class _Handler(WSGIRequestHandler):
     """Seconds that a peer may be silent."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is no news."""
+        """Logs no requests."""
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread a connection, :data:`MAX_CONNECTIONS` at a time: the oldest gives way."""
+    """A thread per connection, at most :data:`MAX_CONNECTIONS`: the oldest connection gives way."""
 
     request_queue_size = 128
 
@@ -164,7 +164,7 @@ class _Server(ThreadingWSGIServer):
             if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # the connection has just ended
                     oldest.shutdown(socket.SHUT_RDWR)
             self._open[request] = None
         super().process_request(request, client_address)
@@ -175,15 +175,15 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scrape that failed, or a peer that was silent or gave way."""
+        """Logs a failed scrape, or the end of a connection that was silent or gave way."""
         _log.info("a connection for metrics ended error=%r", str(sys.exception()))
 
 
 class Metrics(Collector):
-    """Serves metrics over HTTP until :meth:`stop`. Made and stopped on the loop; scraped by threads of their own."""
+    """Serves metrics over HTTP until :meth:`stop`. Made and stopped on the loop; scrapes run in threads."""
 
     def __init__(self, host: str, port: int, subjects: Subjects) -> None:
-        """Raises :class:`TierConfigError` if the address cannot be had. ``port`` 0 = any that is free."""
+        """Raises :class:`TierConfigError` if the address is unavailable. ``port``: 0 = any free port."""
         self._ask: Final = subjects
         self._loop: Final = asyncio.get_running_loop()
         registry = CollectorRegistry()
@@ -213,7 +213,7 @@ class Metrics(Collector):
     def _answer(
         self, metrics: WSGIApplication, environ: WSGIEnvironment, start_response: StartResponse
     ) -> Iterable[bytes]:
-        """Called by a request, in its thread."""
+        """Answers a request, in its thread."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         status, headers, body = "404 Not Found", _TEXT, b"/metrics, /healthz and /readyz are served here\n"
         if method not in ("GET", "HEAD"):
@@ -229,7 +229,7 @@ class Metrics(Collector):
         return [body] if method == "GET" else []
 
     def _fault(self, path: str) -> str:
-        """Why a probe fails; empty if it does not."""
+        """The reason why a probe fails; empty = it passes."""
         reading = asyncio.run_coroutine_threadsafe(self._state(), self._loop)
         try:
             phase, stalled_s = reading.result(READ_S)
@@ -248,7 +248,7 @@ class Metrics(Collector):
         return [*_families().values(), _call_seconds(Tally())]
 
     def collect(self) -> list[Metric]:
-        """Called by a scrape, in its thread. Raises TimeoutError if the loop does not answer."""
+        """Collects the metrics of a scrape, in its thread. Raises TimeoutError if the loop does not answer."""
         free = None if self._ask.disk is None else _free_bytes(self._ask.disk)
         reading = asyncio.run_coroutine_threadsafe(self._read(free), self._loop)
         try:
@@ -326,7 +326,7 @@ def _call_seconds(tally: Tally) -> HistogramMetricFamily:
 
 
 def _free_bytes(disk: Path) -> int | None:
-    """None where it cannot be told. Blocks, as long as the disk does."""
+    """Free bytes of the file system; None = unknown. Blocks as long as the disk does."""
     try:
         status = os.statvfs(disk)
     except OSError:

@@ -163,5 +163,5 @@ def command_of(pid: int) -> str:
 
 
 def printable(text: str) -> str:
-    """What a client says of itself, fit for a terminal: nothing in it moves a cursor or sets a colour."""
+    """A client's text without control characters, fit for a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,31 +1,31 @@
-"""What outlives the daemon's process, and how the next daemon takes it over.
+"""Memory and sessions that outlive the daemon's process, and their adoption by the next daemon.
 
 The service manager (systemd with ``FileDescriptorStoreMax=``, or ``kvtierd --supervise``) keeps descriptors by name:
 
 ==============================  ==================================================================================
 ``arena/<cache>/<segment>``     the cache's ``control``, ``host`` and ``device``, or ``cuda`` for a device tier on a GPU
-``arena/<cache>/about``         a sealed JSON file in memory: what the cache is, for one that no disk remembers
+``arena/<cache>/about``         a sealed JSON file in memory: the definition of a cache that is not on disk
 ``sessions``                    the roll: which sessions were ever given a cache's memory
 ==============================  ==================================================================================
 
-The daemon may die at any moment, and a process may still be copying to or from slots that its session held. Those slots
+The daemon may die at any moment, and a process may still be copying to or from slots that its session held. The slots
 stay out of circulation until the process says that it is done (``forget`` on its new attach connection; the client
 library does), or has ended. The roll is a sealed segment of 65,536 records of 64 bytes, little-endian::
 
      0   16  token
     16  u64  session id
-    24  u64  start time of the process (/proc/<pid>/stat, field 22), which tells it from a later one of its pid
+    24  u64  start time of the process (/proc/<pid>/stat, field 22), which detects a reused pid
     32  u32  pid
     36  u32  uid
     40  u32  crc                CRC-32 (zlib) of the 40 bytes before
     44  20   (zero)
 
-A record is written before the memory is given, and struck when the session has ended: a torn record is of a process
-that could not touch anything. Without a roll no memory is adopted.
+A record is written before the memory is given, and struck when the session has ended. So the process of a torn record
+has no memory. Without a roll no memory is adopted.
 
-Of adopted memory a slot counts if its generation is even, its record is whole and names this generation, and (in a
+A slot of adopted memory counts if its generation is even, its record is whole and names this generation, and (in a
 full-attention group) its block's ancestors count as well. Every other slot's generation turns odd, so that a process
-that still looks at it finds out.
+that still reads the slot notices.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class About:
-    """What a cache is. ``cuda``: of its GPU segment, which the descriptor does not tell."""
+    """The definition of a cache. ``cuda``: the GPU and size of its GPU segment, which the descriptor does not tell."""
 
     spec: CacheSpec
     slots: Slots
@@ -91,7 +91,7 @@ class About:
 
     @classmethod
     def from_json(cls, text: bytes) -> About:
-        """Raises ValueError, KeyError, TypeError or AttributeError for what :meth:`to_json` did not write."""
+        """Reads the text of :meth:`to_json`. Raises ValueError, KeyError, TypeError, AttributeError for other text."""
         fields: dict[str, Any] = json.loads(text)
         slots = {Tier[tier.upper()]: tuple(map(int, counts)) for tier, counts in fields["slots"].items()}
         cuda = attach.CudaMemory(str(of["uuid"]), int(of["nbytes"])) if (of := fields.get("cuda")) else None
@@ -100,7 +100,8 @@ class About:
 
 @dataclass(slots=True, frozen=True)
 class KeptArena:
-    """``fds``: by segment name, the holder's to close. ``cuda``: of the GPU segment, if it is known."""
+    """A kept arena. ``fds``: by segment name; the owner of this object closes them. ``cuda``: of the GPU segment, if
+    known."""
 
     fds: dict[str, int]
     cuda: attach.CudaMemory | None
@@ -114,7 +115,7 @@ class KeptArena:
 class Keeper:
     """The descriptors at the service manager. For the loop thread, and one other thread at a time.
 
-    ``passed``: descriptors of the life before, the keeper's from now on.
+    ``passed``: descriptors of the life before, owned by the keeper from now on.
     """
 
     def __init__(self, notifier: Notifier, passed: Sequence[PassedFd]) -> None:
@@ -122,7 +123,7 @@ class Keeper:
         self._caches: dict[str, dict[str, int]] = {}
         self._stored: dict[str, tuple[str, ...]] = {}
         self._gpus: dict[str, str] = {}
-        """Of caches that have memory of one: its uuid."""
+        """The uuid of the GPU of each cache with GPU memory."""
         self.sessions_fd: int | None = None
         for name, fd in ((one.name, one.fd) for one in passed):
             if not self._accept(name, fd):
@@ -146,12 +147,12 @@ class Keeper:
         return self._notifier.listens
 
     def abouts(self) -> dict[str, About]:
-        """By name, the caches whose kept arena has a readable ``about``. Blocks."""
+        """The readable ``about`` of each cache with a kept arena, by name. Blocks."""
         found = {cache: _about(cache, fds) for cache, fds in self._caches.items()}
         return {cache: about for cache, about in found.items() if about is not None}
 
     def take(self, cache: str) -> KeptArena | None:
-        """A kept arena, the caller's from now on; None where there is none."""
+        """The cache's kept arena, which the caller then owns; None if there is none."""
         fds = self._caches.pop(cache, None)
         if fds is None:
             return None
@@ -165,7 +166,7 @@ class Keeper:
         return KeptArena(fds, cuda)
 
     def store(self, cache: str, arena: Arena, about: About) -> None:
-        """Has a new arena kept, instead of any that was kept under the name."""
+        """Has the manager keep a new arena, in place of an earlier arena of the cache."""
         if not self.keeps:
             return
         self.forget(cache)
@@ -181,12 +182,12 @@ class Keeper:
             self._gpus[cache] = about.cuda.uuid
 
     def store_sessions(self, fd: int) -> None:
-        """Has the roll kept, instead of any that was kept."""
+        """Has the manager keep the roll, in place of an earlier roll."""
         self._notifier.forget(SESSIONS)
         self._notifier.store(SESSIONS, [fd])
 
     def forget(self, cache: str, only: str | None = None) -> None:
-        """Has the manager let go of the cache's arena, or of ``only`` one segment of it."""
+        """Has the manager let go of the cache's arena. ``only``: of this segment alone."""
         stored = self._stored.pop(cache, ())
         for segment in stored:
             if only in (None, segment):
@@ -195,7 +196,7 @@ class Keeper:
             self._stored[cache] = tuple(segment for segment in stored if segment != only)
 
     def forget_gpu(self, uuid: str) -> None:
-        """Has the manager let go of all memory of a GPU (its uuid, 32 hex digits): the next daemon makes it anew."""
+        """Has the manager let go of all memory of a GPU (its uuid, 32 hex digits): the next daemon allocates anew."""
         for cache in [cache for cache in self._stored if self._gpus.get(cache) == uuid]:
             self.forget(cache, attach.CUDA)
 
@@ -241,7 +242,7 @@ def _read_sealed(fd: int) -> bytes:
 
 @dataclass(slots=True, frozen=True)
 class Entry:
-    """A session in the roll. ``start_time``: of its process, in clock ticks since the machine's start."""
+    """A session in the roll. ``start_time``: of its process, in clock ticks since the boot of the machine."""
 
     token: str
     session: SessionId
@@ -285,7 +286,7 @@ class Roll:
 
     @classmethod
     def create(cls) -> Roll:
-        """Raises TierConfigError where memory is short."""
+        """Makes an empty roll. Raises TierConfigError if memory is short."""
         return cls(Memfd.create(_NAME, RECORDS * RECORD_BYTES), {})
 
     @classmethod
@@ -309,7 +310,7 @@ class Roll:
     def enter(self, token: str, session: SessionId, peer: Peer) -> None:
         start_time = start_time_of(peer.pid)
         if start_time is None or not self._free:
-            return  # gone already, or the roll is full
+            return  # the process is gone, or the roll is full
         place = self._free.pop()
         self._places[session] = place
         self._write(place, Entry(token, session, start_time, peer.pid, peer.uid).pack())
@@ -330,19 +331,19 @@ class Roll:
 
 
 def start_time_of(pid: int) -> int | None:
-    """None for a process that is gone."""
+    """Start time of a process, in clock ticks since boot; None if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])  # the command, in brackets, may hold anything
+    return int(stat.rpartition(")")[2].split()[19])  # the command, in brackets, may hold any text
 
 
 def open_roll(keeper: Keeper) -> tuple[Roll | None, list[Entry]]:
     """The roll of sessions, kept or new, and the entries of the life before. Blocks.
 
-    Where there is no sound roll, all that the keeper has is let go. None where nobody keeps anything. Raises
-    TierConfigError where memory is short.
+    Without a sound roll, the keeper lets go of all arenas. Without a service manager, the roll is None. Raises
+    TierConfigError if memory is short.
     """
     if keeper.sessions_fd is not None:
         try:
@@ -362,7 +363,7 @@ def open_roll(keeper: Keeper) -> tuple[Roll | None, list[Entry]]:
 class OldLife:
     """Sessions of the life before. ``live``: their processes live; ``dead``: their processes have ended.
 
-    ``keeper``: a session that holds every block that a live session may read, until none of them is left, since the
+    ``keeper``: a session that holds every block that a live session may read, until all live sessions have ended: the
     owner table names only the last of several readers. An earlier life's keeper is neither live nor dead.
     """
 
@@ -392,7 +393,7 @@ class KeptMemory(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Adopted:
-    """``recovered``: as ``BlockManager.fill`` wants it."""
+    """The blocks and leases of adopted memory. ``recovered``: for ``BlockManager.fill``."""
 
     recovered: dict[GroupId, list[Recovered]] = field(default_factory=dict)
     left: list[LeftLease] = field(default_factory=list)
@@ -405,10 +406,10 @@ class Adopted:
 def adopt(
     arena: KeptMemory, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
 ) -> Adopted:
-    """Merges the blocks in memory with those on disk, and voids all other slots of the arena.
+    """Merges the blocks in memory and on disk, and voids all other slots of the arena.
 
-    A slot in the answer keeps its old owner, or gets the keeper, until its lease is granted again: a daemon that dies
-    before that must not have forgotten it.
+    A slot in the answer keeps its old owner, or gets the keeper as owner, until its lease is granted again: if this
+    daemon dies before, the next daemon still finds the owner.
     """
     adopted = Adopted()
     for shape in shapes:
@@ -426,7 +427,7 @@ def adopt(
 
 
 def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, Recovered]:
-    """Blocks in memory, least recently noted first. Of two copies with different parents the newer counts."""
+    """Blocks in memory, least recently noted first. If two copies have different parents, the newer copy counts."""
     rows: list[tuple[int, Recovered]] = []
     for tier in arena.tiers:
         found = arena.contents(tier, group)
@@ -453,14 +454,14 @@ def _traits(found: SlotContents) -> Iterator[Traits]:
 
 
 def _merged(in_memory: dict[Key, Recovered], disk: Sequence[Recovered]) -> list[Recovered]:
-    """Least recently used first: blocks on disk alone, then those in memory."""
+    """All blocks, least recently used first: blocks on disk alone, then blocks in memory."""
     alone = []
     for one in disk:
         copies = in_memory.get(one.key)
         if copies is None:
             alone.append(one)
         elif copies.parent == one.parent:
-            # The disk learns of a new retention later than memory, and has all of the label.
+            # The disk learns of a new retention later than memory, but has the whole label.
             in_memory[one.key] = copies._replace(slot=one.slot, traits=copies.traits._replace(label=one.traits.label))
         else:
             del in_memory[one.key]
@@ -477,7 +478,7 @@ def _kept(merged: Sequence[Recovered], tier: Tier) -> dict[SlotId, Key]:
 def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
     """Leases over every slot that a live process may still touch; other slots lose their owner.
 
-    A blank slot is its writer's, the rest is the keeper's.
+    A blank slot goes to its writer, every other slot to the keeper.
     """
     blank: dict[SessionId, list[SlotId]] = {}
     read: list[Key] = []
@@ -487,7 +488,7 @@ def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, K
         elif slot in kept:
             read.append(kept[slot])
         elif arena.generation(tier, group, slot) % 2 == 0:
-            # Several may read it, and its generation is about to be that of one writer's slot.
+            # Several processes may read the slot, and voiding it will make it look like a single writer's.
             arena.set_owners(tier, group, {slot: old.keeper})
             blank.setdefault(old.keeper, []).append(slot)
         elif owner in old.dead or owner == DAEMON:

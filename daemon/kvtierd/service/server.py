@@ -36,29 +36,29 @@ from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.superblock import DirectoryLock, io_errors
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
-"""What 1,024 blocks need in a commit, the largest request: clients split more. 16 KiB a block hold its keys, hashes and
-checksum, and 1,024 token ids with their extra ids."""
+"""Size of the largest request, a commit of 1,024 blocks; clients split larger commits. The 16 KiB per block hold its
+keys, hashes and checksum, and 1,024 token ids with their extra ids."""
 REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-"""Their messages are the same on the wire; the last one is generated."""
+"""Both have the same messages on the wire; grpcio has generated code for the last."""
 MAX_STREAMS: Final = 1024
-"""Calls of a connection at a time. gRPC's client has others wait."""
+"""Most calls of a connection at a time; gRPC's client has further calls wait."""
 
 _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
-    # A client may ask whether the connection lives while it has no call open, but not flood.
+    # A client may ping a connection without open calls, but not flood it.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
 class RpcServer:
-    """Must be made, started and stopped on the loop that runs the verbs."""
+    """The server. Make, start and stop it on the loop that runs the verbs."""
 
     def __init__(self, handlers: Mapping[str, grpc.GenericRpcHandler], visitors: Visitors) -> None:
-        """``handlers``: of each service, by its full name. Health and reflection are for visitors."""
+        """``handlers``: of each service, by its full name. Health and reflection need no session."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: Final = list(handlers)
@@ -74,11 +74,12 @@ class RpcServer:
         self._server.add_generic_rpc_handlers((*handlers.values(), *for_visitors))
 
     def bind(self, path: str) -> None:
-        """Raises RuntimeError where the socket cannot be made."""
+        """Listens on a unix socket. Raises RuntimeError if the socket cannot be made."""
         self._server.add_insecure_port(f"unix:{path}")
 
     def listen(self, listener: TcpListener) -> int:
-        """The port. Raises :class:`TierConfigError` for TLS files of no use, RuntimeError where it cannot listen."""
+        """Listens on TCP. Returns the port. Raises :class:`TierConfigError` for unusable TLS files, RuntimeError if it
+        cannot listen."""
         credentials = listener.credentials()
         if credentials is None:
             return self._server.add_insecure_port(listener.target)
@@ -90,16 +91,16 @@ class RpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def announce_stop(self) -> None:
-        """Health says NOT_SERVING from now on."""
+        """Makes health answer NOT_SERVING from now on."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """No new calls; those open get ``grace_s`` to end. Watches not ended before take all of it."""
+        """Refuses new calls. Open calls get ``grace_s`` seconds to end; an open watch takes them all."""
         await self._server.stop(grace_s)
 
 
 def _describe_reflection() -> None:
-    """Adds version 1 to what reflection tells of: v1alpha, which grpcio brings, under another package name."""
+    """Adds version 1 to the services of reflection: grpcio's v1alpha under another package name."""
     old = FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(old)
     new = text_format.Parse(text_format.MessageToString(old).replace("v1alpha", "v1"), FileDescriptorProto())
@@ -107,7 +108,7 @@ def _describe_reflection() -> None:
 
 
 OLD_LEASE_S: Final = 3600
-"""A request of an engine takes seconds; a lease this old is more likely forgotten than needed, and health names it."""
+"""Age from which health names a lease. An engine's request takes seconds, so an older lease is probably forgotten."""
 
 
 class Health:
@@ -121,7 +122,7 @@ class Health:
         device_problems: Callable[[], Sequence[str]],
         others: Sequence[Callable[[], str | None]],
     ) -> None:
-        """``others``: of parts with at most one problem at a time."""
+        """``others``: each returns the problem of a part with at most one problem at a time."""
         self._device_problems: Final = device_problems
         self._others: Final = others
         self._engine: Final = engine
@@ -131,7 +132,7 @@ class Health:
         self._log: Final = log
 
     def problems(self, caches: Sequence[Cache]) -> list[str]:
-        """Of the daemon and of these caches; empty when all is well."""
+        """Problems of the daemon and of these caches."""
         return [
             *self._device_problems(),
             *self._catalog.problems(),
@@ -175,11 +176,12 @@ class Health:
 LOCK: Final = "kvtierd.lock"
 _DIRECTORY_MODE: Final = 0o750
 _SOCKET_UMASK: Final = 0o117
-"""Sockets are born 0660: there is no moment in which others could connect."""
+"""Sockets are created with mode 0660, so that other users can never connect."""
 
 
 class RuntimeDir:
-    """Held by this process alone. The lock comes before the sockets: binding would silently steal a live daemon's."""
+    """The runtime directory, held by this process alone. The lock comes before the sockets: a bind would silently
+    replace a live daemon's socket."""
 
     def __init__(self, path: Path, lock: DirectoryLock, rpc_path: str, attach_path: str) -> None:
         self.path: Final = Path(os.path.abspath(path))
@@ -200,7 +202,7 @@ class RuntimeDir:
         with io_errors(f"cannot use the runtime directory {path}"):
             for missing in reversed([each for each in (path, *path.parents) if not each.is_dir()]):
                 missing.mkdir(exist_ok=True)
-                missing.chmod(_DIRECTORY_MODE)  # who may use the sockets must also pass the directories above
+                missing.chmod(_DIRECTORY_MODE)  # users of the sockets must pass the directories above, too
             lock = DirectoryLock.take(path / LOCK)
         runtime_dir = cls(path, lock, rpc_path, attach_path)
         runtime_dir._remove_sockets()
@@ -208,7 +210,7 @@ class RuntimeDir:
 
     @contextmanager
     def creating_sockets(self) -> Iterator[None]:
-        """Sockets bound inside get their mode at birth. The umask is the process's: keep it short, start no threads."""
+        """Sets the mode of sockets bound in the body. The umask is the process's: be short, and start no threads."""
         before = os.umask(_SOCKET_UMASK)
         try:
             yield
@@ -225,7 +227,7 @@ class RuntimeDir:
         return sock
 
     def close(self) -> None:
-        """Removes the sockets and lets another daemon in."""
+        """Removes the sockets and releases the directory."""
         self._remove_sockets()
         self._lock.release()
 
@@ -236,13 +238,14 @@ class RuntimeDir:
 
 _FEEDS_PER_INTERVAL: Final = 3
 _STALLED_SHARE: Final = 0.5
-"""Of the interval: how long a thread may be in a call. The manager acts after another interval at most."""
+"""Share of the interval that a thread may be in a call. The manager acts after another interval at most."""
 
 _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """``stalled_s``: for how long the mover's slowest thread has been in one call; infinite for one that died."""
+    """Feeds the manager's watchdog. ``stalled_s``: returns the seconds that the mover's slowest thread has been in its
+    call; infinite if a thread has died."""
 
     def __init__(self, notifier: Notifier, interval_s: float, stalled_s: Callable[[], float]) -> None:
         self._notifier: Final = notifier
@@ -251,7 +254,7 @@ class Watchdog:
         self._fed = True
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Feeds the watchdog until cancelled."""
         while True:
             self._feed()
             await asyncio.sleep(self._interval_s / _FEEDS_PER_INTERVAL)

@@ -1,4 +1,4 @@
-"""Sessions of clients: how they begin, detach, resume and end, and the replies that make a repeated call harmless."""
+"""Sessions of clients, from begin to end, and the remembered replies that make a repeated call harmless."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kvtierd.service.recovery import Entry, OldLife, Roll
 RECEIVED: Final = 8
 """Calls of a session whose messages are received at a time."""
 REMEMBERED: Final = 128
-"""Most remembered replies of a session, without those that name a live lease."""
+"""Most remembered replies of a session, besides replies that name a live lease."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T]):
-    """``reply``: cancelled where the call was, or was refused; None for a call that its client gave up."""
+    """``reply``: cancelled if the call was cancelled or refused; None if its client gave the call up."""
 
     digest: bytes
     reply: asyncio.Future[T] | None
@@ -89,7 +89,7 @@ class ReplyMemory(Generic[T]):
     async def give_up(self, seq: int) -> T | None:
         """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered.
 
-        Whoever is cancelled here has taken no reply: the next one to give the call up gets it.
+        If this method is cancelled, it has taken no reply: its next call gets the reply.
         """
         while True:
             call = self._calls.setdefault(seq, _Call(b"", None))
@@ -117,7 +117,7 @@ IDLE_ORPHANED_S: Final = 30.0
 _TOKEN_BYTES: Final = 16
 
 GOODBYE: Final = "goodbye"
-"""Why a session ends whose client has said so."""
+"""The reason of a session's end that its client asked for."""
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class SessionPeer(Protocol):
 
     @property
     def address(self) -> str:
-        """As gRPC writes it; empty for a process of this host."""
+        """Address in gRPC's form; empty for a process of this host."""
         ...
 
     @property
@@ -202,7 +202,7 @@ class Session:
     streams: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that send to the client; they are cancelled with the session."""
     step_s: float = inf
-    """How long a step of its calls takes; infinite until it is known. See ``service/turns.py``."""
+    """Seconds that a step of its calls takes; infinite until it is known. See ``service/turns.py``."""
     remnant: bool = False
     """Whether the session is of an earlier daemon or kicked: it can only be given up. See ``service/recovery.py``."""
 
@@ -321,8 +321,8 @@ class SessionRegistry:
             self._gone_before_settled += gone
 
     def kick(self, session: Session, why: str) -> None:
-        """Ends the session, but for blank slots that a live process of this host may still write: they stay out of use
-        until the process gives them up or ends."""
+        """Ends the session, except blank slots that a live process of this host may still write: the slots stay out of
+        use until the process gives them up or ends."""
         if (session.writes or session.remnant) and not session.peer.is_gone():
             self._engine.disown_session(session.id)
             if self._engine.session_leases(session.id):
@@ -334,8 +334,8 @@ class SessionRegistry:
         self.end(session, why)
 
     def restore(self, entries: Iterable[Entry]) -> OldLife:
-        """Takes over the sessions of an earlier daemon whose processes live. They hold their slots until they give them
-        up or end. Comes before any other session; :meth:`settle` follows."""
+        """Takes over the sessions of an earlier daemon whose processes live; the sessions hold their slots until they
+        give them up or end. Call before any other session begins; :meth:`settle` follows."""
         self._gone_before_settled = []
         dead: set[SessionId] = set()
         for entry in entries:
@@ -364,9 +364,9 @@ class SessionRegistry:
             session.enrolled = True
 
     def settle(self) -> None:
-        """Ends sessions of an earlier daemon that hold nothing, and releases the slots of those that have ended.
+        """Ends sessions of an earlier daemon without slots, and releases the slots of sessions that have ended.
 
-        Called when all slots of earlier sessions are known.
+        Call when all slots of earlier sessions are known.
         """
         gone, self._gone_before_settled = self._gone_before_settled, None
         for ended in gone or ():
@@ -376,7 +376,7 @@ class SessionRegistry:
                 self.end(session, "it held nothing")
 
     def give_up(self, token: str, by: Session) -> None:
-        """Ends a process's session that is a remnant, if there is one: the process no longer uses its slots."""
+        """Ends the remnant session of a token, if there is one: its process no longer uses the slots."""
         session = self._remnants.get(token)
         if session is not None and session.peer.is_same(by.peer):
             self.end(session, "given up")
@@ -421,7 +421,7 @@ class SessionRegistry:
         return self._by_id.get(session)
 
     def owners(self) -> Counter[int | str]:
-        """How many sessions each client has, by its pid or TCP address."""
+        """The number of sessions of each client, by its pid or TCP address."""
         return Counter(session.peer.pid or session.peer.address for session in self._by_id.values())
 
     def owner_of(self, session: SessionId) -> tuple[int, str]:
@@ -445,7 +445,7 @@ class SessionRegistry:
             raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most.sessions} sessions")
 
     def _end_an_idle_one(self, of: Identity | None = None) -> bool:
-        """Ends an idle session, of one identity or of all. Returns whether there was one."""
+        """Ends an idle session, of one identity or of all. Returns whether a session was idle."""
         candidates = filter(self._is_idle, self._by_id.values())
         idle = next((one for one in candidates if of is None or account(one.peer.identity) == of), None)
         if idle is not None:
@@ -464,7 +464,7 @@ class SessionRegistry:
         session.peer.close()
 
     def _shut_out(self, session: Session) -> None:
-        """From now on no client has the session."""
+        """Takes the session away from its client."""
         session.ended = True
         for stream in session.streams:
             stream.cancel()
@@ -508,7 +508,7 @@ def require_attached(session: Session) -> None:
 
 
 def _way(caller: Identity | None) -> str:
-    """How a session begins. ``caller``: whom the transport proves, which it does over TCP only."""
+    """The way to begin a session. ``caller``: the identity that the transport proves; None = a unix socket."""
     return "attach" if caller is None else "open Sessions.Session"
 
 

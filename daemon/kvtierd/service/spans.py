@@ -30,16 +30,16 @@ from kvtierd.service.errors import shown
 from kvtierd.service.tally import Call, Metadata, Tally
 
 FLUSH_S: Final = 2.0
-"""How long a stop waits for the collector to take the last spans."""
+"""Seconds that a stop waits for the collector to take the last spans."""
 FAULTS: Final = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Codes that make a server's span an error, as OpenTelemetry has it; any other is the client's affair."""
+"""Codes that make a server's span an error by OpenTelemetry's rules; other codes are errors of the client."""
 _CLIENTS: Final = TraceContextTextMapPropagator()
 
 _log = logging.getLogger(__name__)
 
 
 class _Exporter(OTLPSpanExporter):
-    """Warns once of a collector that is away."""
+    """Warns once while the collector is away."""
 
     away = False
 
@@ -49,7 +49,7 @@ class _Exporter(OTLPSpanExporter):
         return result
 
     def tell(self, record: logging.LogRecord) -> bool:
-        """A filter of what the library logs for each batch."""
+        """A filter that replaces the library's log records for each batch."""
         if record.levelno >= logging.ERROR and not self.away:
             self.away = True
             _log.warning("traces are lost until the collector takes them: %s", record.getMessage())
@@ -57,10 +57,10 @@ class _Exporter(OTLPSpanExporter):
 
 
 class Spans(Tally):
-    """Makes a span of each call and of each move. That of a move is a child of that of the call that planned it."""
+    """Makes a span of each call and of each move. A move's span is a child of the span of the call that planned it."""
 
     def __init__(self, endpoint: str) -> None:
-        """Starts the SDK's thread, which sends. ``OTEL_*`` in the environment configure the rest."""
+        """Starts the SDK's thread, which sends the spans. ``OTEL_*`` in the environment configure the rest."""
         super().__init__()
         own = Resource.create({"service.name": "kvtierd", "service.version": version("kvtier")})
         self._exporter: Final = _Exporter(endpoint)
@@ -68,7 +68,7 @@ class Spans(Tally):
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer: Final = self._provider.get_tracer("kvtierd")
         self._cache: Callable[[CacheId], Cache | None] = lambda _: None
-        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it warns of every span that it has no room for
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it warns of every span without room in its queue
         otlp_log.addFilter(self._exporter.tell)
 
     def watch(self, engine: Engine, catalog: Catalog) -> None:
@@ -76,10 +76,10 @@ class Spans(Tally):
         engine.trace_moves(self._move)
 
     async def close(self) -> None:
-        """Sends what is left to a collector that takes it."""
+        """Sends the remaining spans, unless the collector is away."""
         flushing = asyncio.create_task(asyncio.to_thread(self._provider.force_flush))
         await asyncio.wait([flushing], timeout=0 if self._exporter.away else FLUSH_S)
-        self._exporter.shutdown()  # which ends a call that is under way
+        self._exporter.shutdown()  # ends a running export
         await flushing
         await asyncio.to_thread(self._provider.shutdown)
 

@@ -1,4 +1,4 @@
-"""Calls by method, code and time, and refusals by reason, whichever way the calls came."""
+"""Counts of calls by method, code and time, and of refusals by reason, over gRPC and the attach socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.
 
 @dataclass(slots=True)
 class Times:
-    """``buckets``: calls by duration. ``seconds``: their sum."""
+    """``buckets``: calls by duration. ``seconds``: sum of the durations."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     seconds: float = 0.0
@@ -34,7 +34,7 @@ class Times:
 
 
 class Call:
-    """One that is open. ``code``: as gRPC names it; a call that nobody answers was cancelled. ``reason``: of a refusal.
+    """An open call. ``code``: gRPC's name of its code; an unanswered call was cancelled. ``reason``: of a refusal.
     ``session``, ``request``: None until they are known."""
 
     def __init__(self, tally: Tally) -> None:
@@ -49,27 +49,27 @@ class Call:
         return reply
 
     def refused(self, refusal: CallRefused) -> CallRefused:
-        """Notes how the call ends."""
+        """Notes that the call was refused."""
         self.code, self.reason = refusal.code.name, refusal.detail.reason
         self._tally.refusals[self.reason] += 1
         return refusal
 
 
 class Tally:
-    """Loop thread only. Methods are the daemon's own: a client cannot add a name."""
+    """The counts. Loop thread only. Only the daemon's own methods have counts: a client cannot add a name."""
 
     def __init__(self) -> None:
         self.calls: Final[Counter[tuple[str, str]]] = Counter()
-        """By method and code."""
+        """Calls by method and code."""
         self.times: Final[dict[str, Times]] = {}
-        """By method, of calls with one answer."""
+        """Durations of calls with a single answer, by method."""
         self.refusals: Final[Counter[str]] = Counter()
-        """By reason."""
+        """Refusals by reason."""
 
     @contextmanager
     def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[Call]:
-        """Around a call. ``metadata``: for spans. ``timed``: False for a stream, which lasts as long as its client
-        likes."""
+        """Counts a call around the body. ``metadata``: for spans. ``timed``: False for a stream, whose client decides
+        how long it lasts."""
         call, start = Call(self), time.perf_counter()
         try:
             yield call

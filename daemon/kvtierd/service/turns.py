@@ -1,4 +1,4 @@
-"""Turns of clients that want the event loop at the same time: the client that has computed least is served first.
+"""Turns of clients on the event loop: the client that has computed least is served first.
 
 Python runs one step of a call at a time, so a client could hold others up with many calls, or with long calls. Time is
 shared by lanes: an account (a uid, a certificate, or all anonymous clients together) has a lane for short calls and a
@@ -26,12 +26,12 @@ SLICE_S: Final = 0.00025
 REMEMBERED_S: Final = 0.05
 """Computed time over which the length of steps is averaged."""
 LOOKS: Final = 4
-"""Looks at the sockets between two slices: a packet that came meanwhile has become a call before the next slice."""
+"""Looks at the sockets between two slices, in which a packet that has arrived becomes a call before the next slice."""
 
 K = TypeVar("K")
 T = TypeVar("T")
 _Lane = tuple[Identity, bool]
-"""An account, and whether its calls are short. Short calls and long calls have equal shares of the time."""
+"""An account, and whether its calls are short. Short and long calls have equal shares of the time."""
 
 
 class _Times(Generic[K]):
@@ -49,7 +49,7 @@ class _Times(Generic[K]):
         return min(clients, key=self._of.__getitem__)
 
     def serve(self, clients: Iterable[K]) -> K:
-        """The same, which is served now."""
+        """Like :meth:`first`, and serves the client now."""
         found = self.first(clients)
         self._level = self._of[found]
         return found
@@ -85,7 +85,7 @@ class Turns:
         self._lane_of: dict[SessionId, _Lane] = {}
         """The lane of each session's last call."""
         self._typical_s = 0.0
-        """How long a step takes that the loop is found in at a random moment."""
+        """Expected length of the step in which the loop is at a random moment."""
         self._spent_s = 0.0
         self._round: asyncio.Handle | None = None
 
@@ -100,12 +100,12 @@ class Turns:
                 and self._rank(lane, session.id) < self._first()
                 and self._spent_s + session.step_s < SLICE_S
             ):
-                return  # a short call, between the slices of others
+                return  # a short call fits between the slices of other clients
         turn = _Turn(next(self._numbers), session, asyncio.get_running_loop().create_future())
         self._queued[session.id] += 1
         try:
             await self._queue(turn)
-            while self._spent_s >= SLICE_S and not turn.leads:  # a call before it took longer than its steps before
+            while self._spent_s >= SLICE_S and not turn.leads:  # an earlier call took longer than expected
                 turn.given = asyncio.get_running_loop().create_future()
                 await self._queue(turn)
         finally:
@@ -132,8 +132,8 @@ class Turns:
 
     @types.coroutine
     def measured(self, session: Session, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Runs ``work``, and charges the session for the time that it computes. Work that gives others their turn,
-        with ``asyncio.sleep(0)``, goes on in its own next turn."""
+        """Runs ``work``, and charges the session for its computing time. Work that yields with ``asyncio.sleep(0)``
+        goes on in the session's next turn."""
         resume: Any = work.send
         value: Any = None
         while True:
@@ -170,7 +170,7 @@ class Turns:
             self._schedule()
 
     def _change_lane(self, session: Session, lane: _Lane) -> None:
-        """Moves the calls that wait to the lane of calls as long as the last one."""
+        """Moves the session's waiting calls to the lane that fits the length of its last call."""
         waiting = self._waiting.get(lane, {})
         if session.id in waiting and lane[1] != self._is_short(session):
             turns = waiting.pop(session.id)
@@ -209,7 +209,7 @@ class Turns:
                 del mine[number]
             if not mine:
                 del self._waiting[lane]
-            if not turn.given.done():  # its caller may have given up
+            if not turn.given.done():  # the caller may have given up
                 turn.leads = left_s == SLICE_S
                 turn.given.set_result(None)
                 left_s -= turn.session.step_s

@@ -38,7 +38,7 @@ def cache_name(value: str, field: str = "name") -> str:
 
 
 def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
-    """The packed keys as a list, all different. None are as good as one: a prompt may be shorter than a block."""
+    """The packed keys as a list, all different. The list may be empty: a prompt may be shorter than a block."""
     if len(packed) % KEY_BYTES:
         raise bad_argument(field, f"{len(packed)} bytes", f"keys of {KEY_BYTES} bytes")
     count = len(packed) // KEY_BYTES
@@ -60,7 +60,7 @@ def _refuse_first_repeated(field: str, values: list[Key]) -> NoReturn:
 
 
 def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
-    """One parent a block, not the block itself; 32 zero bytes = a root."""
+    """A parent per block, never the block itself; 32 zero bytes = a root."""
     size = len(keys) * KEY_BYTES
     if len(packed) != size:
         raise bad_argument(field, f"{len(packed)} bytes", f"{size} bytes: one parent a key")
@@ -72,12 +72,12 @@ def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
 
 
 def _split(packed: bytes) -> list[Key]:
-    """Six times as fast as slices."""
+    """Splits packed keys, much faster than slices."""
     return cast("list[Key]", np.frombuffer(packed, _KEY).tolist()) if packed else []
 
 
 def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
-    """Milliseconds, one a block; no values = for ever for each block."""
+    """Milliseconds per block; no values = for ever for each block."""
     if not values:
         return [0] * count
     if len(values) != count:
@@ -86,7 +86,7 @@ def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
 
 
 def priorities(field: str, packed: bytes, count: int, *, some: bool = False) -> bytes:
-    """One byte a block; no bytes = the default for each block. ``some``: 255 leaves a block as it is."""
+    """A priority byte per block; no bytes = the default for each block. ``some``: 255 leaves a block as it is."""
     if not packed:
         return bytes([DEFAULT_PRIORITY]) * count
     if len(packed) != count:
@@ -99,7 +99,7 @@ def priorities(field: str, packed: bytes, count: int, *, some: bool = False) -> 
 
 
 def tier(field: str, value: int, allowed: Collection[Tier]) -> Tier:
-    """A tier that the cache has and the verb can use: one of ``allowed``."""
+    """The tier of ``value``. ``allowed``: the tiers that the cache has and the verb can use."""
     found = TIER_FROM_WIRE.get(value)
     if found is None or found not in allowed:
         names = (
@@ -166,7 +166,7 @@ def groups(field: str, cache: Cache, numbers: Sequence[int]) -> list[GroupId]:
 
 
 def following(cache: Cache, groups: Sequence[GroupId], request: blocks_pb2.MatchRequest) -> tuple[bytes, bytes]:
-    """The token ids that follow a match's keys, fewer than a block's, and their scope. Raises INVALID_ARGUMENT."""
+    """The token ids after a match's keys, fewer than a block has, and their scope. Raises INVALID_ARGUMENT."""
     if not request.tokens:
         _require_no_scope(request)
         return b"", b""
@@ -182,7 +182,7 @@ def following(cache: Cache, groups: Sequence[GroupId], request: blocks_pb2.Match
 
 
 def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
-    """One label a block. Raises INVALID_ARGUMENT, also for a label that the cache does not keep."""
+    """A label per block. Raises INVALID_ARGUMENT, also for a label that the cache does not keep."""
     if not request.event_hashes and not request.tokens and not request.checksums:
         _require_no_scope(request)
         return [None] * count
@@ -224,7 +224,7 @@ def _scope(request: blocks_pb2.CommitRequest | blocks_pb2.MatchRequest) -> dict[
 
 
 def _scopes(request: blocks_pb2.CommitRequest, count: int, width: int, last: int) -> Sequence[events_pb2.BlockTokens]:
-    """All of each block's but its token ids. ``last``: how many tokens the last one has."""
+    """The scope of each block's tokens, without the token ids. ``last``: tokens of the last block."""
     size = width * _EXTRA_ID_BYTES
     extra_ids = _rows(
         "token_extra_ids", request.token_extra_ids, size, count, f"{size} bytes a block", last * _EXTRA_ID_BYTES

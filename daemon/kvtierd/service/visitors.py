@@ -1,4 +1,4 @@
-"""Calls without a session: health, reflection, and streams that have not said hello. Anybody may make them."""
+"""Calls without a session, open to every client: health, reflection, and streams before their hello."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser
 from kvtierd.service.sessions import this_task
 
 MAX_VISITORS: Final = 64
-"""Of the calls that the daemon serves at a time, so many may be without a session."""
+"""Most calls without a session that the daemon serves at a time."""
 READ_S: Final = 5.0
-"""A message is there, whole, after so long."""
+"""Seconds within which a message must arrive whole."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Visitors:
-    """Serves calls without a session, :data:`MAX_VISITORS` at a time: the oldest gives way. Loop thread only."""
+    """Serves calls without a session, at most :data:`MAX_VISITORS`: the oldest call gives way. Loop thread only."""
 
     def __init__(self, translate: Translator) -> None:
         self._translate: Final = translate
@@ -35,7 +35,7 @@ class Visitors:
 
     @asynccontextmanager
     async def visiting(self) -> AsyncGenerator[None, None]:
-        """Counts the running task. Raises RESOURCE_EXHAUSTED inside when it gives way."""
+        """Counts the running task during the body. Raises RESOURCE_EXHAUSTED in the body if the task gives way."""
         task = this_task()
         if len(self._calls) >= MAX_VISITORS:
             oldest = next(iter(self._calls))
@@ -54,7 +54,7 @@ class Visitors:
             self._calls.pop(task, None)
 
     def handler(self, name: str, service: str, servicer: object, names: Iterable[str]) -> grpc.GenericRpcHandler:
-        """The methods ``names`` of a servicer of gRPC's own, of ``service``, served under ``name``."""
+        """The methods ``names`` of gRPC's own servicer of ``service``, served under ``name``."""
         methods = Default().FindServiceByName(service).methods_by_name
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             each: grpc.stream_stream_rpc_method_handler(
@@ -90,7 +90,7 @@ class Visitors:
 
 
 async def abort(context: _Context, refusal: CallRefused) -> NoReturn:
-    """Ends a call with a refusal. For a client that has gone meanwhile, gRPC would log a traceback."""
+    """Ends a call with a refusal. Raises CancelledError if the client has gone: gRPC would log a traceback."""
     try:
         await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
     except grpc.aio.InternalError:
@@ -98,7 +98,7 @@ async def abort(context: _Context, refusal: CallRefused) -> NoReturn:
 
 
 async def read(context: _Context) -> bytes | None:
-    """The next message of a call; None at the end. Raises DEADLINE_EXCEEDED if it does not come whole in time."""
+    """The next message of a call; None at the end. Raises DEADLINE_EXCEEDED if it does not arrive whole in time."""
     try:
         async with asyncio.timeout(READ_S):
             raw: Any = await context.read()

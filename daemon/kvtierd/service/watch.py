@@ -1,4 +1,4 @@
-"""One watcher: what it wants to see and may, where it is in the stream, and the batches that it is sent."""
+"""A watcher: its filter and rights, its place in the stream, and the batches sent to it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvtierd.service.errors import CallRefused, bad_argument, shutting_down
 from kvtierd.service.hub import EventHub, Loss
 
 MAX_PREFIXES: Final = 64
-"""Of keys, in a filter."""
+"""Most key prefixes in a filter."""
 MAX_VALUES: Final = 4096
-"""Of each other kind in a filter."""
+"""Most values of each other kind in a filter."""
 
 COVER_S: Final = 0.1
 COVER_SHARE_S: Final = 0.02
-"""Ids that were filtered away are covered once it is quiet for so long, and so long for each watcher."""
+"""Quiet seconds after which filtered ids are covered by a batch: at least, and per watcher."""
 
 BEAT_SHARE_S: Final = 0.002
 BEAT_MOST_S: Final = 0.8
-"""Heartbeats are so far apart for each watcher there is, but no further than clients bear, who wait for a second."""
+"""Least seconds between heartbeats: a share per open watcher, up to a maximum, as clients wait for a second."""
 
 Caches = Callable[[str], bool]
 """Some caches, by name."""
@@ -44,7 +44,7 @@ def no_cache(_: str) -> bool:
 
 @dataclass(slots=True)
 class _Latest:
-    """The last run that was looked at, and what of it passed."""
+    """The last run that was filtered, and its part that passed."""
 
     run: Run | None = None
     passed: bytes = b""
@@ -52,11 +52,11 @@ class _Latest:
 
 @dataclass(slots=True, frozen=True)
 class EventFilter:
-    """What to let through; an empty set lets everything through.
+    """A filter of events; an empty set lets everything through.
 
     ``tiers``: numbers of the wire. ``keys``: prefixes. ``visible``: the caches whose events the watcher may see.
-    ``private``: those whose token ids it may see. Watchers that want the same share one filter, so that each run is
-    looked at once for all of them.
+    ``private``: the caches whose token ids it may see. Watchers with equal filters share an object, so that each run is
+    filtered once for all of them.
     """
 
     types: frozenset[int] = frozenset()
@@ -71,7 +71,7 @@ class EventFilter:
 
     @classmethod
     def of(cls, message: events_pb2.WatchFilter) -> EventFilter:
-        """As asked for, of all caches, without token ids. Raises INVALID_ARGUMENT that names the field."""
+        """The filter of a request, for all caches, without token ids. Raises INVALID_ARGUMENT that names the field."""
         for name in ("types", "causes", "tiers", "caches", "groups", "key_prefixes"):
             most = MAX_PREFIXES if name == "key_prefixes" else MAX_VALUES
             validation.count(f"filter.{name}", len(getattr(message, name)), 0, most)
@@ -96,7 +96,7 @@ class EventFilter:
         )
 
     def allowed(self, visible: Caches, private: Caches) -> EventFilter:
-        """The same for a watcher with other rights."""
+        """The same filter for a watcher with other rights."""
         return replace(self, visible=visible, private=private)
 
     def wants_cache(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class EventFilter:
         return [row for row in rows if row.key.startswith(self.keys)] if self.keys else rows
 
     def look_at(self, run: Run) -> bytes:
-        """What of ``run`` passes: a serialised ``WatchBatch`` with just these events, cut down to the blocks wanted."""
+        """Filters a run. Returns a serialised ``WatchBatch`` of the events that pass, with only their wanted blocks."""
         if self._lets_all_through and (run.private is run.body or self.private in (every_cache, no_cache)):
             return run.body if self.private is no_cache else run.private
         if self._latest.run is not run:
@@ -128,7 +128,7 @@ class EventFilter:
         return events_pb2.WatchBatch(events=wanted).SerializeToString()
 
     def _wants(self, event: events_pb2.Event) -> bool:
-        """Cuts the event down to the blocks wanted."""
+        """Returns whether an event passes, after cutting it to the wanted blocks."""
         return (
             (not self.types or event.type in self.types)
             and (not self.causes or event.cause in self.causes)
@@ -146,7 +146,7 @@ class EventFilter:
 
 
 def _keep(event: events_pb2.Event, prefixes: tuple[bytes, ...]) -> bool:
-    """Leaves the blocks whose keys begin with one of the prefixes. Returns whether there are any."""
+    """Cuts an event to blocks whose keys begin with a prefix. Returns whether any are left."""
     count = len(event.keys) // KEY_BYTES
     places = [place for place in range(count) if event.keys.startswith(prefixes, place * KEY_BYTES)]
     if not places or len(places) == count:
@@ -164,10 +164,10 @@ def _keep(event: events_pb2.Event, prefixes: tuple[bytes, ...]) -> bool:
 
 
 class Watcher:
-    """Follows the events from a place on.
+    """Follows the events from a cursor on.
 
-    ``cursor``: the last id that this watcher has been told of, or need not be. ``epoch``: that of the cursor, or the
-    one that begins after it. ``wanted`` may be replaced at any time: it holds for what is sent from then on.
+    ``cursor``: the last id that was sent to this watcher, or need not be sent. ``epoch``: the epoch of the cursor, or
+    the epoch that begins after it. ``wanted`` may be replaced at any time, and applies to later batches.
     """
 
     def __init__(self, hub: EventHub, epoch: int, cursor: int, wanted: EventFilter, heartbeat_s: float) -> None:
@@ -175,31 +175,31 @@ class Watcher:
         self._epoch = epoch
         self._cursor = cursor
         self._covered = cursor
-        """Ids between it and the cursor were filtered away; the next batch will cover them."""
+        """Ids between this id and the cursor were filtered out; the next batch will cover them."""
         self.wanted = wanted
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
         self.quiet_until = self._loop.time() + heartbeat_s
-        """When it must have heard something."""
+        """Loop time at which the next heartbeat is due."""
         self.refusal: CallRefused | None = None
-        """Why it may not go on, once its rights have changed."""
+        """Why the watch must end after a change of rights."""
 
     def require_allowed(self) -> None:
-        """Raises :attr:`refusal`: to be asked before a batch is sent, since what has become invisible is left out of
-        it, though it covers its ids."""
+        """Raises :attr:`refusal`. Call before a batch is sent: a batch covers the ids of events that its watcher may no
+        longer see."""
         if self.refusal is not None:
             raise self.refusal
 
     @property
     def lag(self) -> int:
-        """Events that it has not looked at yet."""
+        """The number of events after the cursor."""
         return self._hub.last - self._cursor
 
     async def follow(self, snapshot_end: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Batches without end, serialised. The first comes at once and, if it has no events, says where this starts.
+        """Yields serialised batches without end. The first comes at once; without events it tells the start.
 
-        ``snapshot_end``: the first batch to reach this id is marked as such. Raises UNAVAILABLE once the hub is closed
-        and everything in it was sent.
+        ``snapshot_end``: the first batch that reaches this id is marked as the snapshot's end. Raises UNAVAILABLE after
+        the last event of a closed hub.
         """
         self.quiet_until = self._loop.time()
         if snapshot_end is not None and snapshot_end <= self._cursor:
@@ -233,10 +233,10 @@ class Watcher:
             if ends:
                 snapshot_end = None
             if not body:
-                await asyncio.sleep(0)  # all filtered away: there may be much of it, and nothing else to wait for
+                await asyncio.sleep(0)  # everything was filtered out, perhaps for many runs: give the loop a turn
 
     def heartbeat(self) -> bytes:
-        """A batch without events; the next one is due when it has been quiet for long enough again."""
+        """Returns a batch without events, and begins the wait for the next heartbeat."""
         self.heard()
         return self._batch()
 
@@ -245,14 +245,14 @@ class Watcher:
         return self._loop.time() >= self.quiet_until
 
     def heard(self) -> None:
-        """It has just been sent something."""
+        """Begins the wait for the next heartbeat, after a batch was sent."""
         spread_s = min(BEAT_MOST_S, BEAT_SHARE_S * len(self._hub.watchers))
         self.quiet_until = self._loop.time() + max(self._heartbeat_s, spread_s)
 
     async def _news(self) -> bool:
-        """False when it stays quiet until a batch without events is due.
+        """Waits for events. Returns False if a batch without events is due before.
 
-        That is earlier where it tells that events were filtered away, for which somebody may wait.
+        The batch is due earlier if it covers filtered ids, for which a client may wait.
         """
         if self._hub.closed:
             raise shutting_down()
@@ -273,8 +273,8 @@ class Watcher:
         ).SerializeToString()
 
     def _gap(self, loss: Loss) -> bytes:
-        """Covers what was filtered away before it, too: the ids of the gap itself are in no batch. One that ends an
-        epoch stands in a batch of the next, before its first id."""
+        """A batch with a gap. The batch also covers filtered ids before the gap, but not the ids in the gap. A gap at
+        the end of an epoch is in a batch of the next epoch, before its first id."""
         gap = events_pb2.Gap(epoch=loss.epoch, first_id=loss.first, last_id=loss.last, reason=loss.reason)
         batch = events_pb2.WatchBatch(epoch=loss.then, gap=gap, newest_id=self._hub.last)
         if loss.then == loss.epoch:

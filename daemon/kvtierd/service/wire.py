@@ -11,7 +11,7 @@ from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, LeaseId, Tier
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
-"""Parent of a chain's first block on the wire."""
+"""The parent of a chain's first block on the wire."""
 
 TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
     Tier.DEVICE: common_pb2.TIER_DEVICE,

@@ -1,4 +1,4 @@
-"""A fleet of hosts behind a router: what each request finds on its host, on another one, and in a remote store."""
+"""A fleet of hosts behind a router: blocks that requests find on their host, on another host, in a remote store."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvtierd.core.policy import RemotePolicy
 from kvtierd.simulate.host import Host, Served
 
 _RECENT: Final = 16
-"""A request is load of its host until so many requests a host have come after it."""
+"""A request counts as load of its host until this many later requests per host have come."""
 _SLACK: Final = 8
-"""A prefix is not followed to a host that has so many more recent requests than the least loaded one."""
+"""Most recent requests above the least loaded host's with which a host is chosen for its prefix."""
 
 
 Choose = Callable[[int, Sequence[int], Sequence[int]], int]
-"""The host of the n-th request, from each host's known prefix and its recent requests."""
+"""Returns the host of the n-th request, from each host's known prefix and recent requests."""
 
 
 def _round_robin(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> int:
@@ -26,7 +26,7 @@ def _round_robin(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> in
 
 
 def _longest_prefix(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> int:
-    """Of the hosts that are not much busier than the least loaded one, the one with the longest prefix."""
+    """The host with the longest prefix, among hosts that are not much busier than the least loaded host."""
     bound = min(loads) + _SLACK
     fit = (host for host, load in enumerate(loads) if load <= bound)
     return max(fit, key=lambda host: (prefixes[host], -loads[host]))
@@ -37,9 +37,9 @@ ROUTERS: Final[Mapping[str, Choose]] = {"prefix": _longest_prefix, "round-robin"
 
 @dataclass(slots=True, frozen=True)
 class FleetShape:
-    """``slots``: of each host, by tier. ``longest``: blocks to which a longer prompt is cut; 0 = what the fastest tier
-    has. ``remote``: when a block goes to a store, which keeps all that it gets; None = there is none. ``peers``: a host
-    fetches what another one has."""
+    """``slots``: of each host, by tier. ``longest``: blocks to which a longer prompt is cut; 0 = the slots of the
+    fastest tier. ``remote``: when a block goes to the store, which keeps every block; None = no store. ``peers``: hosts
+    fetch blocks from other hosts."""
 
     hosts: int
     slots: Mapping[Tier, int]
@@ -49,7 +49,7 @@ class FleetShape:
     longest: int = 0
 
     def pooled(self) -> FleetShape:
-        """One host with the slots of all, and nothing beside it."""
+        """A single host with the slots of all hosts, without a store or peers."""
         slots = {tier: count * self.hosts for tier, count in self.slots.items()}
         return replace(self, hosts=1, slots=slots, remote=None, peers=False, longest=self.cut)
 
@@ -60,8 +60,8 @@ class FleetShape:
 
 @dataclass(slots=True)
 class Report:
-    """Blocks, but for ``requests``, by host. Found blocks are ``local``, at ``peers`` or ``remote``; the last two were
-    fetched. ``put``: went to the remote store. ``evicted``: left a host."""
+    """Counts of blocks, except ``requests``, by host. Blocks are found ``local``, at ``peers`` or ``remote``; the last
+    two are fetched. ``put``: written to the remote store. ``evicted``: left a host."""
 
     requests: list[int]
     asked: int = 0
@@ -78,7 +78,7 @@ class Report:
 
 
 class Directory:
-    """Which hosts have each block, a bit a host: what a router knows from the events of all hosts."""
+    """The hosts that have each block, one bit per host: a router's knowledge from the events of all hosts."""
 
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
@@ -92,7 +92,7 @@ class Directory:
             holders[key] ^= bit
 
     def prefixes(self, chain: Sequence[Key]) -> list[int]:
-        """How many leading blocks of the chain each host has."""
+        """The number of leading blocks of the chain on each host."""
         lengths, still = [0] * self._hosts, (1 << self._hosts) - 1
         for length, key in enumerate(chain, start=1):
             still &= self._holders.get(key, 0)
@@ -106,7 +106,7 @@ class Directory:
 
 
 class Fleet:
-    """Requests come one after another; moves, fetches and events arrive at once."""
+    """Requests come one after another; moves, fetches and events are done at once."""
 
     def __init__(self, shape: FleetShape) -> None:
         self.hosts = [Host(shape.slots) for _ in range(shape.hosts)]
@@ -145,7 +145,7 @@ class Fleet:
             self._loads[self._recent.popleft()] -= 1
 
     def _put(self, used: Sequence[Key], served: Served) -> int:
-        """How many blocks the store did not have."""
+        """Returns how many blocks are new in the store."""
         before = len(self._store)
         match self._shape.remote:
             case RemotePolicy.EVICT:
@@ -164,7 +164,7 @@ class Fleet:
 
 
 def policy_of(name: str) -> RemotePolicy | None:
-    """By its name in the configuration; ``none``: there is no store."""
+    """The policy with a name in the configuration; None for ``none``, which means no store."""
     return None if name == "none" else RemotePolicy(name)
 
 

@@ -1,4 +1,4 @@
-"""A host without bytes: a real block manager whose moves arrive at once."""
+"""A host without bytes: a real block manager whose moves complete at once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _CLIENT: Final = SessionId(1)
 
 @dataclass(slots=True, frozen=True)
 class Served:
-    """What a request did to a host. ``found``: blocks of its prefix that the host had. ``removed``: blocks that left
-    the host."""
+    """The effect of a request on a host. ``found``: blocks of its prefix that the host had. ``removed``: blocks that
+    left the host."""
 
     found: int
     stored: list[Key]
@@ -29,12 +29,12 @@ class Served:
 
 
 class Host:
-    """One cache with one client, which sends requests one after another, as ``kvtier replay`` does."""
+    """A cache with one client that sends requests one after another, like ``kvtier replay``."""
 
     def __init__(self, slots: Mapping[Tier, int], policy: Policy | None = None) -> None:
         """
         Args:
-            slots: by tier. Requests are served in the fastest of these.
+            slots: by tier. The fastest of these tiers serves the requests.
         """
         shape = GroupShape(GROUP, slots, dict.fromkeys(slots, 1))
         self.core = BlockManager(CacheId(1), [shape], EventSequencer(), policy)
@@ -72,7 +72,7 @@ class Host:
         return Served(found, self._keys(STORED), self._keys(REMOVED))
 
     def _granted(self, outcome: Outcome) -> Grant:
-        """Lets moves arrive until the call is answered."""
+        """Completes moves until the call is answered."""
         self._take(outcome)
         while not self._grants:
             results = [MoveResult(move.id) for move in self._moves]

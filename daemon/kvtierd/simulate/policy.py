@@ -1,4 +1,4 @@
-"""One host under each policy of eviction, and under the best that there could be."""
+"""A host under each eviction policy, and under the best possible policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtierd.core.policy import Policy
 from kvtierd.simulate.host import Host
 
 BELADY: Final = "belady"
-"""Knows the future: what is asked for again last goes first (Belady, 1966). No policy finds more."""
+"""Knows the future: evicts the block with the latest next request (Belady, 1966). No policy finds more blocks."""
 POLICIES: Final = (*EVICTORS, BELADY)
 _NEVER: Final = 1 << 62
 
@@ -22,7 +22,7 @@ def blocks_found(policy: str, slots: Mapping[Tier, int], chains: Sequence[Sequen
 
     Args:
         policy: one of :data:`POLICIES`.
-        slots: by tier. A longer prompt is cut to what the fastest of these has.
+        slots: by tier. A longer prompt is cut to the slots of the fastest tier.
 
     Returns:
         Blocks of prefixes that the host had.
@@ -36,8 +36,8 @@ def blocks_found(policy: str, slots: Mapping[Tier, int], chains: Sequence[Sequen
 
 
 def _belady(slots: int, chains: Sequence[Sequence[Key]]) -> int:
-    """A prefix stays whole without more ado: no block is asked for later than one that stands on it, and of those that
-    are asked for together the deepest goes first."""
+    """Blocks found under :data:`BELADY`. Prefixes stay whole by themselves: the next request of a block is never after
+    that of its child, and of blocks with the same next request the deepest is evicted first."""
     stored: dict[Key, int] = {}
     order: list[tuple[int, int, Key]] = []
     """A heap of (-next request, -depth, key), with stale entries."""

@@ -1,1 +1,1 @@
-"""Tiers: where bytes live. Device and host are shared memory, the disk is a directory."""
+"""The tiers that hold bytes: device and host in memory, the disk in a directory, and remote stores."""

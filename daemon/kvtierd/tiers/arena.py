@@ -1,7 +1,7 @@
-"""Arenas: the memory of one cache that others can map, as the daemon holds it.
+"""Arenas: the daemon's side of a cache's memory, which clients can map.
 
-``control`` and the slots of the host tier are shared memory, as are those of a device tier that has no GPU. On one they
-are memory of that GPU, which is not this process's to read: generations, owners and records are kept alike for both.
+``control``, the slots of the host tier and the slots of a device tier without a GPU are shared memory. The slots of a
+device tier on a GPU are GPU memory, which this process does not read. Both have generations, owners and records.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kvtierd.tiers.key_index import NOWHERE, At, Blocks, KeyIndex
 from kvtierd.tiers.memfd import Memfd, require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
-"""Of data segments in shared memory."""
+"""Names of data segments in shared memory."""
 _INDEXED_AT_ONCE: Final = 4096
 
 
 @dataclass(slots=True, frozen=True)
 class Shared:
     """Segments for a client that maps an arena. ``fds``: by segment name, in the order of the attach protocol; they
-    stay the arena's: dup, never close. ``cuda``: of the descriptor of that name. ``unmapped``: by tier, why none."""
+    stay the arena's: dup, never close. ``cuda``: of the GPU segment. ``unmapped``: by tier, why it has no segment."""
 
     fds: dict[str, int]
     cuda: attach.CudaMemory | None = None
@@ -55,7 +55,8 @@ class Shared:
 class Arena:
     """Control and data segments of one cache.
 
-    All but :meth:`create` and :meth:`prefault` is cheap, and for the loop thread: there is one writer of generations.
+    All methods except :meth:`create` and :meth:`prefault` are cheap, and for the loop thread, the only writer of
+    generations.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Arena:
         epoch: int,
         gpu_memory: CudaSegment | NoSegment | None = None,
     ) -> None:
-        """``epoch``: of the events of this life. ``gpu_memory``: of the device tier, where ``data`` has none."""
+        """``epoch``: of the events of this life. ``gpu_memory``: of the device tier, if ``data`` has none."""
         self.layout = layout
         self.keeps_records = False
         """Whether a restarted daemon may find the segments again, so that slots are recorded."""
@@ -79,7 +80,7 @@ class Arena:
         slots = [(tier, GroupId(group)) for tier in self._tiers for group in range(len(layout.groups))]
         self._generations = {place: layout.generations(control.array, *place) for place in slots}
         self._owners = {place: layout.owners(control.array, *place) for place in slots}
-        # The same as words: one is read or written in a tenth of the time that an element of an array takes.
+        # The same arrays as words, which are much faster to read and write than elements of an array.
         self._generation_words = {place: words.data for place, words in self._generations.items()}
         self._owner_words = {place: words.data for place, words in self._owners.items()}
         self._records = {place: layout.slot_records(control.array, *place).reshape(-1).data for place in slots}
@@ -88,10 +89,10 @@ class Arena:
     def create(
         cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, gpu_memory: CudaSegment | NoSegment | None = None
     ) -> Self:
-        """Fresh segments for cache ``name``: state OPENING, nothing ready, nothing leased. Blocks; call from a thread.
+        """Fresh segments for cache ``name``: state OPENING, no slot ready, no slot leased. Blocks; call from a thread.
         ``gpu_memory``: fresh as well, and the arena's from now on.
 
-        Raises :class:`TierConfigError` where memory is short; nothing is left behind then, and ``gpu_memory`` stays the
+        Raises :class:`TierConfigError` if memory is short; all segments are then released, and ``gpu_memory`` stays the
         caller's.
         """
         sizes = _memfd_bytes(layout, gpu_memory)
@@ -114,12 +115,12 @@ class Arena:
         fds: Mapping[str, int],
         gpu_memory: CudaSegment | NoSegment | None = None,
     ) -> Self:
-        """The segments that an earlier daemon made for cache ``name``, as that one left them. ``fds``, by segment name,
-        and ``gpu_memory``, which is not among them, are the arena's from now on. ``identity``: what a new one would
-        get. Where ``gpu_memory`` is fresh, all that the earlier life had in the device tier is void, and nobody's.
+        """Adopts the segments that an earlier daemon made for cache ``name``, with their content. ``fds``, by segment
+        name without the GPU's, and ``gpu_memory`` are the arena's from now on. ``identity``: as for a new arena. If
+        ``gpu_memory`` is fresh, all slots of the device tier become void and lose their owners.
 
-        Raises :class:`NotAdoptable` where anything about the segments is not as :meth:`create` makes them; what was
-        given then stays the caller's.
+        Raises :class:`NotAdoptable` if the segments differ from :meth:`create`'s in any way; ``fds`` and ``gpu_memory``
+        then stay the caller's.
         """
         wanted = _memfd_bytes(layout, gpu_memory)
         if set(fds) != set(wanted):
@@ -139,7 +140,7 @@ class Arena:
         return arena
 
     def _void(self, tier: Tier) -> None:
-        """Makes every generation odd and every slot unleased."""
+        """Makes every generation of a tier odd and every slot unleased."""
         for group in range(len(self.layout.groups)):
             place = (tier, GroupId(group))
             generations = self._generations[place]
@@ -148,7 +149,7 @@ class Arena:
 
     @property
     def kept_fds(self) -> dict[str, int]:
-        """Writable descriptors for a successor, by segment name: the arena's own, with that of GPU memory."""
+        """Writable descriptors for a successor, by segment name: the arena's own, and the GPU memory's."""
         named = {attach.CONTROL: self._control.fd}
         named |= {segment: self._data[tier].fd for tier, segment in SEGMENT_NAMES.items() if tier in self._data}
         if self.gpu_memory is not None and self.gpu_memory.fd is not None:
@@ -170,15 +171,15 @@ class Arena:
         return self._data[tier].array
 
     def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int:
-        """Odd unless the slot's bytes are READY."""
+        """A slot's generation: odd unless the slot's bytes are READY."""
         generation: int = self._generation_words[tier, group][slot]
         return generation
 
     def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
-        """Before slots are granted to a writer or a copy into them is issued.
+        """Makes generations odd. Call before slots are granted to a writer or a copy into them is issued.
 
         Returns:
-            The slots whose generation was even. For the others nothing has changed.
+            The slots whose generation was even. The other slots have not changed.
         """
         generations = self._generation_words[tier, group]
         began: list[SlotId] = []
@@ -190,7 +191,7 @@ class Arena:
         return began
 
     def end_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
-        """The slots' bytes are READY. Raises AssertionError if they already were: a write was not announced."""
+        """Makes generations even: the slots' bytes are READY. Raises AssertionError if a write was not announced."""
         generations = self._generation_words[tier, group]
         for slot in slots:
             value: int = generations[slot]
@@ -200,7 +201,7 @@ class Arena:
             generations[slot] = value + 1
 
     def note(self, content: Content) -> None:
-        """Records the block of a slot from its next generation on, or that there is none."""
+        """Records the block of a slot for its next generation, or that the slot has no block."""
         (group, tier, slot), key, _, _ = content
         if key is None:
             start = slot * SLOT_RECORD_BYTES
@@ -212,7 +213,7 @@ class Arena:
     def restate(self, content: Content) -> None:
         """Records other traits for the block of a READY slot. Its generation and its place in the order of use stay.
 
-        Raises AssertionError where the slot is not READY, or its block is not said.
+        Raises AssertionError if the slot is not READY, or ``content`` has no block.
         """
         (group, tier, slot), key, _, _ = content
         generation: int = self._generation_words[tier, group][slot]
@@ -238,8 +239,8 @@ class Arena:
         self._records[tier, group][start : start + len(packed)] = packed
 
     def contents(self, tier: Tier, group: GroupId) -> SlotContents:
-        """Of an adopted arena: READY slots whose record is whole and of this generation. What is noted from now on
-        comes later in order than all of these."""
+        """READY slots of an adopted arena whose record is whole and of the slot's generation. Blocks noted from now on
+        come later in order."""
         rows = self.layout.slot_records(self._control.array, tier, group)
         found = SlotContents.read(rows, self._generations[tier, group])
         self._order = max(self._order, max(found.orders, default=0))
@@ -250,12 +251,12 @@ class Arena:
         return [SlotId(slot) for slot in np.flatnonzero(self._generations[tier, group] % 2 == 0).tolist()]
 
     def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]:
-        """Leased slots and their sessions; of several readers of a block the last."""
+        """Leased slots and their sessions. A block with several readers has the last reader's session."""
         owners = self._owners[tier, group]
         return {SlotId(slot): SessionId(int(owners[slot])) for slot in np.flatnonzero(owners).tolist()}
 
     def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None:
-        """Notes the session that leases each slot; None: it is not leased."""
+        """Notes the session that leases each slot; None = not leased."""
         words = self._owner_words[tier, group]
         for slot, session in owners.items():
             words[slot] = session or 0
@@ -286,8 +287,8 @@ class Arena:
         write_state(self._control.array, state)
 
     def shared(self, *, write: bool) -> Shared:
-        """``control`` is read-only always, the data segments unless ``write``. Memory of a GPU has no read-only form,
-        so it is shared with ``write`` or not at all."""
+        """Segments for a client. ``control`` is always read-only, the data segments unless ``write``. GPU memory has no
+        read-only form, so it is shared with ``write`` or not at all."""
         fds = {attach.CONTROL: self._control.read_only_fd}
         for tier, segment in SEGMENT_NAMES.items():
             if tier in self._data:
@@ -301,14 +302,14 @@ class Arena:
         return Shared(fds | {attach.CUDA: offer}, self.gpu_memory.described)
 
     def prefault(self) -> None:
-        """See :meth:`Memfd.prefault`; control first. Memory of a GPU has its pages already."""
+        """Runs :meth:`Memfd.prefault`, control first. GPU memory needs none."""
         for memfd in (self._control, *self._data.values()):
             memfd.prefault()
 
     def close(self, *, for_successor: bool = False) -> None:
-        """Ends the daemon's mappings with the last array over them, GPU memory's at once.
+        """Ends the daemon's mappings with the last array over them, the mapping of GPU memory at once.
 
-        Clients that still map the arena see state CLOSED; if it is kept for a successor they can go on reading.
+        Clients that still map the arena see state CLOSED. With ``for_successor`` they can go on reading.
         """
         if not for_successor:
             self.set_state(ArenaState.CLOSED)
@@ -325,7 +326,7 @@ class Arena:
 
 
 def _memfd_bytes(layout: ArenaLayout, gpu_memory: CudaSegment | NoSegment | None) -> dict[str, int]:
-    """Of the segments in shared memory, by name."""
+    """Sizes of the segments in shared memory, by name."""
     tiers = [tier for tier in SEGMENT_NAMES if gpu_memory is None or tier is not Tier.DEVICE]
     sizes = {SEGMENT_NAMES[tier]: layout.data_bytes(tier) for tier in tiers}
     return {attach.CONTROL: layout.control_bytes} | {segment: size for segment, size in sizes.items() if size}

@@ -1,7 +1,6 @@
 """The contract of a tier: the slots of a memory tier, and the errors of all tiers.
 
-An error says who can mend it: the operator (configuration), nobody (hardware), or the owner of a directory that is not
-kvtier's to touch.
+The class of an error tells its cause: the configuration, the hardware, or a directory that is not kvtier's to touch.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Bytes = NDArray[np.uint8]
 class MemoryStore(Protocol):
     """Slots of one tier that are memory of this process.
 
-    A slot holds one block: a part in each pool of its window group. Views stay valid while anyone holds them, even past
-    :meth:`close`. Every method raises IndexError for a slot that does not exist.
+    A slot holds one block: a part in each pool of its window group. Views stay valid while they are referenced, even
+    after :meth:`close`. Every method raises IndexError for a slot that does not exist.
     """
 
     @property
@@ -33,7 +32,7 @@ class MemoryStore(Protocol):
         """The exact bytes of a slot.
 
         Returns:
-            One 1-D array a pool, without padding.
+            A 1-D array per pool, without padding.
         """
         ...
 
@@ -41,8 +40,8 @@ class MemoryStore(Protocol):
         """The bytes of a slot as the disk stores them.
 
         Returns:
-            The record in pool order, in one view or several. Address and length of each are multiples of 4096, as
-            direct I/O wants them.
+            The record in pool order, in one view or several. Address and length of each view are multiples of 4096, as
+            direct I/O needs them.
         """
         ...
 
@@ -50,25 +49,25 @@ class MemoryStore(Protocol):
         """The exact bytes of all slots in one pool.
 
         Returns:
-            [slots, bytes]. One copy moves rows of consecutive slots.
+            [slots, bytes]. A single copy can move the rows of consecutive slots.
         """
         ...
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
-        """Overwrites the first and last 4096 bytes of each part, so that a late reader finds out."""
+        """Overwrites the first and last 4096 bytes of each part, so that a late reader gets wrong bytes."""
         ...
 
     def close(self) -> None:
-        """Lets go of the memory. No call follows."""
+        """Releases the memory. No call may follow."""
         ...
 
 
 class TierError(Exception):
-    """A tier cannot do what was asked."""
+    """A tier cannot perform a request."""
 
 
 class TierConfigError(TierError):
-    """The configuration asks for more than there is."""
+    """The configuration, or a request, asks for something impossible."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field} = {value}: {limit}")
@@ -78,11 +77,11 @@ class TierConfigError(TierError):
 
 
 class NoDeviceMemory(TierConfigError):
-    """The GPU has too little memory free for a cache."""
+    """The GPU has too little free memory for a cache."""
 
 
 class TierIOError(TierError):
-    """The medium failed. ``errno`` is the system's, 0 where it gave none."""
+    """The medium failed. ``errno``: the system's; 0 = none."""
 
     def __init__(self, errno: int, message: str) -> None:
         super().__init__(message)
@@ -97,8 +96,8 @@ class DeviceIOError(TierIOError):
 
 
 class GpuUnavailable(DeviceIOError):
-    """The GPU cannot be opened. ``uuid``: as the driver lists it, None if it does not. ``broken``: the driver says that
-    the device has failed; else its name may be wrong."""
+    """The GPU cannot be opened. ``uuid``: in the driver's list; None = not listed. ``broken``: the driver says that the
+    device has failed; else its name may be wrong."""
 
     def __init__(self, message: str, uuid: str | None, *, broken: bool) -> None:
         super().__init__(message)
@@ -107,7 +106,7 @@ class GpuUnavailable(DeviceIOError):
 
 
 class NotAdoptable(TierError):
-    """Shared memory of an earlier daemon does not fit this one. It was not touched."""
+    """Memory of an earlier daemon does not fit this daemon. The memory was not touched."""
 
 
 class ForeignDirectory(TierError):

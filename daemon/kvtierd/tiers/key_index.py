@@ -1,9 +1,9 @@
-"""The key index of an arena, as its only writer keeps it. Its layout: :mod:`kvtier.abi.key_index`.
+"""The writer of an arena's key index. Its layout: :mod:`kvtier.abi.key_index`.
 
-A new block goes into the first of its two buckets or, once that holds six, into the emptier of the two. Where both are
-full, a block in one of them that has room in its own other bucket moves there. Two places in three are taken where a
-cache is full, so there is a place unless somebody has chosen keys for it. A block without a place is counted in
-``unindexed`` until it is gone.
+A new block goes into the first of its two buckets or, if that holds six blocks, into the emptier of the two. If both
+are full, a block in them moves to its own other bucket, if that has room. A full cache takes two places in three, so
+every block has a place unless a client chose keys against that. A block without a place is counted in ``unindexed``
+until it is gone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _PLACES: Final = struct.Struct("<QQII")
 _HOST: Final = Tier.HOST.bit
 _DEVICE: Final = Tier.DEVICE.bit
 _FILL_FIRST: Final = 6
-"""Blocks in a bucket from which on a new block looks at its other bucket, too."""
+"""Blocks in a bucket from which on a new block may go into its other bucket."""
 _FEW: Final = 12
-"""Below so many keys numpy's calls cost more than they save."""
+"""Number of keys below which numpy's calls cost more than they save."""
 _ENTRY_BYTES: Final = ENTRY.size
 
 Name = tuple[GroupId, Key]
@@ -57,7 +57,7 @@ NOWHERE: Final[Mapping[Key, At]] = MappingProxyType({})
 class Blocks(NamedTuple):
     """Blocks of one group that are READY in just these tiers.
 
-    ``residencies``: tier bits by key. ``host``, ``device``: where blocks have got to in these tiers.
+    ``residencies``: tier bits by key. ``host``, ``device``: places of blocks that are new in these tiers.
     """
 
     group: GroupId
@@ -67,10 +67,10 @@ class Blocks(NamedTuple):
 
 
 class KeyIndex:
-    """Used by one thread at a time."""
+    """The index. A single thread at a time may use it."""
 
     def __init__(self, layout: ArenaLayout, control: Bytes, epoch: int) -> None:
-        """Takes over what stands in ``control``. Of an adopted arena that may be old or torn: see :meth:`rebuild`.
+        """Takes over the index in ``control``. An adopted index may be old or torn: see :meth:`rebuild`.
 
         Args:
             epoch: of the events that the index will show.
@@ -87,23 +87,23 @@ class KeyIndex:
 
     @property
     def places(self) -> int:
-        """Places for blocks."""
+        """The number of places for blocks."""
         return self._buckets.count * BUCKET_ENTRIES
 
     @property
     def unindexed(self) -> int:
-        """How many blocks have no place."""
+        """The number of blocks without a place."""
         return len(self._unindexed)
 
     def show(self, event: EventId) -> None:
-        """Says that the index shows the effect of this event, and of all before it."""
+        """Notes that the index shows the effect of this event and of all earlier events."""
         write_shown(self._words, Shown(self._epoch, event))
 
     def put(self, blocks: Blocks, *, new: bool = False) -> None:
-        """Says where blocks are. A block with tier bits 0 is gone.
+        """Sets the places of blocks. A block with tier bits 0 is removed.
 
         Args:
-            blocks: ``host`` and ``device`` are the slots that blocks have got to since they were last put.
+            blocks: ``host`` and ``device`` have the slots that are new since a block was last put.
             new: none of the blocks is in the index.
         """
         group, residencies, host, device = blocks
@@ -120,7 +120,7 @@ class KeyIndex:
                 write_unindexed(self._words, len(self._unindexed))
 
     def rebuild(self, blocks: Iterable[Blocks]) -> None:
-        """Makes the index hold just these blocks. A reader finds throughout each block whose entry was right."""
+        """Makes the index hold just these blocks. Readers find every block with a right entry throughout."""
         self._unindexed.clear()
         write_unindexed(self._words, 0)
         if self._buckets.tiers.any():
@@ -133,7 +133,7 @@ class KeyIndex:
             self.put(some, new=True)
 
     def contents(self) -> dict[Name, Entry | None]:
-        """All blocks; None: the block has no place. For tests and the checker."""
+        """All blocks; None = a block without a place. For tests and the checker."""
         if (odd := np.flatnonzero(self._buckets.sequences % 2)).size:
             raise AssertionError(f"buckets {odd.tolist()} are being written by nobody")
         found: dict[Name, Entry | None] = dict.fromkeys(self._unindexed)
@@ -170,7 +170,7 @@ class KeyIndex:
         return None
 
     def _check(self, blocks: Blocks, right: NDArray[np.bool_]) -> Blocks:
-        """Marks the places where the entries of blocks stand as they should. Returns the other blocks."""
+        """Marks the places of right entries in ``right``. Returns the blocks without a right entry."""
         group, residencies, host, device = blocks
         missing: dict[Key, int] = {}
         for (key, residency), homes in zip(residencies.items(), self._homes_of(group, residencies), strict=True):
@@ -218,7 +218,7 @@ class KeyIndex:
         self._words[word] = sequence + 1
 
     def _add(self, name: Name, homes: Homes, entry: Entry) -> None:
-        """Puts a block that stands in neither of its buckets into one of them, if there is a place."""
+        """Puts a block that is in neither of its buckets into one of them, if there is a place."""
         first, second, tag = homes
         place = self._free_place(first, second) if name not in self._unindexed else None
         if place is not None:
@@ -228,7 +228,7 @@ class KeyIndex:
         write_unindexed(self._words, len(self._unindexed))
 
     def _free_place(self, first: int, second: int) -> Place | None:
-        """A place that is to be filled at once."""
+        """A free place, which the caller must fill at once; None if there is none."""
         tiers = self._tiers(first)
         bucket, empty = first, tiers.count(0)
         if empty <= BUCKET_ENTRIES - _FILL_FIRST:
@@ -240,10 +240,10 @@ class KeyIndex:
         return bucket, tiers.index(0)
 
     def _make_way(self, full: Sequence[int]) -> Place | None:
-        """Moves a block out of one of these buckets. Returns its old place, which is to be filled at once.
+        """Moves a block out of one of these buckets. Returns its old place, which the caller must fill at once.
 
-        The block stands in both places until then. A reader that looks into its other bucket before that, and into this
-        one afterwards, misses it once.
+        Until then the block is in both places. A reader that looks into the new bucket before the move, and into the
+        old bucket after the fill, misses the block once.
         """
         for bucket in full:
             for number in range(BUCKET_ENTRIES):

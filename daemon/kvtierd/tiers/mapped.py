@@ -1,7 +1,7 @@
 """Memory tiers that this process maps: the host tier, and the stand-in for a device tier without a GPU.
 
-A GPU completes copies late and, between streams, in any order, and a freed slot is overwritten at once. The stand-in
-does the same with :class:`Chaos`: a program that forgets to wait reads wrong bytes there.
+A GPU completes copies late and, between streams, in any order. The stand-in does the same with :class:`Chaos`, and its
+freed slots are overwritten, so a program that forgets to wait reads wrong bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POISONED: Final = 4096
 
 
 class _Stretches(NamedTuple):
-    """Where the slots of a pool, or whole records, are in a segment."""
+    """The places of a pool's slots, or of whole records, in a segment."""
 
     start: int
     stride: int
@@ -37,8 +37,8 @@ class _Stretches(NamedTuple):
 class MappedStore:
     """Slots of one tier of an arena. Implements :class:`kvtierd.tiers.base.MemoryStore`.
 
-    On the host a slot's pools stand one after another, each padded to 4096 bytes: the disk's record, byte for byte. A
-    device tier has one region a pool.
+    In the host tier, a slot's pools follow one another, each padded to 4096 bytes: the disk's record, byte for byte. A
+    device tier has a region per pool.
     """
 
     def __init__(self, arena: Arena, tier: Tier) -> None:
@@ -62,7 +62,7 @@ class MappedStore:
         return [pool[slot] for pool in self._exact[group]]
 
     def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
-        # Slices of one memoryview: a row of an array takes five times as long to make.
+        # Slices of one memoryview are much faster to make than rows of an array.
         parts: list[memoryview] = []
         for start, stride, nbytes, slots in self._padded[group]:
             if not 0 <= slot < slots:
@@ -91,20 +91,20 @@ class HostStore(MappedStore):
 
 @dataclass(slots=True, frozen=True)
 class Chaos:
-    """How late copies are. The same seed gives every stream the same delays again."""
+    """Delays of copies. The same seed gives every stream the same delays again."""
 
     seed: int
     max_delay_s: float = 0.002
 
     def delays(self, stream: str) -> Iterator[float]:
-        """Endless delays in seconds, one a copy. Streams differ, so their completions overtake each other."""
+        """Endless delays in seconds, one per copy. Streams differ, so their completions overtake each other."""
         generator = random.Random(f"{self.seed}:{stream}")
         while True:
             yield generator.uniform(0.0, self.max_delay_s)
 
 
 class StandInDevice(MappedStore):
-    """``chaos`` is for the threads that run the copies."""
+    """A device tier in shared memory. ``chaos``: read by the threads that run the copies."""
 
     def __init__(self, arena: Arena, chaos: Chaos | None = None) -> None:
         super().__init__(arena, Tier.DEVICE)

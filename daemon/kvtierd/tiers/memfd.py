@@ -1,8 +1,8 @@
-"""Segments: sealed shared memory, which others map and the daemon can rely on all the same.
+"""Segments: sealed shared memory that clients map and the daemon can still rely on.
 
-A segment is a sealed memfd, never a named file: it cannot shrink or grow under the daemon (SIGBUS), its pages exist
-before it is used (a sparse one dies of SIGBUS when memory is short), and no other uid can re-open it writable through
-/proc. It has huge pages and is near a GPU where the kernel allows that; neither is needed.
+A segment is a sealed memfd, never a named file. Seals keep it from shrinking or growing under the daemon (SIGBUS). Its
+pages are allocated before use (a sparse segment dies of SIGBUS when memory is short). No other uid can re-open it
+writable through /proc. Huge pages and memory near a GPU are used if the kernel allows them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError, TierIOError
 # SEAL besides the two that protect the daemon: a client holding a writable descriptor could otherwise add FUTURE_WRITE
 # and lock a restarted daemon out of its own memory.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# One call allocates this much at most: a signal makes the kernel undo the call and Python repeat it.
+# Most bytes of one allocation: a signal makes the kernel undo the call and Python repeat it.
 _ALLOCATION_STEP: Final = 256 << 20
 _PREFERRED: Final = 1
 _POLICY_CALLS: Final = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine)
@@ -40,9 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 class Memfd:
-    """One sealed, allocated, mapped segment.
+    """A sealed, allocated, mapped segment.
 
-    The mapping lives as long as any array over it: :meth:`close` cannot pull it from under a thread that copies.
+    The mapping lives as long as any array over it, so :meth:`close` does not harm a thread that copies.
     """
 
     def __init__(self, fd: int, read_only_fd: int, array: Bytes) -> None:
@@ -52,10 +52,10 @@ class Memfd:
 
     @classmethod
     def create(cls, name: str, size: int) -> Self:
-        """A zeroed segment of ``size`` bytes. ``name`` is what operators see in /proc/<pid>/maps.
+        """A zeroed segment of ``size`` bytes. ``name``: its name in /proc/<pid>/maps.
 
-        Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` where memory is short,
-        :class:`TierIOError` where it is a limit of this process.
+        Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` if memory is short,
+        :class:`TierIOError` at a limit of this process.
         """
         require_memory(name, size)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -65,7 +65,7 @@ class Memfd:
             for start in range(0, size, _ALLOCATION_STEP):
                 memory.allocate(fd, array[start : start + _ALLOCATION_STEP], start)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            # Before any descriptor leaves: with the mode of birth, another uid could re-open a read-only one writable.
+            # Before any descriptor is sent: with the initial mode, another uid could re-open a read-only one writable.
             os.fchmod(fd, 0o400)
             read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -77,9 +77,9 @@ class Memfd:
 
     @classmethod
     def adopt(cls, name: str, fd: int, size: int) -> Self:
-        """A segment that an earlier process of ours made as :meth:`create` does; ``fd`` is the segment's from now on.
+        """A segment that an earlier daemon made by :meth:`create`. ``fd`` is the segment's from now on.
 
-        Raises :class:`NotAdoptable`, ``fd`` then stays the caller's.
+        Raises :class:`NotAdoptable`; ``fd`` then stays the caller's.
         """
         status = os.fstat(fd)
         facts = {
@@ -110,7 +110,7 @@ class Memfd:
         memory.touch(ref(self.array))
 
     def close(self) -> None:
-        """Closes both descriptors and lets go of the mapping."""
+        """Closes both descriptors and releases the mapping."""
         os.close(self.fd)
         os.close(self.read_only_fd)
         self.array = np.empty(0, dtype=np.uint8)
@@ -120,7 +120,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def node_of(pci_address: str) -> int | None:
-    """The NUMA node of a device; None where the machine does not say."""
+    """The NUMA node of a device; None = unknown."""
     try:
         node = int((_PCI_DEVICES / pci_address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -130,7 +130,8 @@ def node_of(pci_address: str) -> int | None:
 
 @contextmanager
 def near(node: int | None) -> Iterator[None]:
-    """This thread's new memory is on the NUMA node if that has room. None, or a kernel that refuses: anywhere."""
+    """Places this thread's new memory on the NUMA node during the body, if the node has room. No effect for None or if
+    the kernel refuses."""
     if node is None or _POLICY_CALLS is None:
         yield
         return
@@ -156,8 +157,8 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(slots=True, frozen=True)
 class _Controller:
-    """Memory in one version of control groups. ``used``: rows of ``memory.stat``; the rest is page cache, which gives
-    way."""
+    """Memory in one version of control groups. ``used``: rows of ``memory.stat``; the other rows are page cache, which
+    the kernel can free."""
 
     name: str
     limit: str
@@ -168,13 +169,13 @@ _CONTROLLERS: Final = (
     _Controller("", "memory.max", ("anon", "shmem")),
     _Controller("memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
 )
-"""Version 2 has one tree, version 1 one for each controller."""
+"""Version 2 has a single tree, version 1 a tree for each controller."""
 _NO_LIMIT: Final = 1 << 62
-"""Version 1 has a number above this for it, version 2 a word."""
+"""Without a limit, version 1 has a number above this, version 2 a word."""
 
 
 def available_bytes() -> int:
-    """Free memory of the machine, or less where a control group limits this process."""
+    """Free memory of the machine, or less if a control group limits this process."""
     return min([_kernel_table(_MEMINFO)["MemAvailable:"] * 1024, *_headrooms()])
 
 
@@ -185,14 +186,14 @@ def total_bytes() -> int:
 
 
 def require_memory(field: str, nbytes: int) -> None:
-    """Raises :class:`TierConfigError` naming ``field`` where ``nbytes`` are not to be had."""
+    """Raises :class:`TierConfigError` naming ``field`` if fewer than ``nbytes`` are free."""
     available = available_bytes()
     if nbytes > available:
         raise TierConfigError(field, nbytes, f"not enough memory: {available} bytes are available")
 
 
 def _headrooms() -> Iterator[int]:
-    """What each control group above this process leaves, where it has a limit."""
+    """Free bytes under the limit of each control group of this process."""
     for limit, controller in _limits(_OWN_CGROUP.read_text(), _CGROUP_ROOT):
         most = limit.read_text().strip()
         if most.isdigit() and int(most) < _NO_LIMIT:
@@ -202,12 +203,12 @@ def _headrooms() -> Iterator[int]:
 
 @cache
 def _limits(own: str, root: Path) -> list[tuple[Path, _Controller]]:
-    """The files with the limits of the groups in ``own``, the kernel's list, and of the groups above them."""
+    """The limit files of the groups in ``own``, the kernel's list, and of the groups above them."""
     found = []
     for _, names, path in (line.split(":", 2) for line in own.splitlines()):
         for controller in (each for each in _CONTROLLERS if each.name in names.split(",")):
             tree = root / controller.name
-            group = tree / path.lstrip("/")  # not there in a container that sees only its own part of the tree
+            group = tree / path.lstrip("/")  # absent in a container that sees only its own part of the tree
             above = [each for each in (group, *group.parents) if each.is_relative_to(tree)]
             found += [(limit, controller) for each in above if (limit := each / controller.limit).exists()]
     return found

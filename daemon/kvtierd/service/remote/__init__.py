@@ -1,1 +1,1 @@
-"""A store beyond this host: what is known of it, what is fetched from it, what goes there."""
+"""The remote tier: the daemon's knowledge of a store, fetches from it and from peers, writes to it."""

@@ -1,8 +1,8 @@
-"""Deletes objects of a store by age and by use, where the store's own rules do not.
+"""Deletes objects of a store by age and by use, if the store has no rules of its own.
 
-A store may have more objects than fit in memory. For their age it is listed once. For their use it is listed twice, and
-the begin of each object is read, which names its parent: 44 bytes an object are kept. A use of a block is one of all
-blocks that it stands on, so chains go from their ends.
+A store may have more objects than fit in memory. Deletion by age lists the store once. Deletion by use lists it twice
+and reads the begin of each object, which names its parent: 44 bytes per object are kept. A use of a block counts for
+its ancestors, too, so chains are deleted from their ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvtierd.tiers.remote.base import Listed, RemoteStore
 from kvtierd.tiers.remote.objects import LINK_BYTES, Place, parent_in, parse
 
 BATCH: Final = 128
-"""So many objects are deleted in a call, or looked at in a turn of the loop."""
+"""Objects that are deleted in a call, or looked at in a turn of the loop."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Blocks that go, and that stay."""
+    """Counts of deleted and of kept blocks."""
 
     gone: int = 0
     gone_bytes: int = 0
@@ -41,7 +41,7 @@ class Tally:
 
 
 class _Object(NamedTuple):
-    """``used_s``: its last use, or write, since 1970. ``forgotten``: its block is."""
+    """``used_s``: last use or write, in seconds since 1970. ``forgotten``: whether its block is forgotten."""
 
     name: str
     place: Place
@@ -103,12 +103,12 @@ def _uses(minutes: Sequence[int], above: Sequence[int]) -> Sequence[int]:
 
 
 def _depths(above: Sequence[int]) -> Sequence[int]:
-    """How deep each stands in its chain, from 0 down."""
+    """The negative depth of each object in its chain; a root has 0."""
     depths = [1] * len(above)
     for number in range(len(above)):
         path, at = list[int](), number
         while at >= 0 and depths[at] > 0:
-            depths[at] = 0  # a circle of hostile objects ends here
+            depths[at] = 0  # ends a circle of hostile objects
             path.append(at)
             at = above[at]
         depth = depths[at] if at >= 0 else 1
@@ -119,7 +119,7 @@ def _depths(above: Sequence[int]) -> Sequence[int]:
 
 
 class Deleter:
-    """Of one store. Loop thread only. ``counts``: blocks by what became of them."""
+    """Deletes from a single store. Loop thread only. ``counts``: blocks by outcome."""
 
     def __init__(self, store: RemoteStore, known: Known, forgotten: Forgotten) -> None:
         self._store: Final = store
@@ -129,19 +129,19 @@ class Deleter:
         self.counts: Final[Counter[str]] = Counter()
 
     def stop(self) -> None:
-        """The store closes: whatever deletes ends before its next batch."""
+        """Ends running deletions before their next batch, since the store closes."""
         self._stopping = True
 
     async def run(
         self, caches: Sequence[str], older_than_s: float | None, keep_bytes: int | None, *, dry_run: bool
     ) -> Tally:
-        """Deletes blocks of all daemons, and every block that a reset has forgotten. Objects that are no blocks stay.
+        """Deletes blocks of all daemons, and every block that a reset has forgotten. Objects that are not blocks stay.
 
         Args:
-            caches: of these alone; none = all.
-            older_than_s: blocks written longer ago go; None = none for their age.
-            keep_bytes: the least recently used blocks beyond this size go, from the ends of their chains; None = no
-                block goes for its use.
+            caches: limits the deletion to these; empty = all caches.
+            older_than_s: delete blocks written longer ago; None = no deletion by age.
+            keep_bytes: delete the least recently used blocks above this size, from the ends of chains; None = no
+                deletion by use.
 
         Raises: RemoteError: the store failed, or cannot list; ShuttingDown. Blocks deleted before stay deleted.
         """
@@ -177,7 +177,7 @@ class Deleter:
         return await asyncio.to_thread(links.doomed, keep_bytes)
 
     async def _link(self, links: _Links, batch: Sequence[_Object]) -> None:
-        """Looks up the parents of objects. An object that the store does not give counts as a root."""
+        """Looks up the parents of objects. An unreadable object counts as a root."""
         begins = await self._store.begins([one.name for one in batch], LINK_BYTES) if batch else ()
         for one, begin in zip(batch, begins, strict=True):
             links.add(one, parent_in(begin))
@@ -195,7 +195,7 @@ class Deleter:
                     self._go_on()
 
     def _block(self, listed: Listed) -> _Object | None:
-        """None where the name is not a block's."""
+        """The object of a block; None for any other object."""
         parsed = parse(listed.name)
         if parsed is None:
             return None

@@ -1,7 +1,7 @@
-"""Brings blocks from a store into the host tier, so that a call finds them there.
+"""Brings blocks from stores and peers into the host tier, so that a call finds them there.
 
-A call that finds less than it asks for waits here first. What is missing is looked for by bisection: an object's parent
-was written before it. Bytes are verified before a slot is asked for, so a slow store holds no slot.
+A call with missing blocks waits here first. The length of the stored prefix is found by bisection: an object's parent
+was written before it. Bytes are verified before slots are reserved, so a slow store holds no slot.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvtierd.tiers.remote.objects import BadObject, OtherVersion, Place, Remembe
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 32
 DEPTH: Final = 8
-"""So many batches of a call are under way at a time."""
+"""Batches of a call that are under way at a time."""
 SPARE_BYTES: Final = BATCH_BYTES * DEPTH
-"""Of buffers that are kept for the next fetch."""
+"""Most bytes of buffers kept for the next fetch."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ class _Got:
 
 
 class _Buffers:
-    """Memory for objects, used again: the pages of a new buffer cost as much as its bytes."""
+    """Reused memory for objects: the pages of a new buffer cost as much as its bytes."""
 
     def __init__(self) -> None:
         self._spare: list[memoryview] = []
 
     def take(self, count: int, nbytes: int) -> list[memoryview]:
         if self._spare and len(self._spare[0]) != nbytes:
-            self._spare = []  # objects of one length are kept
+            self._spare = []  # all spare buffers have the same length
         return [self._spare.pop() if self._spare else np.empty(nbytes, np.uint8).data for _ in range(count)]
 
     def give_back(self, buffers: Iterable[memoryview]) -> None:
@@ -72,7 +72,7 @@ class _Buffers:
 class Chain:
     """Names the objects of a chain's blocks in one window group.
 
-    ``place``: of blocks whose revision is not in ``revisions``. ``in_store``: the store may be asked for them.
+    ``place``: for blocks without a revision in ``revisions``. ``in_store``: the store may be asked for the objects.
     """
 
     place: Place
@@ -97,7 +97,7 @@ class Chain:
 
 
 class Fetcher:
-    """Of one daemon. Loop thread only. ``counts``: blocks by what became of them."""
+    """Fetches blocks for all caches of the daemon. Loop thread only. ``counts``: blocks by outcome."""
 
     def __init__(self, engine: Engine, sources: Sources, forgotten: Forgotten, teller: Teller) -> None:
         self._engine: Final = engine
@@ -130,11 +130,11 @@ class Fetcher:
     async def bring(
         self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
     ) -> None:
-        """Makes a prefix in the host tier as long as it can be, within ``wait_s``. Raises nothing: a block that does
-        not come is a miss.
+        """Extends the prefix in the host tier as far as possible within ``wait_s``. Raises nothing: a block that does
+        not arrive is a miss.
 
         Args:
-            recompute_s: seconds that the caller needs to compute a block; 0 = unknown, the store is asked in any case.
+            recompute_s: seconds that the caller needs to compute a block; 0 = unknown, so blocks are always fetched.
         """
         if Tier.HOST not in cache.slots or not keys:
             return
@@ -152,13 +152,13 @@ class Fetcher:
                         await self._fetch(cache, chains[each], wanted)
         except (TimeoutError, RemoteError, Refused, MoverError):
             pass
-        except Exception:  # noqa: BLE001  a bug, or an answer that nobody thought of, must not fail the call
+        except Exception:  # noqa: BLE001  a bug, or an unforeseen answer, must not fail the call
             _log.exception("blocks were not fetched: a bug name=%s", cache.name)
 
-    # -- what is missing ---------------------------------------------------------------------------------------------
+    # -- missing blocks ----------------------------------------------------------------------------------------------
 
     def _before_holes(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int) -> int:
-        """A shorter length where a fetch has found out that a chain has a hole."""
+        """Cuts ``length`` at the first hole that a fetch has found in a chain."""
         for group, chain in chains.items() if self._sources.knows_holes() else ():
             if cache.spec.attention(group).chained:
                 missing = set(self._missing(cache, group, keys, length))
@@ -178,13 +178,13 @@ class Fetcher:
         return self._engine.manager(cache.id).match(groups, keys).blocks
 
     def _missing(self, cache: Cache, group: GroupId, keys: Sequence[Key], length: int) -> list[Key]:
-        """What the group lacks of what a prefix of so many blocks needs."""
+        """The blocks that a prefix of ``length`` blocks needs and the group lacks."""
         needed = cache.spec.attention(group).needs(length).pick(keys)
         return self._engine.manager(cache.id).beyond.absent(group, needed)
 
     async def _reaches(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int) -> bool:
-        """Whether every group has, or the store has for it, what a prefix of so many blocks needs; of a chain the last
-        block stands for all."""
+        """Whether each group's missing blocks of a prefix of ``length`` blocks can be fetched. In a full-attention
+        group only the last missing block is asked for, as its ancestors were written before it."""
         for group, chain in chains.items():
             wanted = self._missing(cache, group, keys, length)
             if not cache.spec.attention(group).span:
@@ -202,10 +202,10 @@ class Fetcher:
             self.counts["dearer than computing"] += blocks
         return worth
 
-    # -- the way here ------------------------------------------------------------------------------------------------
+    # -- the fetch ---------------------------------------------------------------------------------------------------
 
     async def _fetch(self, cache: Cache, chain: Chain, wanted: Sequence[Key]) -> None:
-        """Blocks that another call is fetching are waited for."""
+        """Fetches blocks, after waiting for blocks that other calls are fetching."""
         group = chain.place.group
         while coming := {self._coming[one] for key in wanted if (one := (cache.id, group, key)) in self._coming}:
             await asyncio.wait(coming)
@@ -247,7 +247,8 @@ class Fetcher:
         return current
 
     def _standing(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> Sequence[_Got]:
-        """Cuts off blocks from the first whose ancestor was forgotten: part of a chain does not name all ancestors."""
+        """Cuts off blocks from the first with a forgotten ancestor: a chain without its first blocks lacks ancestors,
+        so its revisions may be too old."""
         group, revisions = chain.place.group, dict[Key | None, int]({None: chain.past.generation})
         if not chain.past.dropped or not cache.spec.attention(group).chained:
             return got
@@ -261,7 +262,7 @@ class Fetcher:
         return got
 
     async def _get(self, cache: Cache, chain: Chain, keys: Sequence[Key]) -> list[_Got]:
-        """The blocks from the first on that are there and sound; of a group without chains, all such."""
+        """The sound blocks before the first that is missing or damaged; all sound blocks if the group has no chains."""
         place, group = chain.place, chain.place.group
         payload_bytes = cache.spec.block_bytes(group)
         buffers = self._buffers.take(len(keys), object_bytes(payload_bytes))
@@ -294,7 +295,7 @@ class Fetcher:
                 await source.store.delete([chain.name(key)])
 
     def _leave(self, name: str, source: Source | None, why: str) -> None:
-        """Another version's object is a miss, and stays where it is."""
+        """Counts an object of another version as a miss, and leaves it in its source."""
         self.counts["other version"] += 1
         if source is self._sources.store:
             self._sources.pass_over(name)
@@ -304,7 +305,7 @@ class Fetcher:
             _log.warning(says, source and source.name, name, why)
 
     async def _store_blocks(self, cache: Cache, chain: Chain, got: Sequence[_Got], seconds: float) -> None:
-        """Makes them blocks of the host tier, unless the cache has forgotten anything since they were asked for."""
+        """Commits the blocks in the host tier, unless the cache has forgotten blocks since the fetch began."""
         group = chain.place.group
         grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None)
         lease = LeaseId(grant.lease or 0)
@@ -330,7 +331,7 @@ class Fetcher:
                 self.counts["fetched"] += len(got)
         finally:
             self._engine.afterwards(cache.id, lease, partial(self._release, cache.id, lease))
-        self._buffers.give_back(one.buffer for one in got)  # nobody reads them any more
+        self._buffers.give_back(one.buffer for one in got)  # the copy has ended
 
     def _release(self, cache: CacheId, lease: LeaseId) -> None:
         with suppress(UnknownLease, UnknownCache):
@@ -340,7 +341,7 @@ class Fetcher:
 def _verified(
     place: Place, payload_bytes: int, keys: Sequence[Key], buffers: Sequence[memoryview], sizes: Sequence[int]
 ) -> tuple[list[_Got], dict[Key, str], dict[Key, str]]:
-    """Sound blocks, and why objects are damaged or left alone. In a thread."""
+    """Sound blocks, and the reasons why other objects are damaged or left alone. In a thread."""
     found: list[_Got] = []
     damaged: dict[Key, str] = {}
     others: dict[Key, str] = {}
@@ -360,7 +361,7 @@ def _verified(
 
 
 def _retention(cache: Cache, remembered: Remembered, checksum: bytes) -> tuple[int, int, Label | None]:
-    """Priority, duration and label of a block that comes: of the label only what this cache keeps."""
+    """Priority, duration and label of a fetched block. The label has only the fields that this cache keeps."""
     options, traits = cache.options, remembered.traits
     label = traits.label
     if label is not None and not options.keep_tokens:

@@ -9,27 +9,27 @@ from typing import Final
 
 MOST: Final = 1 << 15
 THERE_S: Final = 600.0
-"""A store may delete an object by its own rules; then a fetch finds out."""
+"""Seconds that a present object is believed present. The store's own rules may delete it; a fetch then notices."""
 ABSENT_S: Final = 5.0
-"""Other hosts may write it any time."""
+"""Seconds that an absent object is believed absent. Another host may write it at any time."""
 UNREADABLE_S: Final = 600.0
-"""The store has it and does not give it: an operator's work."""
+"""Seconds that an object counts as absent if the store has it but does not give it: an operator must repair it."""
 HOLE_S: Final = 30.0
-"""A fetch missed it, although the store has a child of the block."""
+"""Seconds that an object counts as absent after a fetch missed it, although the store has a child of its block."""
 
 
 class Known:
-    """Knowledge of objects by name. Above ``most`` objects the oldest knowledge goes. Loop thread only.
+    """Maps names to knowledge; above ``most`` names the oldest are dropped. Loop thread only.
 
-    It keeps a hash instead of a name, and a float instead of a record: a full book stays in the daemon's memory for
-    good. Two names with the same hash cost a miss, never a wrong byte.
+    Entries are a hash of the name and a float, since a full map stays in memory for good. Two names with the same hash
+    cost a miss, never a wrong byte.
     """
 
     def __init__(self, clock: Callable[[], float], most: int = MOST) -> None:
         self._clock = clock
         self._most = most
         self._until: dict[int, float] = {}
-        """Below zero: until then the object is believed absent."""
+        """When knowledge of an object expires, by the hash of its name; negative = the object is absent."""
         self._used: dict[int, float] = {}
         self._holes_until = 0.0
 
@@ -37,31 +37,31 @@ class Known:
         return len(self._until)
 
     def of(self, name: str) -> bool | None:
-        """Whether the object was there when it was last heard of; None: ask."""
+        """Whether the object is in the store; None = unknown, the store must be asked."""
         until = self._until.get(hash(name), 0.0)
         return until > 0 if abs(until) > self._clock() else None
 
     def note(self, names: Iterable[str], *, there: bool, seconds: float | None = None) -> None:
-        """These objects are, or are not, there now, which is believed for ``seconds``."""
+        """Notes that objects are, or are not, in the store. The note is valid for ``seconds``."""
         until = self._clock() + (seconds or (THERE_S if there else ABSENT_S))
         if seconds is not None:
             self._holes_until = max(self._holes_until, until)
         self._keep(self._until, names, until if there else -until)
 
     def has_holes(self) -> bool:
-        """Whether anything is believed for a time of its own."""
+        """Whether any note with its own ``seconds`` is still valid."""
         return self._holes_until > self._clock()
 
     def use(self, names: Iterable[str]) -> None:
-        """These objects were fetched now."""
+        """Notes that objects were fetched now."""
         self._keep(self._used, names, time.time())
 
     def used_s(self, name: str) -> float:
-        """When this daemon last fetched the object, in seconds since 1970; 0 = never, or others were fetched since."""
+        """When this daemon last fetched the object, in seconds since 1970; 0 = never, or the note was dropped."""
         return self._used.get(hash(name), 0.0)
 
     def _keep(self, times: dict[int, float], names: Iterable[str], at: float) -> None:
-        """Puts the names last. The oldest go an eighth at a time: a dict takes long to find its first key."""
+        """Puts the names last. Drops the oldest an eighth at a time: a dict takes long to find its first key."""
         for name in map(hash, names):
             times.pop(name, None)
             times[name] = at

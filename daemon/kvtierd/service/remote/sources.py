@@ -1,4 +1,4 @@
-"""Where blocks can be fetched from: the store, and other daemons. Each object comes from the quickest that has it."""
+"""The sources of blocks: the store and other daemons. The quickest source that has an object gives it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvtierd.tiers.remote.base import ABSENT, FAILED, RemoteError
 from kvtierd.tiers.remote.breaker import Guarded
 
 _NEWS: Final = 0.2
-"""Weight of the last fetch in what a byte is expected to cost."""
+"""Weight of the last fetch in the expected cost of a byte."""
 
 
 class Source:
-    """A store or a peer. ``seconds_a_byte``: as measured; 0 = not yet."""
+    """A store or a peer. ``seconds_a_byte``: measured average; 0 = not measured yet."""
 
     def __init__(self, name: str, store: Guarded) -> None:
         self.name: Final = name
@@ -37,7 +37,7 @@ class Source:
 
 
 class Fetched(NamedTuple):
-    """``nbytes``: of the object; ``ABSENT`` where nobody has it. ``source``: who gave it."""
+    """``nbytes``: length of the object; ``ABSENT`` if no source gave it. ``source``: the source that gave it."""
 
     nbytes: int
     source: Source | None
@@ -47,11 +47,11 @@ _NOWHERE: Final = Fetched(ABSENT, None)
 
 
 class Sources:
-    """Loop thread only.
+    """Reads objects from the store and the peers. Loop thread only.
 
     Args:
-        store: what ``known`` is of; None = there are only peers.
-        peers: they tell without a call what they have.
+        store: the store that ``known`` describes; None = only peers.
+        peers: their blocks are known without a call.
     """
 
     def __init__(self, store: Source | None, known: Known, peers: Sequence[Source]) -> None:
@@ -60,13 +60,13 @@ class Sources:
         self._known: Final = known
 
     def seconds(self, nbytes: int) -> float:
-        """What so many bytes are expected to take; 0 = nobody knows."""
+        """Expected seconds to fetch ``nbytes`` from the quickest source; 0 = unknown."""
         measured = [each.seconds_a_byte for each in (*self.peers, self.store) if each is not None]
         return nbytes * min((one for one in measured if one), default=0.0)
 
     async def exists(self, names: Sequence[str], *, in_store: bool = True) -> list[bool]:
-        """Whether any has the object; ``in_store``: the store counts. Raises RemoteError where the store would have to
-        tell and does not."""
+        """Whether any source has each object; ``in_store``: the store counts. Raises RemoteError if the store must be
+        asked and fails."""
         held = await self._held(names)
         unknown = [name for name in names if name not in held and self._known.of(name) is None]
         if self.store is not None and in_store and unknown:
@@ -75,8 +75,8 @@ class Sources:
         return [name in held or (in_store and self._known.of(name) is True) for name in names]
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview], *, in_store: bool = True) -> list[Fetched]:
-        """Reads objects, as a store does; nothing is there where all that have it fail. ``in_store``: the store is
-        asked, too."""
+        """Reads objects like a store. An object counts as absent if every source that has it fails. ``in_store``: the
+        store is asked, too."""
         held, found = await self._held(names), [_NOWHERE] * len(names)
         asked = (*self.peers, self.store if in_store else None)
         for source in sorted(filter(None, asked), key=lambda each: each.seconds_a_byte):
@@ -87,7 +87,7 @@ class Sources:
             ]
             if wanted:
                 sizes = await source.get([names[number] for number in wanted], [into[number] for number in wanted])
-                for number, nbytes in zip(wanted, sizes, strict=False):  # of a source that fails there are none
+                for number, nbytes in zip(wanted, sizes, strict=False):  # a failed source returns no sizes
                     found[number] = Fetched(max(nbytes, ABSENT), source)
                     if source is self.store and nbytes in (ABSENT, FAILED):
                         seconds = UNREADABLE_S if nbytes == FAILED else HOLE_S
@@ -98,24 +98,24 @@ class Sources:
         return found
 
     def pass_over(self, name: str) -> None:
-        """The object is not asked for again soon."""
+        """Marks an object as absent for a while, so that it is not fetched again soon."""
         self._known.note([name], there=False, seconds=UNREADABLE_S)
 
     def knows_holes(self) -> bool:
-        """Whether a fetch has met an object that is not there, or is not given. With peers that means nothing."""
+        """Whether a fetch has met an absent or unreadable object. Always false with peers: they may have the object."""
         return not self.peers and self._known.has_holes()
 
     def lacks(self, name: str) -> bool:
         return self._known.of(name) is False
 
     async def _held(self, names: Sequence[str]) -> dict[str, list[Source]]:
-        """By name, the peers that have it."""
+        """The peers that have each object, by name."""
         held: dict[str, list[Source]] = {}
         for peer in self.peers:
             try:
                 there = await peer.store.exists(names)
             except RemoteError:
-                continue  # it is away: its breaker says so in the metrics
+                continue  # the peer is away; its breaker shows in the metrics
             for name, has in zip(names, there, strict=True):
                 if has:
                     held.setdefault(name, []).append(peer)

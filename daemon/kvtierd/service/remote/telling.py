@@ -29,28 +29,28 @@ from kvtierd.tiers.remote.breaker import Guarded
 LOOK_S: Final = 2.0
 """Seconds between two looks at the record of a cache."""
 WATCH_S: Final = 60.0
-"""For so long a daemon looks, more and more rarely, whether an object that it wrote stays as it is."""
+"""Seconds for which a daemon looks, ever more rarely, whether an object that it wrote stays unchanged."""
 MOST_REMOVED: Final = 256
-"""Removed caches whose past is kept here. A store keeps the past of all of them."""
+"""Removed caches whose past is kept here. The store keeps the past of all removed caches."""
 VERSION: Final = 1
 """Format version of the object. Every change of its content needs a new number."""
 TELL_S: Final = 2.0
-"""How long a call that forgets blocks waits for the store."""
+"""Seconds that a call which forgets blocks waits for the store."""
 RETRY_S: Final = 1.0
-"""After a look that failed, callers do without for so long."""
+"""Seconds after a failed look during which callers do not look again."""
 _LONGEST_LOOK_S: Final = 30.0
-"""After that the looks at other caches go on beside it."""
+"""Seconds after which the looks at other caches go on beside a slow look."""
 _BYTES: Final = 1 << 14
 _MOST_BYTES: Final = 2 << 20
 
 _log = logging.getLogger(__name__)
 
 Generations = Callable[[str], Iterable[int]]
-"""Gives the generations that peers tell of an open cache, by its name."""
+"""Returns the generations that peers tell of an open cache, by its name."""
 
 
 class Teller:
-    """Loop thread only. ``store``: None = there are only peers."""
+    """Exchanges records of forgotten blocks. Loop thread only. ``store``: None = only peers."""
 
     def __init__(
         self, engine: Engine, catalog: Catalog, forgotten: Forgotten, store: Guarded | None, peers: Generations
@@ -108,7 +108,7 @@ class Teller:
                         known.pop(prefix, None)
 
     def _is_settled(self, prefix: str) -> bool:
-        """Returns whether the store alone has to know the past of a cache: the cache is removed, and all is told."""
+        """Returns whether only the store has to keep the past of a cache: the cache is removed, and the store knows."""
         busy = prefix in self._watched or prefix in self._looks or self._forgotten.has_old(prefix)
         told = self._store is not None and self.has_heard(prefix)
         return told and not busy and not self._catalog.knows(prefix.partition("/")[0])
@@ -122,16 +122,16 @@ class Teller:
         await asyncio.gather(*looks, return_exceptions=True)
 
     def has_heard(self, prefix: str) -> bool:
-        """Returns whether the store's objects of a cache can be told from forgotten ones."""
+        """Returns whether the daemon can tell the store's valid objects of a cache from forgotten objects."""
         return self._store is None or self._heard.get(prefix) is self._forgotten.of(prefix)
 
     def wake(self, prefix: str) -> None:
-        """Looks soon: a cache waits to be heard of."""
+        """Hastens the next look, since blocks of the cache wait for it."""
         if not self._has_failed(prefix):
             self._woken.set()
 
     async def hear(self, prefix: str) -> bool:
-        """Looks if it has to, and waits a little for that. Returns :meth:`has_heard`."""
+        """Looks if necessary, and waits :data:`TELL_S` at most. Returns :meth:`has_heard`."""
         if not self.has_heard(prefix) and not self._has_failed(prefix) and not self._stopping:
             await asyncio.wait([self._start(prefix)], timeout=TELL_S)
         return self.has_heard(prefix)
@@ -140,7 +140,7 @@ class Teller:
         """Tells the store of a reset or a drop. Returns False if the store has to be told later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
-                if prefix in self._looks:  # it may have begun before
+                if prefix in self._looks:  # a running look may have begun before the change
                     await asyncio.wait([self._looks[prefix]])
                 if not self.has_heard(prefix) and not self._stopping:
                     await asyncio.wait([self._start(prefix)])
@@ -182,7 +182,7 @@ class Teller:
             if isinstance(error, TierIOError) and prefix not in self._logged:
                 self._logged.add(prefix)
                 _log.warning("a cache's past cannot be kept cache=%s why=%r", prefix, str(error))
-        except Exception:  # noqa: BLE001  our bug; the other caches are looked at
+        except Exception:  # noqa: BLE001  our bug; looks at other caches go on
             _log.exception("a cache is not looked at cache=%s", prefix)
 
     async def _look(self, prefix: str) -> None:
@@ -216,7 +216,7 @@ class Teller:
                 return
             self._forgotten.set(prefix, joined)
             if (cache := self._cache(prefix)) is None:
-                self._forgotten.keep(prefix, (), due=True)  # it may be on a disk that cannot be read now
+                self._forgotten.keep(prefix, (), due=True)  # the cache may be on a disk that cannot be read now
             elif joined.generation > ours.generation:
                 await self._reset(cache)
             else:
@@ -241,10 +241,10 @@ class Teller:
         """Reads the object of a cache. Raises RemoteError, also for an object that it cannot read."""
         at, buffer = object_name(prefix), memoryview(bytearray(_BYTES))
         try:
-            there = all(await store.exists([at]))  # not by a get: a store may know objects and give none
+            there = all(await store.exists([at]))  # not by get: a store may list objects and give none
         except RemoteError as failed:
             if failed.of_object:
-                await store.exists([f"{at}.other"])  # if it fails as well, the store fails
+                await store.exists([f"{at}.other"])  # if this fails as well, the store has failed
             raise
         if not there:
             return Past()

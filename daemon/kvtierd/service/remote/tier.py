@@ -1,4 +1,4 @@
-"""What is beyond this host: the store, the other daemons, and both ways to and from them."""
+"""The remote tier: the store, the other daemons, and the traffic to and from them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from kvtierd.tiers.remote.opening import open_store, require_opens
 _log = logging.getLogger(__name__)
 
 END_S: Final = 2.0
-"""How long a stop waits for the store."""
+"""Seconds that a stop waits for the store."""
 PEER_S: Final = 5.0
-"""How long one call of a peer may take."""
+"""Seconds that a call to a peer may take."""
 PROBE_S: Final = 0.5
-"""How often a store that fails is looked at."""
+"""Seconds between probes of a store that fails."""
 
 
 async def opened_store(config: Remote) -> RemoteStore:
-    """Raises TierConfigError where the store cannot be opened. A store that does not answer is opened later."""
+    """Opens the store. Raises TierConfigError if that is impossible. A store that does not answer is opened later."""
     store = open_store(config.url, group_access=config.group_access)
     try:
         await require_opens(store)
@@ -49,12 +49,12 @@ async def opened_store(config: Remote) -> RemoteStore:
 
 
 class RemoteTier:
-    """Loop thread only.
+    """The store and the peers under the local tiers. Loop thread only.
 
     Args:
-        store: opened, the tier's from now on, as ``config`` says; None = there is none.
-        peers: by their address.
-        generations: peers tell them.
+        store: the opened store of ``config``, owned by the tier from now on; None = no store.
+        peers: by address.
+        generations: returns the generations that peers tell of a cache.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RemoteTier:
 
     @property
     def problem(self) -> str | None:
-        """For health: why the store is left alone. Peers may come and go."""
+        """The reason why the store is out of service, for health. Absent peers are not a problem."""
         if self._store is None:
             return None
         if why := self._store.problem:
@@ -101,7 +101,7 @@ class RemoteTier:
 
     @property
     def blocks(self) -> Mapping[str, int]:
-        """By what became of them."""
+        """Counts of blocks by outcome."""
         ways = (self.fetcher, self._writer, self.deleter)
         counts = sum((way.counts for way in ways if way is not None), Counter[str]())
         if self._writer is not None and (left := self._writer.left):
@@ -110,17 +110,17 @@ class RemoteTier:
 
     @property
     def unwritten(self) -> Mapping[str, int]:
-        """How many blocks wait for the store, by reason."""
+        """Blocks that wait for the store, by reason."""
         return {} if self._writer is None else self._writer.unwritten
 
     def reach(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> int:
-        """How long a prefix the store has, as far as is known without asking."""
+        """Length of the prefix that the store is known to have, without a call."""
         names = self.names(cache, group, keys)
         lacking = (number for number, name in enumerate(names.values()) if not self.known.of(name))
         return next(lacking, len(names))
 
     def names(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """The object that each block has, or would have; none where there is no store."""
+        """Names of the blocks' present or future objects; empty without a store."""
         return {} if self._writer is None else self._writer.names(cache, group, keys)
 
     def delete(self, objects: Sequence[str]) -> None:
@@ -150,11 +150,11 @@ class RemoteTier:
         wait_s: float,
         recompute_s: float,
     ) -> None:
-        """See :meth:`Fetcher.bring`, for chains side by side."""
+        """Runs :meth:`Fetcher.bring` for all chains at the same time."""
         await asyncio.gather(*(self.fetcher.bring(cache, groups, keys, wait_s, recompute_s) for keys in chains))
 
     async def stop(self) -> None:
-        """Writes and deletes no more: blocks that have not reached the store have not."""
+        """Stops writes and deletions. Blocks that have not reached the store yet are not written."""
         if self.deleter is not None:
             self.deleter.stop()
         for task in (*self._tasks, *self._deleting):
@@ -164,7 +164,7 @@ class RemoteTier:
         await self.teller.stop()
 
     async def close(self) -> None:
-        """Ends the store's connections. Nobody fetches any more."""
+        """Closes the store's connections. No fetch may be running."""
         if self._store is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_S):

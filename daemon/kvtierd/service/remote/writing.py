@@ -1,7 +1,7 @@
-"""Carries blocks to a store, in the background. No local tier waits for it.
+"""Writes blocks to a store in the background.
 
-A block is read where it is, without a hold: if it leaves its slot meanwhile, it is offered again from where it is then.
-A slow store delays no local tier.
+A block is read in its slot without a hold. If the block leaves the slot meanwhile, it is offered again from its new
+slot. So a slow store delays no local tier.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from kvtierd.tiers.remote.objects import Place, encode
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 16
 BATCHES: Final = 8
-"""Under way at a time: with their bytes, all that waits for the store."""
+"""Most batches under way at a time, which bounds the bytes that wait for the store."""
 LOOK_S: Final = 0.5
-"""How often blocks are looked for that no event told of: those used again."""
+"""Seconds between looks for blocks that are due without an event: blocks used again."""
 RETRY_S: Final = 1.0
 DAY_S: Final = 86_400
-"""For one to two days a store is believed to keep a block of which it was known to have it."""
+"""A day in seconds. The store is believed to keep a known block for one to two days."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
 class _Source:
-    """Locates a block's bytes. ``generation``: of its slot in the host tier then. ``name``: of its object."""
+    """Locates a block's bytes. ``generation``: of its slot in the host tier at the offer. ``name``: of its object."""
 
     offer: Offer
     generation: int
@@ -57,10 +57,10 @@ class _Source:
 
 
 class Writer:
-    """Of one store. Loop thread only. ``counts``: blocks by what became of them.
+    """Writes to a single store. Loop thread only. ``counts``: blocks by outcome.
 
     Args:
-        bytes_a_second: most that goes to the store; 0 = any.
+        bytes_a_second: limit of the writes; 0 = no limit.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Writer:
         self.counts: Final[Counter[str]] = Counter()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Writes offered blocks until cancelled."""
         try:
             while not self._hub.closed:
                 seen = self._hub.last
@@ -105,7 +105,7 @@ class Writer:
 
     @property
     def unwritten(self) -> Counter[str]:
-        """How many blocks wait for the store, by reason; a block of two caches counts twice."""
+        """Blocks that wait for the store, by reason. A block of two caches counts twice."""
         counts = Counter[str]()
         for cache in self._catalog:
             with suppress(MoverError):
@@ -115,7 +115,7 @@ class Writer:
 
     @property
     def left(self) -> int:
-        """How many blocks left this host before they were written."""
+        """The number of blocks that left this host before they were written."""
         beyonds = (self._engine.manager(cache.id).beyond for cache in self._catalog)
         with suppress(MoverError):
             return sum(beyond.left for beyond in beyonds)
@@ -124,13 +124,13 @@ class Writer:
     def _begun(self) -> bool:
         try:
             return self._begin()
-        except Exception:  # noqa: BLE001  our bug; other blocks are written
+        except Exception:  # noqa: BLE001  our bug; other blocks are still written
             _log.exception("blocks are not offered to the store")
             self._retry_at = time.monotonic() + RETRY_S
             return False
 
     def _begin(self) -> bool:
-        """Takes what is offered, as far as there is room. Whether there was anything."""
+        """Takes offered blocks while there is room for batches. Returns whether any were offered."""
         found = False
         if time.monotonic() < self._retry_at:
             return found
@@ -145,7 +145,7 @@ class Writer:
     def _take(self, cache: Cache, group: GroupId) -> bool:
         step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
         if self._forgotten.is_changing(cache.prefix) or self._forgotten.is_due(cache.prefix):
-            return False  # a block that is about to be forgotten would get the name of a fresh one
+            return False  # a block about to be forgotten would get the name of a fresh block
         if not self._teller.has_heard(cache.prefix):
             self._teller.wake(cache.prefix)
             return False
@@ -171,7 +171,7 @@ class Writer:
         return False
 
     def names(self, cache: Cache, group: GroupId, keys: Iterable[Key]) -> dict[Key, str]:
-        """The name of the object that each block has, or would have."""
+        """Names of the blocks' present or future objects."""
         past, beyond = self._forgotten.of(cache.prefix), self._engine.manager(cache.id).beyond
         place, revisions = Place(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
         names: dict[Key, str] = {}
@@ -206,11 +206,11 @@ class Writer:
                 objects = await self._engine.beside(partial(_objects, cache, group, wanted)) if is_open else []
             ready = [
                 (source, data)
-                for source, data in zip(wanted, objects, strict=False)  # there are none of a removed cache
+                for source, data in zip(wanted, objects, strict=False)  # a removed cache has no objects
                 if data is not None and self._stood(cache, group, source)
             ]
             if self._forgotten.of(cache.prefix) is not past:
-                return  # offered again, under another name
+                return  # the blocks are offered again, under other names
             carried = {source.offer.key for source, _ in ready}
             self._again(cache, group, [source.offer for source in wanted if source.offer.key not in carried])
             same = await self._same([(source, data) for source, data in ready if source.name in there])
@@ -232,7 +232,7 @@ class Writer:
                     self._engine.manager(cache.id).beyond.put_back(group, left)
 
     def _again(self, cache: Cache, group: GroupId, offers: Sequence[Offer]) -> None:
-        """Blocks that could not be read where they were are offered again, unless they are still there."""
+        """Offers unread blocks again, except blocks that are gone and blocks still in the same disk slot."""
         beyond, moved = self._engine.manager(cache.id).beyond, list[Key]()
         gone = set(beyond.absent(group, [offer.key for offer in offers]))
         for offer in offers:
@@ -245,8 +245,8 @@ class Writer:
         beyond.put_back(group, moved)
 
     async def _there(self, sources: Sequence[_Source]) -> set[str]:
-        """The names of objects that the store has: another host may have written them. A child of an absent block
-        counts as absent, unasked: to write it again does no harm."""
+        """The names of objects that the store has, perhaps from another host. A child of an absent block counts as
+        absent without a call: writing it again does no harm."""
         unknown = [source for source in sources if not self._known.of(source.name)]
         keys, absent = {source.offer.key for source in unknown}, set[Key]()
 
@@ -269,13 +269,13 @@ class Writer:
     async def _same(self, ready: Sequence[tuple[_Source, bytes]]) -> set[str]:
         """The names of objects that the store has with these bytes."""
         names, begins = [source.name for source, _ in ready], [b""] * len(ready)
-        with suppress(RemoteError):  # then they are written again, which does no harm
+        with suppress(RemoteError):  # writing the objects again does no harm
             begins = [*await self._store.begins(names, CHECKSUM_BYTES)] if names else begins
         pairs = zip(ready, begins, strict=True)
         return {source.name for (source, data), begin in pairs if begin == data[:CHECKSUM_BYTES]}
 
     def _stood(self, cache: Cache, group: GroupId, source: _Source) -> bool:
-        """What was read of memory was the block's: its slot has not changed since."""
+        """Whether the bytes read from memory are the block's: its slot has not changed since the offer."""
         if source.offer.tier is not HOST:
             return True
         return cache.runtime.arena.generation(HOST, group, SlotId(source.offer.slot)) == source.generation
@@ -288,7 +288,7 @@ class Writer:
         ready: Sequence[tuple[_Source, bytes]],
         there: Collection[str],
     ) -> None:
-        """``past``: that names are of. ``there``: objects to replace."""
+        """Puts objects into the store. ``past``: gave the objects' names. ``there``: objects to replace."""
         if not ready:
             return
         started, names = time.monotonic_ns(), [source.name for source, _ in ready]
@@ -299,7 +299,7 @@ class Writer:
         took = time.monotonic_ns() - started
         self._known.note([name for name, error in zip(names, errors, strict=True) if error is None], there=True)
         offers = [(source.offer, error) for (source, _), error in zip(ready, errors, strict=True)]
-        # A block of the same key that is here since a drop has another name, under which the store lacks it.
+        # After a drop, a new block of the same key has another name, under which the store lacks it.
         current = self._forgotten.of(cache.prefix) is past
         written = [offer for offer, error in offers if error is None and current]
         self.counts["written"] += len(written)
@@ -311,7 +311,7 @@ class Writer:
             self._engine.travelled(cache.id, group, keys, tier, REMOTE, took)
 
     async def _pace(self, nbytes: int) -> None:
-        """Waits until so many bytes may go."""
+        """Waits until ``nbytes`` may be written."""
         if self._bytes_a_second:
             now = time.monotonic()
             begins, self._turn_at = max(now, self._turn_at), max(now, self._turn_at) + nbytes / self._bytes_a_second
@@ -326,7 +326,7 @@ def _by_tier(offers: Iterable[Offer]) -> dict[Tier, list[Key]]:
 
 
 def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[bytes | None]:
-    """The object of each block; None where the disk does not give the bytes. In a thread."""
+    """The object of each block; None if the disk does not give the bytes. In a thread."""
     place = Place(cache.name, cache.fingerprint, group)
     return [
         None if parts is None else encode(place, source.offer.key, source.offer.parent, source.offer.traits, parts)
@@ -345,5 +345,5 @@ def _parts(cache: Cache, group: GroupId, offer: Offer) -> Sequence[Bytes] | None
         if not cache.runtime.store.peek(DiskRead(group, slot, offer.key, [record.data])):
             return None
     except TierError:
-        return None  # the disk's own reads say so, and are counted
+        return None  # the disk's own reads meet the error, report it and count it
     return [record[pool.record_offset : pool.record_offset + pool.block_bytes] for pool in pools]

@@ -1,1 +1,1 @@
-"""One class per gRPC service of ``proto/kvtier/v1``."""
+"""The servicers: a class for each gRPC service of ``proto/kvtier/v1``."""

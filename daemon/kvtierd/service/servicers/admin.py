@@ -1,4 +1,4 @@
-"""``kvtier.v1.Admin``: statistics, leases, kicks, where a block is and what holds it, deletions beyond the host."""
+"""``kvtier.v1.Admin``: statistics, leases, kicks, copies and leases of a block, deletions from the remote store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SHORTEST_PREFIX: Final = 4
 MOST_KEYS: Final = 32
 SCANNED_A_TURN: Final = 2_048
-"""Keys that are compared with a prefix in one turn of the loop."""
+"""Keys compared with a prefix in one turn of the loop."""
 
 _STATES: Final[Mapping[Phase, admin_pb2.CopyState.ValueType]] = {
     Phase.FILLING: admin_pb2.COPY_STATE_FILLING,
@@ -66,8 +66,8 @@ class AdminService:
         remote: RemoteTier | None,
         fleet: Fleet | None,
     ) -> None:
-        """``watching``: the session of each watcher, and how many events it has not been sent. ``fleet``: None where no
-        peer is configured."""
+        """``watching``: returns the session and the unsent events of each watcher. ``fleet``: None if no peer is
+        configured."""
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -85,8 +85,10 @@ class AdminService:
         self._started: Final = time.monotonic_ns()
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
-        """Of the caches that the caller administers, and of the sessions that have one of them open or hold anything
-        there; of all sessions for who administers every cache."""
+        """Covers the caches that the caller administers and the sessions that have these open or hold slots there.
+
+        A caller that administers every cache sees all sessions.
+        """
         caches = [cache for cache in self._catalog if self._access.may(session, Right.ADMIN, cache.name)]
         everything = self._access.may_everywhere(session, Right.ADMIN)
         stats = {cache.id: self._engine.manager(cache.id).stats() for cache in caches}
@@ -132,7 +134,7 @@ class AdminService:
         )
 
     async def kick(self, session: Session, request: admin_pb2.KickRequest) -> admin_pb2.KickResponse:
-        """The numbers are those of this moment: nothing is granted or given back between the count and the end."""
+        """Counts the session's leases and slots, then kicks it. No lease begins or ends between count and kick."""
         kicked = self._sessions.get(SessionId(request.session_id))
         if kicked is None:
             raise unknown("session_id", request.session_id, "session", "NO_SUCH_SESSION")
@@ -226,7 +228,7 @@ class AdminService:
         return ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
 
     def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
-        """``caches``: in which its leases count; ``held_slots``: of them."""
+        """``caches``: the caches whose leases are counted. ``held_slots``: the session's slots in these caches."""
         return admin_pb2.SessionStats(
             session_id=session.id,
             pid=session.peer.pid,
@@ -260,7 +262,7 @@ class AdminService:
         )
 
     def _edges(self, stats: ManagerStats) -> list[admin_pb2.EdgeStats]:
-        """Queue lengths are the daemon's: all caches share the threads of an edge."""
+        """Queue lengths cover the whole daemon: all caches share the threads of an edge."""
         queued = self._engine.queues()
         now = time.time_ns()
         return [
@@ -278,7 +280,7 @@ class AdminService:
         ]
 
     def _explained_caches(self, session: Session, name: str) -> Sequence[Cache]:
-        """Raises PERMISSION_DENIED, NOT_FOUND for a cache asked for by name."""
+        """The named cache, else all that the caller may see. A name raises PERMISSION_DENIED or NOT_FOUND."""
         if not name:
             return [cache for cache in self._catalog if self._may_see(session, cache.name)]
         if not self._may_see(session, validation.cache_name(name, "cache")):
@@ -292,7 +294,7 @@ class AdminService:
         return any(self._access.may(session, right, cache) for right in (Right.READ, Right.WATCH))
 
     async def _keys_with(self, caches: Sequence[Cache], prefix: bytes) -> list[Key]:
-        """Different keys that begin so, in order."""
+        """Distinct keys that begin with ``prefix``, sorted, at most :data:`MOST_KEYS`."""
         found: set[Key] = set()
         for cache in caches:
             for group in map(GroupId, range(len(cache.spec.groups))):
@@ -307,7 +309,7 @@ class AdminService:
         return sorted(found)[:MOST_KEYS]
 
     def _explained_remote(self, caches: Iterable[Cache], key: Key) -> Iterator[admin_pb2.ExplainedRemote]:
-        """What is known of the store, which is not asked. Nothing where there is no store."""
+        """Yields the daemon's knowledge of the store, without a call to it; nothing if there is no store."""
         if self._remote is None or not self._remote.url:
             return
         for cache in caches:
@@ -316,7 +318,7 @@ class AdminService:
                 yield admin_pb2.ExplainedRemote(cache=cache.name, group=group, there=self._remote.known.of(name))
 
     def _explained(self, session: Session, cache: Cache, key: Key) -> list[admin_pb2.ExplainedBlock]:
-        """One for each window group that has it. Raises :class:`UnknownCache`."""
+        """The block in each window group that has it. Raises :class:`UnknownCache`."""
         whose = self._access.may_everywhere(session, Right.ADMIN)
         groups = map(GroupId, range(len(cache.spec.groups)))
         found = ((group, self._engine.manager(cache.id).explain(group, key)) for group in groups)
@@ -325,7 +327,7 @@ class AdminService:
     def _explained_block(
         self, cache: Cache, group: GroupId, block: BlockNow, *, whose: bool
     ) -> admin_pb2.ExplainedBlock:
-        """``whose``: the caller may know whose leases hold it."""
+        """``whose``: the caller may see the sessions that hold the block."""
         now = time.time_ns()
         return admin_pb2.ExplainedBlock(
             cache=cache.name,
@@ -355,7 +357,7 @@ class AdminService:
 
 
 def _holding(peer: str, cache: Cache, group: GroupId, blocks: int, residency: Iterable[int]) -> admin_pb2.Holding:
-    """``residency``: of the blocks that the group needs for a prefix of so many."""
+    """``residency``: of the blocks that the group needs for a prefix of ``blocks`` blocks."""
     fastest = Counter(each & -each for each in residency)
     tiers = [
         admin_pb2.TierBlocks(tier=wire.TIER_TO_WIRE[tier], blocks=fastest[tier.bit])
@@ -366,7 +368,7 @@ def _holding(peer: str, cache: Cache, group: GroupId, blocks: int, residency: It
 
 
 def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:
-    """``holder``: None where the session is gone, or the caller may not know it."""
+    """``holder``: None if the session is gone or the caller may not see it."""
     return admin_pb2.LeaseInfo(
         lease_id=lease.id,
         cache=cache.name,
@@ -426,7 +428,7 @@ def _group(cache: Cache, group: GroupId, counts: GroupCounts) -> admin_pb2.Group
 
 
 def _tier_bytes(account: Account, shown: Collection[str]) -> admin_pb2.TierBytes:
-    """``shown``: caches whose names are told."""
+    """``shown``: the caches that the answer may name."""
     return admin_pb2.TierBytes(
         tier=wire.TIER_TO_WIRE[account.tier],
         device=account.device,

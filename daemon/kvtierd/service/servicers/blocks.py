@@ -38,13 +38,13 @@ from kvtierd.service.sessions import Session, SessionRegistry
 from kvtierd.tiers.base import Bytes, TierError
 
 PAGE_ROWS: Final = 4096
-"""Most rows of a listing: about a millisecond of the loop. A longer listing has a next page."""
+"""Most rows in a page of a listing: a page costs the loop about a millisecond."""
 
 MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 """Tiers whose slots clients can lease."""
 
 FETCH_SHARE: Final = 0.8
-"""Of a call's time, for what comes from beyond the host; the rest is for room in the tier asked for."""
+"""Share of a call's time for fetching from the remote tier; the rest is for making room in the requested tier."""
 
 K = TypeVar("K")
 
@@ -129,7 +129,7 @@ class BlocksService:
     """The servicer.
 
     Args:
-        identity: Has the epoch of the cursors.
+        identity: Gives the epoch of the cursors.
         wait_s: Default of ``timeout_ns``.
         describe: Detail of a refusal, with the holders of the slots.
     """
@@ -158,7 +158,7 @@ class BlocksService:
         self._wait_s: Final = wait_s
         self._describe: Final = describe
         self._hashing: Final = asyncio.Lock()
-        """One call at a time hashes blocks."""
+        """Serialises the calls that hash blocks."""
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache = self._catalog.opened(session, request.cache_id)
@@ -229,7 +229,7 @@ class BlocksService:
     async def acquire(
         self, session: Session, request: blocks_pb2.AcquireRequest, *, bring: bool = True
     ) -> blocks_pb2.AcquireResponse:
-        """``bring``: from beyond the host, too; a peer that asks has looked for what it wants here."""
+        """``bring``: fetch missing blocks from the remote tier; false for a peer, which wants this host's blocks."""
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
         tier = validation.tier("tier", request.tier, _leasable(cache))
@@ -308,7 +308,7 @@ class BlocksService:
                 gone = [key for key, result in zip(keys, report.results, strict=True) if result is not BlockResult.HELD]
                 after = before.after_drop(group, gone)
                 self._forgotten.set(cache.prefix, after)
-                if after.generation > before.generation:  # too many drops to remember: a look resets the cache
+                if after.generation > before.generation:  # too many drops to remember: the cache is reset later
                     self._forgotten.keep(cache.prefix, (), due=True)
                 await self._forgotten_on_disk(cache, report)
             kept_in_store = not await self._remote.teller.tell(cache.prefix)
@@ -388,7 +388,7 @@ class BlocksService:
         wait_s: float,
         recompute_s: float = 0.0,
     ) -> float:
-        """Has what is missing of chains brought from beyond the host. Returns what is left of ``wait_s``."""
+        """Fetches missing blocks of the chains from the remote tier. Returns the remaining seconds of ``wait_s``."""
         if self._remote is None:
             return wait_s
         started = time.monotonic()
@@ -424,7 +424,7 @@ class BlocksService:
         raise Refused(withdrawn[0])
 
     def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
-        """One result a block. The grant tells moved blocks and failed copies; a lookup tells the other blocks."""
+        """A result per block: from the grant for moved blocks and failed copies, from a lookup for the other blocks."""
         if all(grant.results):
             return bytes([BlockResult.OK]) * len(keys)
         places = self._engine.manager(cache.id).locate(group, keys)
@@ -499,8 +499,8 @@ _Place = tuple[Tier, SlotId]
 async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequence[Key]) -> list[bytes]:
     """Checksums of blocks, made in a thread; :data:`UNKNOWN` for a block that is not in memory or has left its slot.
 
-    A block whose bytes are not what was committed loses them, and is UNKNOWN. No lease holds the slots: their
-    generations before and after tell whether they changed.
+    A copy that differs from its committed checksum is given up, and its block is UNKNOWN. No lease holds the slots: a
+    slot whose generation changed during the hashing was reused.
 
     Raises:
         UnknownCache: The cache was removed.
@@ -514,7 +514,7 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
     try:
         digests = await engine.beside(lambda: [_digest(source()) for source in sources])
     except TierError:
-        engine.runtime(cache)  # UnknownCache says more than an error of its memory
+        engine.runtime(cache)  # raises UnknownCache if the removal of the cache caused the error
         raise
     engine.runtime(cache)  # a removed cache has no generations to compare
     found = iter(zip(before, digests, strict=True))
@@ -531,7 +531,7 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
 
 
 def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[], Sequence[Bytes]]:
-    """A reader of a slot's bytes for a thread. It keeps the memory mapped if the cache is removed meanwhile."""
+    """Returns a reader of a slot's bytes for a thread. The reader keeps the memory mapped if the cache is removed."""
     tier, slot = place
     if tier is DEVICE and runtime.cuda is not None:
         return partial(_fetch, runtime.cuda, group, Stretch(slot, 0, runtime.spec.block_bytes(group)))

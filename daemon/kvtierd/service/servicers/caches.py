@@ -1,4 +1,4 @@
-"""``kvtier.v1.Caches``."""
+"""``kvtier.v1.Caches``: opens, closes, lists and removes caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 
 class CachesService:
-    """``tiers``: that are configured."""
+    """``tiers``: the configured tiers."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class CachesService:
         return bool(prefixes) and all(await asyncio.gather(*map(remote.teller.tell, prefixes)))
 
     def _require_unused(self, cache: Cache, request: caches_pb2.RemoveCacheRequest) -> None:
-        """Raises FAILED_PRECONDITION where the cache must not go; of one that goes, no session has any part left."""
+        """Raises FAILED_PRECONDITION if the cache must stay. Else, unless in a dry run, closes it in all sessions."""
         users = [session for session in self._sessions if cache.id in session.caches]
         if users and not request.force:
             raise _in_use("CACHE_IN_USE", cache, f"{len(users)} sessions have it open")

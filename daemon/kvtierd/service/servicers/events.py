@@ -1,4 +1,4 @@
-"""``kvtier.v1.Events``: where a watch starts. What it then sends is in :mod:`kvtierd.service.watch`."""
+"""``kvtier.v1.Events``: the start and the snapshot of a watch. :mod:`kvtierd.service.watch` sends its events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvtierd.service.sessions import Session
 from kvtierd.service.watch import Caches, EventFilter, Watcher, every_cache, no_cache
 
 HEARTBEAT_S: Final = 10.0
-"""For watchers that do not say."""
+"""Default interval of a watch's heartbeats."""
 
 MAX_WATCHES: Final = 64
-"""Of a session."""
+"""Most watches of a session."""
 
 SLICE_BLOCKS: Final = 1024
-"""Of a slice of a snapshot: listing so many takes about a millisecond of the loop."""
+"""Blocks in a slice of a snapshot: listing a slice costs the loop about a millisecond."""
 
 
 class EventsService:
@@ -43,16 +43,18 @@ class EventsService:
         self._hub.watchers = self._watchers
 
     def lags(self) -> list[int]:
-        """Of each watcher, how many events it has not been sent."""
+        """The number of unsent events of each watcher."""
         return [watcher.lag for watcher in self._watchers]
 
     def watching(self) -> list[tuple[Session, int]]:
-        """Whose each watcher is, and its lag."""
+        """The session and the unsent events of each watcher."""
         return [(session, watcher.lag) for watcher, session in self._watchers.items()]
 
     def rights_changed(self) -> None:
-        """Watches that go on show from now on what their sessions may see now; one that asked for a cache by name that
-        it may not see any more ends, since it would wait for events in vain."""
+        """Applies changed rights to the open watches.
+
+        A watch of a named cache ends if its session may no longer watch that cache: it would wait in vain.
+        """
         for watcher, session in self._watchers.items():
             try:
                 self._require_named(session, watcher.wanted.caches)
@@ -68,7 +70,7 @@ class EventsService:
         if list(self._watchers.values()).count(session) >= MAX_WATCHES:
             says = f"the session has {MAX_WATCHES} watches open, and may have no more"
             raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHES", says)
-        # From here to its entry among the watchers nothing is waited for: no change of rights passes it by.
+        # No await from here until the watcher is registered, so that no change of rights is missed.
         self._require_named(session, request.filter.caches)
         watcher = Watcher(self._hub, epoch, cursor, self._as_allowed(session, asked), heartbeat_s)
         self._watchers[watcher] = session
@@ -88,17 +90,17 @@ class EventsService:
             del self._watchers[watcher]
 
     def _require_named(self, session: Session, names: Iterable[str]) -> None:
-        """Other caches are filtered away; those asked for by name are refused instead."""
+        """Raises PERMISSION_DENIED for a named cache that the session may not watch. Other caches are filtered."""
         for name in names:
             self._access.require_on(session, Right.WATCH, name)
 
     def _as_allowed(self, session: Session, asked: EventFilter) -> EventFilter:
-        """One that shows what the session may see: that of another watcher, if there is one like it."""
+        """The filter cut to the session's rights. Watchers with equal filters share one object."""
         wanted = asked.allowed(self._allowed(session, Right.WATCH), self._allowed(session, Right.TOKENS))
         return next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
 
     def _allowed(self, session: Session, right: Right) -> Caches:
-        """On which caches the session has a right."""
+        """The caches on which the session has a right."""
         if right in self._access.rights.everywhere(session.peer.identity):
             return every_cache
         if right not in self._access.rights.somewhere(session.peer.identity):
@@ -106,7 +108,7 @@ class EventsService:
         return lambda name: self._access.may(session, right, name)
 
     async def _start(self, request: events_pb2.WatchRequest) -> tuple[int, int]:
-        """The epoch and the id after which to begin. Raises as :meth:`_resume_at` does."""
+        """Returns the epoch and the id after which the watch begins. Raises like :meth:`_resume_at`."""
         cursor = self._hub.last
         match request.WhichOneof("start"):
             case "since":
@@ -118,7 +120,7 @@ class EventsService:
         return self._hub.epoch_of(cursor + 1), cursor
 
     def _resume_at(self, since: blocks_pb2.Cursor) -> tuple[int, int]:
-        """Raises INVALID_ARGUMENT for the future and for an id of another epoch, OUT_OF_RANGE for what is not held."""
+        """Raises INVALID_ARGUMENT for a future id or an id outside the epoch, OUT_OF_RANGE for compacted events."""
         hub, present = self._hub, self._hub.epoch
         if since.epoch > present:
             raise bad_argument("since.epoch", since.epoch, f"at most {present}, the present epoch")
@@ -130,7 +132,7 @@ class EventsService:
         if least is not None and since.id < least:
             raise bad_argument("since.id", since.id, f"at least {least}, after which the epoch begins")
         oldest = hub.oldest
-        # Of an epoch that was lost whole, that is told as a loss, as long as all that followed is held.
+        # Missing events of an earlier epoch are reported as lost if all events after that epoch are held.
         if since.id + 1 < oldest and (end is None or oldest > end + 1):
             detail = common_pb2.ErrorDetail(
                 reason="CURSOR_COMPACTED", field="since.id", value=str(since.id), limit=str(oldest)
@@ -140,7 +142,7 @@ class EventsService:
         return since.epoch if end is not None else hub.epoch_of(since.id + 1), since.id
 
     async def _slices(self, epoch: int, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
-        """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""
+        """Yields the blocks of the wanted caches. Blocks may change between slices; no batch covers an event id."""
         for cache in list(self._catalog):
             for group in filter(watcher.wanted.wants_group, range(len(cache.spec.groups))):
                 async with aclosing(self._slices_of_group(epoch, cursor, cache, GroupId(group), watcher)) as slices:
@@ -157,13 +159,13 @@ class EventsService:
             while not await self._hub.turn(watcher.quiet_until):
                 yield watcher.heartbeat()
             if not watcher.wanted.wants_cache(cache.name):
-                return  # it was forbidden
+                return  # the right to watch the cache was revoked
             try:
                 listing = self._engine.manager(cache.id).listing(group, page, limit)
             except UnknownCache:
-                return  # it was removed, as the events that follow tell
+                return  # removed meanwhile; the later events say so
             rows = watcher.wanted.wanted_rows(listing.rows)
-            if rows or not page:  # a watcher must know of a group that has no blocks, too
+            if rows or not page:  # an empty group is sent, too
                 batch = self._slice(epoch, cursor, cache, group, rows, watcher)
             following = listing.next_page or None
             if batch:

@@ -1,8 +1,8 @@
 """Sessions over TCP: ``kvtier.v1.Sessions``.
 
-Where ``attach.sock`` has a process to watch, there is only a stream here. While it lives, so does the session; where it
-breaks, the session is orphaned and ends after a grace period, unless the same client comes back for it. Heartbeats both
-ways make a vanished host a broken stream.
+A TCP client has no process that the daemon could watch, so its stream keeps the session alive. When the stream breaks,
+the session is orphaned; it ends after a grace period, unless the same client resumes it. Heartbeats in both directions
+turn a vanished host into a broken stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
 """Heartbeats missed before the other side counts as gone."""
 NO_UID: Final = 2**32 - 1
-"""What is shown for a client that is no process of this host: the kernel's own value for no user."""
+"""The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
 _SERVICE: Final = session_pb2.DESCRIPTOR.services_by_name["Sessions"]
 _METHOD: Final = _SERVICE.methods_by_name["Session"]
@@ -66,19 +66,19 @@ class RemotePeer:
         return False
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """There is no process to see end."""
+        """Does nothing: a remote client has no process to watch."""
 
     def unwatch(self) -> None:
-        """See :meth:`watch`."""
+        """Does nothing, like :meth:`watch`."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: the peer holds nothing open."""
 
 
 class RemoteSessions:
-    """The servicer. Each stream's conversation is a task of its own: what the session has as its connection.
+    """The servicer. A task per stream runs its conversation; the task is the session's connection.
 
-    ``grace_s``: how long a session outlives its stream. Ten heartbeats fit into it, five seconds apart at most.
+    ``grace_s``: seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most.
     """
 
     name: ClassVar[str] = _SERVICE.full_name
@@ -110,7 +110,7 @@ class RemoteSessions:
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: method})
 
     def close(self) -> None:
-        """Ends all streams; their sessions are left to whoever stops the daemon."""
+        """Ends all streams. Their sessions end with the daemon's stop."""
         self._closed = True
         for conversation in self._conversations:
             conversation.cancel()
@@ -122,7 +122,7 @@ class RemoteSessions:
         try:
             await asyncio.wait([conversation])
         finally:
-            conversation.cancel()  # where the call itself was cancelled
+            conversation.cancel()  # if the call itself was cancelled
         try:
             if not conversation.cancelled():
                 return conversation.result()
@@ -168,7 +168,7 @@ class RemoteSessions:
         return hello
 
     def _named(self, context: _Context) -> Identity:
-        """Whom a rule names. Raises :class:`AttachRefused`."""
+        """The caller's identity. Raises :class:`AttachRefused` for a local client or if no rule names the caller."""
         who = caller_of(context)
         if who is None:
             _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
@@ -202,7 +202,7 @@ class RemoteSessions:
             await context.write(session_pb2.SessionReply(heartbeat=session_pb2.Heartbeat()))
 
     async def _listen(self, context: _Context) -> bool:
-        """Until the stream ends. True where it ended with a goodbye. Raises ABORTED where it falls silent."""
+        """Listens until the stream ends. Returns whether a goodbye came. Raises ABORTED if heartbeats stop."""
         patience_s = SILENT_BEATS * self._heartbeat_s
         while True:
             try:
@@ -226,7 +226,7 @@ _parse: Final = parser(_METHOD)
 
 
 async def _next(context: _Context) -> session_pb2.SessionRequest | None:
-    """The next message; None at the end. Raises INVALID_ARGUMENT for bytes that are none."""
+    """The next message; None at the end. Raises INVALID_ARGUMENT for bytes that are not a message."""
     raw = await context.read()
     message: session_pb2.SessionRequest | None = None if raw is grpc.aio.EOF else _parse(raw)
     return message

@@ -1,11 +1,10 @@
 """``kvtier.v1.Transfer``: blocks whose bytes come and go in the stream.
 
-A transfer is a lease of the caller's session. Before every chunk it is asked whether the lease still stands, and
-between that and the copy there is no ``await``: whatever ends the lease runs on this loop, too, so no byte is ever
-written to, or read from, a slot that has become somebody else's. So is the right, which a reload of the rules may have
-taken away: what is not stored yet is not stored then. A chunk is small enough to be copied here; handing it
-to a thread costs the loop about as much as copying it. A GPU's memory cannot be reached from here: there the copy is
-begun by a thread, and a lease that is to end meanwhile ends after it.
+A transfer holds a lease of the caller's session. Before every chunk it checks the lease and the caller's right, which
+a reload of the rules may revoke. There is no ``await`` between the check and the copy, and leases end on the same loop,
+so a transfer never reads or writes a slot that now belongs to another holder. A revoked right stops a put before its
+commit. A chunk is small: copying it on the loop costs about as much as handing it to a thread. A thread copies to and
+from GPU memory; a lease that ends during the copy ends after it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from kvtierd.tiers.remote.objects import Place
 
 @dataclass(slots=True, frozen=True)
 class _Held:
-    """Slots that a transfer holds. ``generations``: of READY ones, none of blank ones. ``require_right``: raises
-    PERMISSION_DENIED once its session may not do any more what it has begun."""
+    """Slots that a transfer holds. ``generations``: of READY slots; empty for blank slots. ``require_right``: raises
+    PERMISSION_DENIED if the session has lost its right to the transfer."""
 
     session: Session
     cache: Cache
@@ -59,14 +58,14 @@ class _Held:
         return self.cache.spec.block_bytes(self.group)
 
     def require_live(self) -> None:
-        """Raises what a unary call of a session without this lease, or without the right, raises."""
+        """Raises like a unary call if the session is gone or orphaned, or has lost the right or the lease."""
         require_attached(self.session)
         self.require_right()
         if self.lease not in self.cache.runtime.manager.leases:
             raise UnknownLease(self.lease)
 
     def stretches(self, spans: Iterable[Span]) -> list[Stretch]:
-        """Where they are."""
+        """The slots' stretches for the spans. Raises AssertionError if a READY slot has changed."""
         for span in spans:
             if self.generations:
                 self._require_unchanged(span.block, self.slots[span.block])
@@ -78,7 +77,7 @@ class _Held:
 
 
 class TransferService:
-    """``wait_s``: how long a call waits for room that does not say."""
+    """``wait_s``: seconds that a call without a timeout waits for room."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class TransferService:
     async def put(
         self, session: Session, header: transfer_pb2.PutHeader, chunks: AsyncIterator[transfer_pb2.BlockBytes]
     ) -> transfer_pb2.PutResponse:
-        """All blocks are committed in one step, after the last byte of the last one has been verified."""
+        """Commits all blocks in one step, after every byte has been verified."""
         commit = header.commit
         if commit.slots or commit.lease_id:
             raise bad_argument(
@@ -109,7 +108,7 @@ class TransferService:
         group = _group("header.group", header.group, cache)
         tier = _tier("header.tier", header.tier, cache)
         keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
-        validation.commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
+        validation.commit_items(cache, commit, range(len(keys)))  # refuse before the first byte arrives
         checksums = _checksums(header.checksums, len(keys))
         wait_s = validation.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, len(keys)):
@@ -156,10 +155,11 @@ class TransferService:
         return slot_bytes(self._engine, runtime, held.tier, held.group, held.session.id, held.lease)
 
     def _header_of(self, held: _Held, packed: bytes, length: int) -> Callable[[int], bytes]:
-        """Gives, by the number of a held block, the header of its object; empty where it was dropped meanwhile.
+        """Returns a function from the number of a held block to its object's header; empty if the block was dropped.
 
         Args:
-            packed: the keys of the chain. length: of its prefix, of which what its group needs is held.
+            packed: the keys of the chain.
+            length: blocks of the acquired prefix; the lease holds the blocks that the group needs for it.
         """
         cache, group = held.cache, held.group
         needed = cache.spec.attention(group).needs(length).cut(packed, KEY_BYTES)
@@ -179,7 +179,7 @@ class TransferService:
         return header
 
     def _right(self, session: Session, right: Right, cache: Cache) -> Callable[[], None]:
-        """What asks for it anew: rules change while a stream goes on."""
+        """Returns a check of the right, to be repeated: rules may change during a stream."""
         return partial(self._access.require_on, session, right, cache.name)
 
     def _release(self, session: Session, cache: Cache, lease: LeaseId) -> None:
@@ -193,7 +193,7 @@ class TransferService:
 async def _receive(
     held: _Held, slots: SlotBytes, checksums: Sequence[bytes], chunks: AsyncIterator[transfer_pb2.BlockBytes]
 ) -> None:
-    """Fills the slots. Returns once every byte is there, is what its checksum says, and the sender has ended."""
+    """Fills the slots. Returns after all bytes have arrived and match their checksums, and the sender has ended."""
     progress = Progress(len(held.slots), held.block_bytes)
     digest = xxhash.xxh3_128()
     async for chunk in chunks:
@@ -203,7 +203,7 @@ async def _receive(
         written = await slots.write(held.stretches(spans), data)
         for span, parts in zip(spans, written, strict=True):
             for part in parts:
-                digest.update(part.data)  # what was written, not what was sent
+                digest.update(part.data)  # the bytes in the slot, not the bytes sent
             if span.stop == held.block_bytes:
                 _require_checksum(span.block, digest.digest(), checksums[span.block])
                 digest.reset()
@@ -213,7 +213,7 @@ async def _receive(
 async def _chunks(
     held: _Held, slots: SlotBytes, header: Callable[[int], bytes] | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes of the slots. Each chunk is a copy, made while the lease stood. ``header``: of a block's object."""
+    """Yields the bytes of the slots, each chunk a copy made under the lease. ``header``: see :meth:`_header_of`."""
     progress = Progress(len(held.slots), held.block_bytes)
     digest = xxhash.xxh3_128()
     while not progress.finished:
@@ -238,7 +238,7 @@ async def _chunks(
 
 
 def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
-    """What was found, without what only a holder of the lease could use."""
+    """The first chunk: the chain that was found, without the fields that are of use only to the lease's holder."""
     for part in chain.groups:
         for field in ("lease_id", "slots", "generations"):
             part.ClearField(field)
@@ -271,32 +271,32 @@ def _require_checksum(block: int, found: bytes, said: bytes) -> None:
 
 
 class SlotBytes(Protocol):
-    """Of one group's slots in one memory tier. Loop thread only.
+    """Access to one group's slots in one memory tier. Loop thread only.
 
-    Raises :class:`~kvtierd.tiers.base.TierIOError` where the memory fails.
+    Raises :class:`~kvtierd.tiers.base.TierIOError` if the memory fails.
     """
 
     async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
-        """The bytes of each stretch, in one array or several; they stay as they are until the next ``await``."""
+        """The bytes of each stretch in one or more arrays, which do not change until the next ``await``."""
         ...
 
     async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
-        """Fills the stretches, one after another. The answer is what was written to each, likewise. Raises
-        :class:`~kvtierd.mover.work.Unaccounted` besides: then the slots may be given to nobody any more."""
+        """Fills the stretches in order. Returns the bytes written to each, like :meth:`read`. Raises
+        :class:`~kvtierd.mover.runtime.Unaccounted` besides: the slots must then not be granted again."""
         ...
 
 
 def slot_bytes(
     engine: Engine, runtime: CacheRuntime, tier: Tier, group: GroupId, session: SessionId, lease: LeaseId
 ) -> SlotBytes:
-    """Of slots that are ``lease``'s. Who gives that up does so by :meth:`Engine.afterwards`."""
+    """Returns access to slots of ``lease``. The caller releases the lease by :meth:`Engine.afterwards`."""
     if tier is DEVICE and runtime.cuda is not None:
         return _OnGpu(partial(engine.while_held, runtime.id, session, lease), runtime.cuda, group)
     return _Mapped(runtime.memory(tier), group)
 
 
 class _Mapped:
-    """Without an ``await``: what holds when it is called holds until it returns."""
+    """Copies without an ``await``, so that a check before the call holds until it returns."""
 
     def __init__(self, memory: MemoryStore, group: GroupId) -> None:
         self._memory = memory
@@ -323,7 +323,7 @@ class _Mapped:
 
 
 class _OnGpu:
-    """In a thread. The slots stay held until the copy has ended, whatever becomes of those who hold them."""
+    """Copies in a thread. The slots stay held until the copy has ended, even if their session ends before."""
 
     def __init__(
         self, in_thread: Callable[[Callable[[], Bytes]], Awaitable[Bytes]], copies: GpuCopies, group: GroupId

@@ -1,4 +1,4 @@
-"""The GPU, opened once for all caches, and what one cache has of its memory: one allocation with all pools in it."""
+"""The GPU, opened once for all caches, and the memory of each cache on it: one allocation with all pools."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ READERS_GET_NONE: Final = "a handle of GPU memory has no read-only form: only wh
 
 _POLL_S: Final = 0.002
 BEAT_S: Final = 0.5
-"""How often a device is asked whether it is there."""
+"""Seconds between checks that a device still answers."""
 SILENT_S: Final = 2.0
-"""A device that takes longer than this to answer is a problem for health."""
+"""A device that takes longer than this to answer is reported as a problem in health."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Unsettled(Exception):
-    """Nobody can say whether the device still writes there."""
+    """The device may still be writing to the memory."""
 
     def __init__(self, error: CudaError) -> None:
         super().__init__(str(error))
@@ -40,32 +40,32 @@ class _Unsettled(Exception):
 
 
 class Gpu:
-    """One device. Every method blocks, some for as long as the driver does; for any thread but the loop's."""
+    """A device. Every method blocks, some for as long as the driver does; for any thread but the loop's."""
 
     def __init__(self, driver: Driver) -> None:
         """Raises :class:`kvtier.abi.cuda.errors.CudaError`."""
         self.driver: Final = driver
         self.total: Final = driver.memory()[1]
-        """Bytes that the device has."""
+        """Bytes of memory on the device."""
         self.node: Final = self._node()
-        """The NUMA node that it is at; None where the machine does not say."""
+        """The device's NUMA node; None if unknown."""
         self.lost: str | None = None
-        """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
+        """Why the device is lost until the daemon restarts: its bytes are unreliable, calls fail; None = it works."""
         self._asked_at: float | None = None
-        """When the device was asked whether it is there; None: it has answered."""
+        """When the pending check of the device began; None = no check is pending."""
         self._closing: Final = threading.Event()
         self._watching: threading.Thread | None = None
         self._out_of_use: Final[list[DeviceMemory]] = []
-        """Until the process ends: whoever got it next might be written over."""
+        """Memory kept until the process ends: the device may still write to it."""
         self._tell: Callable[[], None] | None = None
         self._losing: Final = threading.Lock()
 
     @classmethod
     def open(cls, device: str) -> Self:
-        """``device``: as in the configuration.
+        """Opens a device by its name in the configuration.
 
-        Raises :class:`TierConfigError` where this machine lacks what CUDA needs, :class:`GpuUnavailable` where it has
-        that and the device cannot be opened.
+        Raises :class:`TierConfigError` if this machine lacks software that CUDA needs, :class:`GpuUnavailable` if it
+        has the software but the device cannot be opened.
         """
         try:
             gpu = cls(Driver.open(device))
@@ -89,18 +89,18 @@ class Gpu:
 
     @property
     def uuid(self) -> str:
-        """As ``nvidia-smi -L`` shows it."""
+        """The uuid as ``nvidia-smi -L`` shows it."""
         return uuid_name(self.driver.uuid)
 
     @property
     def silent_s(self) -> float:
-        """For how long the device has not answered whether it is there."""
+        """Seconds that the pending check of the device has taken; 0 = none is pending."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def watch(self) -> None:
-        """Asks the device from now on whether it is there, in a thread: an idle daemon makes no other call that could
-        find out. The thread ends with :meth:`close`, or with the device."""
+        """Starts a thread that checks the device: an idle daemon makes no other call that would notice its loss. The
+        thread ends with :meth:`close`, or with the loss of the device."""
         self._watching = threading.Thread(target=self._watch, name=f"watch-{self.uuid}", daemon=True)
         self._watching.start()
 
@@ -114,8 +114,8 @@ class Gpu:
             self._asked_at = None
 
     def lose(self, why: str) -> None:
-        """A call said that the device, or this process's use of it, is gone: to be told before its copies are reported
-        as failed. The first reason stays."""
+        """Records that the device, or this process's use of it, is gone. Call before its copies are reported as failed.
+        The first reason stays."""
         with self._losing:
             if self.lost is not None:
                 return
@@ -125,7 +125,7 @@ class Gpu:
             tell()
 
     def on_loss(self, tell: Callable[[], None]) -> None:
-        """Once, by the thread that calls :meth:`lose` first, or at once where that has been."""
+        """Sets a callback, which the first thread to call :meth:`lose` runs once; after a loss it runs at once."""
         with self._losing:
             self._tell, lost = tell, self.lost is not None
         if lost:
@@ -139,12 +139,11 @@ class Gpu:
             raise self._failed("cannot ask for free memory", error) from error
 
     def create(self, name: str, nbytes: int, patience_s: float = 0.0) -> CudaSegment:
-        """Fresh memory for the cache ``name``, all zeros: what was there before may have been another cache's, and
-        whoever maps the new one can read all of it.
+        """Allocates zeroed memory for the cache ``name``: clients that map it must not read bytes of another cache.
 
-        ``patience_s``: so long what is free may be too little, where somebody is just about to let go of some. Raises
-        :class:`NoDeviceMemory` where there is not enough, :class:`DeviceIOError`; nothing is left behind then but what
-        the device may still be clearing.
+        ``patience_s``: seconds to wait for enough free memory, if memory is about to be freed. Raises
+        :class:`NoDeviceMemory` if too little is free, :class:`DeviceIOError`. A failed call keeps only memory that the
+        device may still be clearing.
         """
         wanted = self._rounded(nbytes)
         until = time.monotonic() + patience_s
@@ -171,8 +170,8 @@ class Gpu:
         return CudaSegment(self, memory, fresh=True)
 
     def adopt(self, fd: int, nbytes: int, known: attach.CudaMemory | None) -> CudaSegment:
-        """The memory of an earlier daemon of ours, as it was left, by the descriptor ``fd``, which stays the caller's.
-        ``known``: what was noted of it then. Raises :class:`NotAdoptable`."""
+        """Takes over the memory of an earlier daemon with its bytes. ``fd``: its descriptor, which stays the caller's.
+        ``known``: the earlier daemon's note of the memory. Raises :class:`NotAdoptable`."""
         wanted = attach.CudaMemory(self.driver.uuid.hex(), self._rounded(nbytes))
         if known != wanted:
             raise NotAdoptable(f"it is {known}, not {wanted}")
@@ -183,7 +182,7 @@ class Gpu:
         return CudaSegment(self, memory, fresh=False)
 
     def close(self) -> None:
-        """After every cache. What is still to be freed ends with the process."""
+        """Call after every cache is closed. The end of the process frees any memory that is left."""
         self._closing.set()
         if self._watching is not None:
             self._watching.join(SILENT_S)
@@ -191,7 +190,7 @@ class Gpu:
             self.driver.close()
 
     def _rounded(self, nbytes: int) -> int:
-        """As it will be allocated, so that a descriptor of it can be told by its size."""
+        """The size of the allocation, by which an adopted descriptor is checked."""
         if not self.driver.features.vmm:
             return nbytes
         try:
@@ -210,7 +209,7 @@ class Gpu:
                 while not driver.idle(stream):
                     time.sleep(_POLL_S)
             except CudaLost:
-                raise  # it has stopped
+                raise  # a lost device has stopped writing
             except CudaError as error:
                 raise _Unsettled(error) from error
 
@@ -233,7 +232,7 @@ def _uuid_of(device: str) -> str | None:
 
 
 class NoSegment:
-    """In place of GPU memory that cannot be had: the cache has its slots, and they are out of service."""
+    """Stands in for GPU memory that is unavailable: the cache has its slots, but they are out of service."""
 
     fresh: Final = True
     fd: Final = None
@@ -243,15 +242,15 @@ class NoSegment:
         self.why: Final = why
 
     def offer(self, *, write: bool) -> str:
-        """Why a client gets no memory."""
+        """The reason why a client gets no memory."""
         return f"the device tier is out of service: {self.why}"
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing: there is no memory to free."""
 
 
 class CudaSegment:
-    """GPU memory of one cache, as its arena holds it. ``fresh``: nothing of an earlier life is in it."""
+    """GPU memory of one cache, held by its arena. ``fresh``: the memory has no bytes of an earlier daemon."""
 
     def __init__(self, gpu: Gpu, memory: DeviceMemory, *, fresh: bool) -> None:
         self.gpu: Final = gpu
@@ -260,16 +259,16 @@ class CudaSegment:
 
     @property
     def fd(self) -> int | None:
-        """Its descriptor, the segment's own. It keeps the memory alive, whoever has it. None: it cannot be shared."""
+        """The segment's own descriptor; None = the memory cannot be shared. Any descriptor keeps the memory alive."""
         return self.memory.fd
 
     @property
     def described(self) -> attach.CudaMemory:
-        """What cannot be told from the descriptor."""
+        """The device and the size, which the descriptor does not tell."""
         return attach.CudaMemory(self.gpu.driver.uuid.hex(), self.memory.nbytes)
 
     def offer(self, *, write: bool) -> int | str:
-        """Its descriptor for a client, or why that gets none."""
+        """The descriptor for a client, or the reason why the client gets none."""
         if self.memory.fd is None:
             return f"the GPU's memory cannot be shared: {self.memory.why_not}"
         if not write:
@@ -277,17 +276,17 @@ class CudaSegment:
         return self.memory.fd if self.gpu.lost is None else f"the GPU is lost: {self.gpu.lost}"
 
     def close(self) -> None:
-        """Frees the memory, unless somebody else has a descriptor or a mapping of it. Nothing may be copying to or from
-        it any more. Blocks."""
+        """Frees the memory, unless another process has a descriptor or a mapping of it. No copy to or from it may be
+        running. Blocks."""
         self.memory.close()
 
 
 class CudaDevice:
-    """One region a pool, the same slot index in each. Only copies of the GPU reach the bytes: it is no
+    """A region per pool, with the same slot index in each. Only copies by the GPU reach the bytes, so this is not a
     :class:`kvtierd.tiers.base.MemoryStore`. For any thread."""
 
     def __init__(self, layout: ArenaLayout, segment: CudaSegment) -> None:
-        """``segment``: the arena's, which closes it."""
+        """``segment``: stays the arena's, which closes it."""
         self._segment: Final = segment
         self.memory: Final[DeviceMemory] = segment.memory
         self.driver: Final[Driver] = segment.gpu.driver
@@ -299,18 +298,18 @@ class CudaDevice:
         return Tier.DEVICE
 
     def address(self, group: GroupId, pool: int, slot: SlotId) -> Address:
-        """Of the slot's first byte in a pool. Raises IndexError for a slot that does not exist."""
+        """Address of the slot's first byte in a pool. Raises IndexError for a slot that does not exist."""
         return self._pools[group][pool].address(slot)
 
     def stride(self, group: GroupId, pool: int) -> int:
-        """Bytes from one slot to the next in a pool: what a slot has there, padded to 4096."""
+        """Bytes from one slot to the next in a pool: the bytes of a slot there, padded to 4096."""
         return self._pools[group][pool].stride
 
     @property
     def lost(self) -> str | None:
-        """Why no byte here can be relied on, and no call will succeed; None: all is well. It is lost for all caches."""
+        """Why the device is lost, for all caches: its bytes are unreliable, and calls fail; None = it works."""
         return self._segment.gpu.lost
 
     def lose(self, why: str) -> None:
-        """A call said so: :class:`kvtier.abi.cuda.errors.CudaLost`. The first reason stays."""
+        """Records a :class:`kvtier.abi.cuda.errors.CudaLost` of a call. The first reason stays."""
         self._segment.gpu.lose(why)

@@ -1,4 +1,4 @@
-"""The disk tier: preallocated slabs moved by direct I/O, and an LMDB index that says which blocks they hold.
+"""The disk tier: preallocated slabs, read and written by direct I/O, and an LMDB index of the blocks in them.
 
-``root`` is the directory, ``store`` one cache in it. Everything blocks: call it from threads.
+``root`` is the directory, ``store`` a cache in it. All calls block: make them in threads.
 """

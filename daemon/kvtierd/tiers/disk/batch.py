@@ -1,4 +1,4 @@
-"""One transaction in the making, and the committed blocks that it is planned against."""
+"""A planned transaction, and the committed blocks that it is planned against."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvtierd.tiers.disk.slab import SlabShape
 
 
 class GroupTable:
-    """One group's committed blocks and the order of their use, in memory.
+    """A group's committed blocks and the order of their use, in memory.
 
-    The writer changes it after its transaction has committed, never before. Other threads may look up slots meanwhile
-    and verify by checksum.
+    The writer changes the table only after its transaction has committed. Other threads may look up slots meanwhile,
+    and verify blocks by checksum.
     """
 
     __slots__ = ("_checksums", "_keys", "_slots", "counter", "last_use", "shape")
@@ -31,7 +31,7 @@ class GroupTable:
         self._checksums = bytearray(shape.slots * CHECKSUM_BYTES)
         self.last_use: Counters = np.zeros(shape.slots, np.uint64)
         self.counter = 1
-        """The next use's place in the order. Counters of transactions that failed are never given out again."""
+        """The counter of the next use. Counters of failed transactions are never given out again."""
 
     def slot_of(self, key: Key) -> SlotId | None:
         return self._slots.get(key)
@@ -44,7 +44,7 @@ class GroupTable:
         return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
     def put(self, key: Key, slot: SlotId, checksum: bytes, use: int) -> None:
-        """Moves a key that has another slot. A key that stands in ``slot`` is gone."""
+        """Puts a key into a slot. The key leaves its former slot, and the slot its former key."""
         if key in self._slots:
             self.discard(key)
         if (there := self._keys[slot]) is not None:
@@ -62,7 +62,7 @@ class GroupTable:
     def fill(
         self, keys: Sequence[Key], slots: NDArray[np.uint32], checksums: NDArray[np.void], last_use: Counters
     ) -> None:
-        """Everything at once, into an empty table. ``last_use``: one a slot of the table, the rest one a key."""
+        """Fills an empty table. ``last_use``: by slot; the other arguments: by key."""
         self._slots = dict(zip(keys, slots.tolist(), strict=True))
         for key, slot in self._slots.items():
             self._keys[slot] = key
@@ -71,13 +71,13 @@ class GroupTable:
         self.counter = 1 + int(last_use.max(initial=0))
 
     def use(self, slots: Sequence[SlotId], first: int) -> None:
-        """``slots`` were used in this order, from counter ``first`` on."""
-        # Of a slot that stands there twice the later counter stays: numpy stores one after another.
+        """Notes that ``slots`` were used in this order, from counter ``first`` on."""
+        # A repeated slot keeps its later counter: numpy stores in order.
         self.last_use[np.array(slots, np.intp)] = np.arange(first, first + len(slots), dtype=np.uint64)
 
 
 class DiskWrite(NamedTuple):
-    """One block to store. ``parts``: page-aligned, padded, in pool order, together exactly one record of the group."""
+    """A block to store. ``parts``: page-aligned, padded, in pool order, together exactly one record of the group."""
 
     group: GroupId
     slot: SlotId
@@ -88,14 +88,14 @@ class DiskWrite(NamedTuple):
 
 
 Retirement = tuple[GroupId, Key, SlotId]
-"""A block to forget, if that is the slot it is in."""
+"""A block to forget, if it is in this slot."""
 
 Restatement = tuple[GroupId, Key, Traits]
-"""A block whose priority, duration and deadline are others now. Its label stays as it was written."""
+"""A block with new priority, duration and deadline. Its label stays as it was written."""
 
 
 class Batch:
-    """What a transaction does to the index, and to the tables once it has committed."""
+    """Changes of a transaction to the index, and to the tables after its commit."""
 
     def __init__(self, tables: Mapping[GroupId, GroupTable]) -> None:
         self.changes: defaultdict[GroupId, Changes] = defaultdict(Changes)
@@ -104,20 +104,20 @@ class Batch:
         self._puts: dict[tuple[GroupId, Key], tuple[SlotId, bytes, int]] = {}
         """Slot, checksum and counter of each block."""
         self._touches: list[tuple[GroupId, Sequence[SlotId], int]] = []
-        """Slots in the order of their use, and the first one's counter."""
+        """Slots in the order of their use, and the counter of the first."""
 
     @property
     def stored(self) -> Collection[tuple[GroupId, Key]]:
-        """The blocks it puts."""
+        """The blocks that the batch puts."""
         return self._puts.keys()
 
     def discard(self, group: GroupId, key: Key) -> None:
-        """Forgets a block; one that is put as well is forgotten first."""
+        """Forgets a block. If the batch puts the block as well, it is forgotten first."""
         self.changes[group].deletes.append(key)
         self._discarded.add((group, key))
 
     def retire(self, retirements: Sequence[Retirement]) -> None:
-        """Forgets the blocks that are still in the slots given."""
+        """Forgets the blocks that are still in the given slots."""
         for group, key, slot in retirements:
             if self._tables[group].slot_of(key) == slot:
                 self.discard(group, key)
@@ -129,15 +129,15 @@ class Batch:
         lost: Set[int],
         doubtful: Set[tuple[GroupId, Key]],
     ) -> frozenset[int]:
-        """Stores blocks, after all that is retired.
+        """Stores blocks, after all retirements.
 
         Args:
-            checksums: one a write.
+            checksums: one per write.
             lost: indices of writes whose bytes did not reach the disk.
             doubtful: blocks in the tables that the transaction will delete.
 
         Returns:
-            Indices of the writes that are not stored: the lost ones, and those whose parent will not be on disk.
+            Indices of the writes that are not stored: lost writes, and writes whose parent will not be on disk.
         """
         failed = lost | self._without_parent(writes, lost, doubtful | self._discarded)
         for number, (group, slot, key, parent, traits, parts) in enumerate(writes):
@@ -153,12 +153,12 @@ class Batch:
         return frozenset(failed)
 
     def restate(self, group: GroupId, key: Key, traits: Traits) -> None:
-        """Gives a stored block, or one that is put, another priority, duration and deadline."""
+        """Gives a block that is stored, or that the batch puts, another priority, duration and deadline."""
         if self._slot_of(group, key) is not None:
             self.changes[group].restate.append((key, traits))
 
     def touch(self, group: GroupId, packed: bytes) -> None:
-        """Notes that these keys were used, in this order and after all puts so far; those not on disk are ignored."""
+        """Notes that keys were used, in this order and after all puts so far. Keys not on disk are ignored."""
         keys = (Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES))
         slots = [slot for key in keys if (slot := self._slot_of(group, key)) is not None]
         if slots:
@@ -169,7 +169,7 @@ class Batch:
             self._touches.append((group, slots, first))
 
     def fold(self, group: GroupId) -> None:
-        """Replaces the log of touches by the order that it led to; touches of this batch follow."""
+        """Replaces the log of touches by the resulting order. The touches of this batch follow it."""
         self.changes[group].recency = self._tables[group].last_use
 
     def condemn(self, group: GroupId, slot: SlotId) -> None:
@@ -186,20 +186,20 @@ class Batch:
             self._tables[group].use(slots, first)
 
     def _slot_of(self, group: GroupId, key: Key) -> SlotId | None:
-        """Where a block will be."""
+        """The slot of a block after the commit; None if it is not on disk."""
         put = self._puts.get((group, key))
         return put[0] if put is not None else self._tables[group].slot_of(key)
 
     def _without_parent(
         self, writes: Sequence[DiskWrite], lost: Set[int], leaving: Set[tuple[GroupId, Key]]
     ) -> set[int]:
-        """Indices of writes that no reader could reach: their parent is not on disk, nor will it be after this batch.
+        """Indices of writes that no reader could reach: their parent will not be on disk after this batch.
 
-        ``leaving``: blocks that are on disk and will not be, unless they are written.
+        ``leaving``: blocks that leave the disk with this batch, unless it writes them.
         """
         arriving: set[tuple[GroupId, Key]] = set()
         waiting = [number for number in range(len(writes)) if number not in lost]
-        while waiting:  # once, where parents stand before their children
+        while waiting:  # once, if parents come before their children
             still: list[int] = []
             for number in waiting:
                 group, _, key, parent, _, _ = writes[number]

@@ -1,6 +1,6 @@
-"""The transactional truth of a store: an LMDB environment that says which blocks are on disk, and where.
+"""The transactional truth of a store: an LMDB environment with the place of every block on disk.
 
-A block without a record here is not stored, even if a slab holds its bytes. One thread at a time may call.
+A block without a record here is not stored, even if a slab holds its bytes. A single thread at a time may call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvtierd.core.ids import Traits
 from kvtierd.tiers.disk.records import Counters
 
 ENGINE: Final = 0
-"""LMDB 0.9. Its files and those of 1.0 are unreadable to each other, so it is never left to the library's default."""
+"""LMDB 0.9, never the library's default: LMDB 0.9 and 1.0 cannot read each other's files."""
 
 DAMAGE: Final = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
-"""Errors of LMDB at a damaged page."""
+"""LMDB's errors at a damaged page."""
 _DATA: Final = "data.mdb"
 _LOCK: Final = "lock.mdb"
 OPEN: Final = "OPEN"
-"""The file beside LMDB's that is there while a process has the environment open."""
+"""The file beside LMDB's that exists while a process has the environment open."""
 _MOST_CRASHES: Final = 3
 _TRACE: Final = b"Fatal Python error"
 _opening: Final = threading.Lock()
@@ -57,7 +57,7 @@ def index_bytes(slots: int, label_bytes: int = 0) -> int:
     """The map size for ``slots`` records of all groups together, with labels of ``label_bytes``.
 
     Random keys leave pages about two thirds full, and a value over half a page has pages of its own. A transaction may
-    rewrite every record, and LMDB reuses no page that one of the two transactions before has freed: hence three copies.
+    rewrite every record, and LMDB does not reuse pages freed by the last two transactions: hence three copies.
     """
     copies = _COPIES * _bytes_in_pages(HEAD_BYTES + label_bytes)
     return _BASE_BYTES + slots * max(_BYTES_PER_SLOT, copies + _SPARE_BYTES)
@@ -74,10 +74,10 @@ def _bytes_in_pages(value: int) -> int:
 def opening(path: Path) -> Iterator[bool]:
     """Counts the crashes of this process while the LMDB environment at ``path`` is opened.
 
-    LMDB has no checksums of its pages and aborts at a damaged one. Python's faulthandler then leaves
-    a trace in the file OPEN; a kill leaves none.
+    LMDB has no checksums of its pages and aborts at a damaged page. Python's faulthandler then leaves a trace in the
+    file OPEN; a kill leaves none.
 
-    Yields: whether the last process has not closed the environment. Then :func:`read_pages` comes next.
+    Yields: whether the last process has not closed the environment. The caller must then run :func:`read_pages`.
     Raises: :class:`DamagedDirectory` after three crashes in a row, :class:`TierIOError`.
     """
     marker = path / OPEN
@@ -111,12 +111,12 @@ def _content(marker: Path) -> bytes:
 
 def closed(path: Path) -> None:
     """Notes that the environment at ``path`` has been closed."""
-    with suppress(OSError):  # then its pages are read at the next start
+    with suppress(OSError):  # if the file stays, the next start reads all pages
         (path / OPEN).unlink()
 
 
 def read_pages(env: lmdb.Environment) -> None:
-    """Reads every page, so that a damaged one ends this process while :func:`opening` counts. Raises lmdb.Error."""
+    """Reads every page, so that a damaged page ends this process while :func:`opening` counts. Raises lmdb.Error."""
     with env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
     for name in names:
@@ -124,13 +124,13 @@ def read_pages(env: lmdb.Environment) -> None:
             for _ in txn.cursor():
                 pass
     # A cursor does not see the list of free pages, which a commit reads; a copy does.
-    with open(os.devnull, "wb") as nowhere, suppress(lmdb.IncompatibleError):  # pages that nothing names
+    with open(os.devnull, "wb") as nowhere, suppress(lmdb.IncompatibleError):  # pages without a reference
         env.copyfd(nowhere.fileno(), compact=True)
 
 
 @dataclass(slots=True, frozen=True)
 class Stored:
-    """Everything the index holds of one group, not yet decoded."""
+    """The content of the index for a group, not decoded."""
 
     keys: Sequence[Key]
     records: Sequence[bytes]
@@ -141,7 +141,7 @@ class Stored:
 
 @dataclass(slots=True)
 class _Group:
-    """The databases of one group. ``quarantined``: the slots in the database of that name."""
+    """The databases of a group. ``quarantined``: the slots in the database ``quarantine``."""
 
     records: _Database
     touches: _Database
@@ -174,7 +174,7 @@ class Index:
 
     @classmethod
     def create(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
-        """Makes an empty index with all its room allocated: no later transaction finds the disk full.
+        """Makes an empty index and allocates its whole file, so that no later transaction finds the disk full.
 
         Raises :class:`TierIOError`.
         """
@@ -194,10 +194,10 @@ class Index:
 
     @classmethod
     def open(cls, path: Path, groups: Sequence[GroupId], map_bytes: int, *, durable: bool = False) -> Self:
-        """Raises :class:`DamagedDirectory` for a file that is missing, short, damaged or not LMDB's,
+        """Opens an index. Raises :class:`DamagedDirectory` for a file that is missing, short, damaged or not LMDB's,
         :class:`TierIOError`.
 
-        Short is refused here because LMDB reads through a mapping: past the file's end that is a SIGBUS.
+        A short file is refused here: LMDB reads through a mapping, and a read past the end of the file is a SIGBUS.
         """
         data = path / _DATA
         with io_errors(f"cannot open {path}"):
@@ -218,7 +218,7 @@ class Index:
         return index
 
     def load(self, group: GroupId) -> Stored:
-        """Everything of ``group``. Raises :class:`TierIOError`."""
+        """Reads the content for ``group``. Raises :class:`TierIOError`."""
         dbs = self._groups[group]
         with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
             items = list(_entries(txn, dbs.records, KEY_BYTES))
@@ -236,21 +236,21 @@ class Index:
         )
 
     def touch_bytes(self, group: GroupId) -> int:
-        """Bytes of the group's log of touches in the map, about."""
+        """Approximate bytes of the group's log of touches in the map."""
         return self._groups[group].touch_bytes
 
     def commit(self, changes: Mapping[GroupId, Changes]) -> None:
-        """Does all of ``changes`` or nothing. No end of this process undoes it when this returns; see :meth:`sync` for
-        the system. Raises :class:`TierIOError`; the index stays usable.
+        """Commits all of ``changes`` or nothing. After the return, no end of this process undoes the commit; see
+        :meth:`sync` for crashes of the system. Raises :class:`TierIOError`; the index stays usable.
 
-        After an error of the medium it is not known which of the two it was.
+        After an error of the medium it is unknown whether the changes were committed.
         """
         with _lmdb_errors(f"cannot commit to {self._path}"):
             try:
                 self._commit(changes)
             except lmdb.PanicError:
-                # A commit died while it wrote the file's head: the environment is dead, the file holds one of its two
-                # states.
+                # A commit failed while it wrote the file's head: the environment is dead, and the file has either the
+                # old state or the new.
                 self._env.close()
                 self._env, self._groups = self._open()
                 for group in self._ids:
@@ -258,7 +258,7 @@ class Index:
                 self._commit(changes)
 
     def sync(self) -> None:
-        """No crash of the system undoes earlier commits when this returns. Raises :class:`TierIOError`."""
+        """Makes earlier commits durable over crashes of the system. Raises :class:`TierIOError`."""
         with _lmdb_errors(f"cannot sync {self._path}"):
             self._env.sync(True)
 
@@ -273,11 +273,11 @@ class Index:
             max_dbs=4 * len(self._ids),
             max_readers=8,
             mode=PRIVATE_FILE,
-            writemap=False,  # with it a full disk is a SIGBUS
-            # Unless durable, a transaction's pages are synced, its head with the next transaction's or by sync(): half
-            # the wait. A kill loses nothing. When the system goes down, the last transaction may be undone, whole; LMDB
-            # promises that no more is. A record that comes back so may lie where other bytes are now: its checksum says
-            # so.
+            writemap=False,  # with writemap, a full disk is a SIGBUS
+            # Unless durable, a commit syncs the transaction's pages, but its head only with the next commit or by
+            # sync(): half the wait. A kill loses nothing. A crash of the system may undo the last transaction as a
+            # whole, and, as LMDB promises, no more. A record that comes back so may have lost its bytes to another
+            # block: its checksum tells.
             metasync=self._durable,
             sync=True,
             lib_version=ENGINE,
@@ -287,7 +287,7 @@ class Index:
                 read_pages(env)
             return env, {group: _Group.open(env, group) for group in self._ids}
         except BaseException:
-            env.close()  # LMDB opens a file once a process
+            env.close()  # a process may open a file of LMDB only once
             raise
 
     def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
@@ -328,12 +328,12 @@ def _slots(txn: lmdb.Transaction[bytes], quarantine: _Database) -> Iterator[Slot
 
 
 def _entries(txn: lmdb.Transaction[bytes], database: _Database, key_bytes: int) -> Iterator[tuple[bytes, bytes]]:
-    """Without those whose key is damaged: it has another length."""
+    """The entries of a database, without keys of a wrong length, which are damaged."""
     return (entry for entry in txn.cursor(database) if len(entry[0]) == key_bytes)
 
 
 def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> dict[Key, bytes | None]:
-    """Records by key as they are after the change. None: the record is deleted."""
+    """Records by key after the change; None = the record is deleted."""
     ops: dict[Key, bytes | None] = dict.fromkeys(change.deletes)
     ops.update(change.puts)
     for key, traits in change.restate:
@@ -352,7 +352,7 @@ def _lmdb_errors(what: str) -> Iterator[None]:
 
 
 def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
-    """LMDB's own codes are negative, the system's positive."""
+    """The error of a tier for LMDB's. LMDB's own codes are negative, the system's positive."""
     own = errno.ENOSPC if isinstance(error, lmdb.MapFullError) else errno.EIO
     code: int = getattr(error, "code", 0)  # errors made by the binding itself have none
     return TierIOError(code if code > 0 else own, f"{what}: {error}")
@@ -360,7 +360,7 @@ def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
 
 @dataclass(slots=True)
 class Changes:
-    """Changes of one transaction to one group, deletes first."""
+    """Changes of a transaction to a group, deletes first."""
 
     deletes: list[Key] = field(default_factory=list)
     puts: list[tuple[Key, bytes]] = field(default_factory=list)
@@ -370,4 +370,4 @@ class Changes:
     """Replaces the recency and all touches so far; ``touches`` come after it."""
     quarantine: list[SlotId] = field(default_factory=list)
     lift: list[SlotId] = field(default_factory=list)
-    """Slots that hold a new block now: no longer in quarantine."""
+    """Slots with a new block, which leave the quarantine."""

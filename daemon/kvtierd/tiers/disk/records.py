@@ -1,4 +1,4 @@
-"""What the index stores, byte by byte. Integers are little-endian, except in keys that must sort.
+"""The values in the index, byte by byte. Integers are little-endian, except in keys that must sort.
 
 ==================  ===================  ==========================================================================
 database            key                  value
@@ -13,18 +13,18 @@ records-<group>     the block key, 32    ``record``: the seal; u8 version = 1, u
 touches-<group>     u64 big-endian,      ``touches``: the seal; u64 first, then u32 slots: the n-th slot was used at
                     rising               ``first`` + n
 recency-<group>     u32 big-endian,      ``recency``: the seal; u64 last use of up to ``RECENCY_SLOTS`` slots from
-                    first slot           this one on; older than anything in the touches
+                    first slot           this slot on; older than all touches
 quarantine-<group>  u32 big-endian slot  empty
 ==================  ===================  ==========================================================================
 
-A slot's last use is the greatest counter that any of its record, the recency and the touches gives it: counters only
-grow, so whatever was said of a slot's earlier tenant is outranked by its record. Values stay under half a page: LMDB
-puts larger ones on runs of pages, which a nearly full map may not have.
+A slot's last use is the greatest counter in its record, the recency and the touches. Counters only grow, so a block's
+record outranks every counter of the slot's earlier block. Values stay under half a page: LMDB puts larger values on
+runs of pages, which a nearly full map may not have.
 
-A value begins with a seal: xxh3-64, 8 bytes big-endian, of the rest of it and, in a record, of its key. LMDB has no
-checksums of its pages, and tokens, hashes and priorities are told to clients as they are read. A value whose seal is
-broken says nothing: its block is a miss, its uses are forgotten. A flipped bit in the quarantine takes a sound slot out
-of use, or gives back a bad one, whose bytes fail their checksum again.
+A value begins with a seal: xxh3-64, 8 bytes big-endian, of the rest of the value and, in a record, of its key. LMDB has
+no checksums of its pages, and clients get tokens, hashes and priorities as they are read. A value with a broken seal is
+ignored: its block is a miss, its uses are forgotten. A flipped bit in the quarantine takes a sound slot out of use, or
+releases a bad slot, whose bytes fail their checksum again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ RECORD_DTYPE: Final = np.dtype(
         ("deadline_ns", "<u8"),
     ]
 )
-"""The head of ``record`` as a numpy row, to decode a whole index at once."""
+"""The head of ``record`` as a numpy row, for decoding a whole index at once."""
 
 
 def encode_record(
@@ -119,9 +119,9 @@ def _is_whole(value: bytes, key: bytes = b"") -> bool:
 
 
 def restated(key: Key, value: bytes, traits: Traits) -> bytes:
-    """``record`` with another priority, duration and deadline; its label stays, whatever ``traits`` say.
+    """``record`` with the priority, duration and deadline of ``traits``; its label stays.
 
-    One whose seal is broken stays as it is: a new seal would make it true.
+    A record with a broken seal stays as it is: a new seal would make it valid.
     """
     if not _is_whole(value, key):
         return value
@@ -131,10 +131,9 @@ def restated(key: Key, value: bytes, traits: Traits) -> bytes:
 
 
 def decode_records(keys: Sequence[Key], values: Sequence[bytes]) -> NDArray[Any]:
-    """One ``RECORD_DTYPE`` row a value, whose key is in the same place of ``keys``.
+    """A ``RECORD_DTYPE`` row per value. The value's key is at the same place in ``keys``.
 
-    A value whose seal is broken, of another version, or of another length than it says, becomes a row of zeros, whose
-    version is none.
+    A value with a broken seal, of another version or of a wrong length becomes a row of zeros: version 0 is invalid.
     """
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
@@ -151,7 +150,7 @@ def decode_records(keys: Sequence[Key], values: Sequence[bytes]) -> NDArray[Any]
 
 
 def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.intp]) -> list[Traits]:
-    """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out."""
+    """The traits of each row. ``places``: of the rows' values in ``values``. Rows of version 0 are not allowed."""
     labels: list[Label | None] = [None] * len(rows)
     hash_ends = HEAD_BYTES + rows["hash_bytes"].astype(np.int64)
     ends = hash_ends + _checksum_bytes(rows)
@@ -164,7 +163,7 @@ def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.in
 
 
 def _checksum_bytes(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Of the checksum of each block's commit."""
+    """Bytes of the checksum of each block's commit, by row."""
     return np.where(rows["flags"] & _HAS_CHECKSUM, np.int64(CHECKSUM_BYTES), np.int64(0))
 
 
@@ -174,14 +173,14 @@ def parents_of(rows: NDArray[Any]) -> list[Key | None]:
 
 
 def encode_touches(slots: Sequence[SlotId], first: int) -> Iterator[bytes]:
-    """``slots`` in the order of their use, the first at counter ``first``, in as many values as they need."""
+    """Values for ``slots`` in the order of their use, the first at counter ``first``."""
     for start in range(0, len(slots), TOUCHES_PER_VALUE):
         run = np.asarray(slots[start : start + TOUCHES_PER_VALUE], dtype="<u4")
         yield _sealed(_TOUCHES.pack(first + start) + run.tobytes())
 
 
 def decode_touches(value: bytes) -> tuple[Slots, Counters]:
-    """Slots and the counter each was used at; empty if the seal is broken."""
+    """Slots, and the counter of each use; empty if the seal is broken."""
     if not _is_whole(value):
         return np.empty(0, np.uint32), np.empty(0, np.uint64)
     (first,) = _TOUCHES.unpack_from(value, _SEAL_BYTES)
@@ -190,7 +189,7 @@ def decode_touches(value: bytes) -> tuple[Slots, Counters]:
 
 
 def encode_recency(last_use: Counters) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values that hold the whole table."""
+    """Keys and values for the whole table."""
     for start in range(0, len(last_use), RECENCY_SLOTS):
         key = slot_key(start)
         yield key, _sealed(last_use[start : start + RECENCY_SLOTS].astype("<u8").tobytes(), key)
@@ -213,7 +212,7 @@ def sequence_key(sequence: int) -> bytes:
 def checksum(parts: Sequence[memoryview], key: Key, fingerprint: bytes) -> bytes:
     """xxh3-128 over the padded record, the key and the cache's fingerprint: 16 bytes.
 
-    Key and fingerprint are in it so that intact bytes of another block, or of another model, do not pass.
+    With key and fingerprint, intact bytes of another block or another model do not pass.
     """
     digest = xxhash.xxh3_128()
     for part in parts:

@@ -1,6 +1,6 @@
-"""Which of an index's records a store may serve, and in which order they were used.
+"""Finds the records of an index that a store may serve, and the order of their use.
 
-Vectorised where it can be: a daemon is to serve within half a second per 100,000 blocks, the core's share included.
+Vectorised: a daemon should serve within half a second per 100,000 blocks, the core's share included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEY: Final = np.dtype(f"V{KEY_BYTES}")
 
 
 class DiskRecord(NamedTuple):
-    """One recovered block. ``last_use`` counts uses in its group, not time: greater is later."""
+    """A recovered block. ``last_use`` counts uses in its group, not time: greater is later."""
 
     slot: SlotId
     key: Key
@@ -35,11 +35,11 @@ class DiskRecord(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Recovery:
-    """What a store held when it was opened.
+    """The content of a store at its opening.
 
-    ``records``: per group, parents before children and, among those free to choose, the least recently used first.
-    ``quarantined``: slots whose bytes were found corrupt; they hold no block. ``corrupt``: keys of records that are not
-    what was written. ``dropped``: records deleted because they could not be trusted or reached, the corrupt ones too.
+    ``records``: per group, parents before children, otherwise least recently used first. ``quarantined``: slots whose
+    bytes were found corrupt, without a block. ``corrupt``: keys of damaged records. ``dropped``: the number of records
+    deleted because they were corrupt, not trusted or not reachable.
     """
 
     records: Mapping[GroupId, Sequence[DiskRecord]]
@@ -57,7 +57,7 @@ class Recovered:
 
 
 def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
-    """Sorts the records into those that can be served and those to delete, and rebuilds the table."""
+    """Splits the records into records to serve and records to delete, and rebuilds the table."""
     rows = decode_records(stored.keys, stored.records)
     corrupt = [stored.keys[place] for place in np.flatnonzero(rows["version"] == 0).tolist()]
     sound = _sound(rows, stored, shape)
@@ -67,7 +67,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
 
     by_use = sound[np.argsort(last_use[slots], kind="stable")]
     rows = rows[by_use]
-    # Made anew, in this order: to look at each of a hundred thousand objects that lie anywhere takes 20 ms a time.
+    # Made anew in this order: a pass over objects that are scattered in memory is slow.
     keys: list[Key] = np.frombuffer(b"".join(stored.keys), _KEY)[by_use].tolist()
     parents = parents_of(rows)
     if shape.chained:
@@ -92,7 +92,7 @@ def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
 
 
 def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
-    """The last use of every slot by recency and touches, 0 where they have none."""
+    """The last use of every slot by recency and touches; 0 = none."""
     last_use: Counters = np.zeros(shape.slots, np.uint64)
     for first, value in stored.recency:
         counters = decode_recency(first, value)[: max(0, shape.slots - first)]
@@ -105,12 +105,12 @@ def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
 
 
 def _sound(rows: NDArray[Any], stored: Stored, shape: SlabShape) -> NDArray[np.intp]:
-    """Rows that can be read and lie on a slot that may be used; of several on one slot the one written last."""
+    """Places of readable rows on usable slots. If several rows have the same slot, the row written last counts."""
     usable = (rows["version"] > 0) & (rows["slot"] < shape.slots) & (rows["size"] == shape.record_bytes)
     if stored.quarantined:
         usable &= ~np.isin(rows["slot"], list(stored.quarantined))
     candidates = np.flatnonzero(usable)
     candidates = candidates[np.argsort(rows["last_use"][candidates], kind="stable")]
     winner = np.full(shape.slots, -1, np.intp)
-    winner[rows["slot"][candidates]] = candidates  # where slots repeat numpy keeps the last
+    winner[rows["slot"][candidates]] = candidates  # numpy keeps the last of repeated slots
     return winner[winner >= 0]

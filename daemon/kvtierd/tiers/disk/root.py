@@ -2,17 +2,17 @@
 
 ::
 
-    SUPERBLOCK            makes the directory ours
-    LOCK                  flock, holds the process id of the daemon that has it
+    SUPERBLOCK            marks the directory as kvtier's
+    LOCK                  flock, with the process id of the daemon that holds it
     caches/<name>/
         SUPERBLOCK        specification, fingerprint, budgets and options
         group-<n>.slab    payload of window group n
         index/            LMDB
 
-The root's superblock is read, and the lock taken, before anything is written: a refused directory stays as it was.
-A cache is made under a name that starts with a dot and renamed when complete; it is removed the other way round. A
-damaged cache is left as it is, and the others are served. A cache of another version of kvtier is renamed to a name
-that starts with ``.aside-``, and never looked at again.
+The root's superblock is read, and the lock taken, before any write: a refused directory stays as it was. A cache is
+made under a name that starts with a dot and renamed when complete; a removal goes the other way round. A damaged cache
+is left as it is, and other caches are served. A cache of another version of kvtier is renamed to a name that starts
+with ``.aside-``, and never read again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _DEFAULT_FLOOR_PART: Final = 20
 
 @dataclass(slots=True, frozen=True)
 class StoredCache:
-    """``options``: JSON values that stand with it and mean something above this room."""
+    """A cache on disk. ``options``: JSON values, kept for the service."""
 
     name: str
     spec: CacheSpec
@@ -88,7 +88,8 @@ class _CacheBlock:
 
 
 class DiskRoot:
-    """Held by one process at a time, and used by any of its threads: caches come and go one after the other."""
+    """The directory, held by a single process, for any of its threads. Caches are made, opened and removed one at a
+    time."""
 
     def __init__(self, path: Path, lock: DirectoryLock, floor_bytes: int, durable: bool) -> None:
         self._path = path
@@ -98,16 +99,16 @@ class DiskRoot:
         self._stores: dict[str, DiskStore] = {}
         self._changing = threading.Lock()
         self.taken_away: Final[set[str]] = set()
-        """Caches whose directories this start has deleted, since a call had not ended, or set aside."""
+        """Caches whose directories this start has set aside, or has deleted to finish an interrupted call."""
 
     @classmethod
     def open(cls, path: Path, floor_bytes: int | None = None, *, durable: bool = False) -> Self:
-        """Takes the directory, making it ours if it is missing or empty.
+        """Takes the directory, and initialises it if it is missing or empty.
 
-        ``floor_bytes``: free space that stays free on its file system; default 1 GiB or 5 %, whichever is less.
-        ``durable``: of its stores, see :meth:`DiskStore.open`. Raises
-        :class:`LockedDirectory`, :class:`ForeignDirectory`, :class:`DamagedDirectory` (nothing was touched),
-        :class:`TierConfigError` (less than the floor is free for a new directory), :class:`TierIOError`.
+        ``floor_bytes``: space that stays free on its file system; default 1 GiB or 5 %, whichever is less. ``durable``:
+        of its stores, see :meth:`DiskStore.open`. Raises :class:`LockedDirectory`, :class:`ForeignDirectory`,
+        :class:`DamagedDirectory` (nothing was touched), :class:`TierConfigError` (less than the floor is free for a new
+        directory), :class:`TierIOError`.
         """
         with io_errors(f"cannot open {path}"):
             new = _is_new(path)
@@ -146,11 +147,10 @@ class DiskRoot:
         options: Mapping[str, Any] | None = None,
         label_bytes: int = 0,
     ) -> DiskStore:
-        """Makes a cache with a slab of ``slots`` records a group and returns its store, empty and ready for use.
+        """Makes a cache with a slab of ``slots`` records per group. Returns its store, empty and ready for use.
 
-        ``label_bytes``: of each block's label, for which the index has room.
-        Raises :class:`TierConfigError` (bad or taken name, slots, or the free-space floor would be passed) before
-        anything is made, :class:`TierIOError`.
+        ``label_bytes``: room in the index for each block's label. Raises :class:`TierConfigError` (bad or taken name,
+        slots, or too little free space) before any change, :class:`TierIOError`.
         """
         with self._changing:
             return self._create(name, spec, slots, options or {}, label_bytes)
@@ -187,16 +187,16 @@ class DiskRoot:
     def open_cache(self, name: str) -> DiskStore:
         """The store of a stored cache, to be recovered before use.
 
-        Raises :class:`TierConfigError` (no such cache, or it is open already), :class:`DamagedDirectory`,
+        Raises :class:`TierConfigError` (the cache does not exist, or is open already), :class:`DamagedDirectory`,
         :class:`TierIOError`.
         """
         with self._changing:
             return self._open_cache(name)
 
     def remove(self, name: str) -> None:
-        """Deletes a stored cache, damaged or not; its store, if it is open, is closed. Nothing, if there is none.
+        """Deletes a stored cache, sound or damaged, after closing its store. Does nothing if there is no cache.
 
-        After a crash in the middle it is there whole, or gone at the next start. Raises :class:`TierIOError`.
+        After a crash during the call, the cache is whole, or gone at the next start. Raises :class:`TierIOError`.
         """
         if not _NAME.fullmatch(name):
             raise TierConfigError("name", name, "the name of a stored cache")
@@ -228,7 +228,7 @@ class DiskRoot:
         return store
 
     def close(self) -> None:
-        """Closes the stores that are still open and lets another daemon in."""
+        """Closes all open stores and releases the directory."""
         for store in self._stores.values():
             store.close()
         self._lock.release()
@@ -257,7 +257,7 @@ class DiskRoot:
                 self.taken_away.add(directory.name)
                 _log.warning("a cache is set aside name=%s why=%r kept_as=%s", directory.name, error.why, aside)
             except TierError:
-                pass  # told by damaged()
+                pass  # damaged() reports the cache
 
     def _directories(self) -> list[Path]:
         hidden = (_UNFINISHED, _REMOVED, _ASIDE)
@@ -265,12 +265,12 @@ class DiskRoot:
 
 
 def _is_new(path: Path) -> bool:
-    """Whether ``path`` is for us to initialise. Raises :class:`ForeignDirectory` or :class:`DamagedDirectory`."""
+    """Whether ``path`` is to be initialised. Raises :class:`ForeignDirectory` or :class:`DamagedDirectory`."""
     if not path.exists():
         return True
     if not path.is_dir():
         raise ForeignDirectory(path, "is not a directory")
-    # Listed before the superblock is read: another daemon may be making the directory its own meanwhile.
+    # Listed before the superblock is read: another daemon may be taking the directory meanwhile.
     foreign = sorted(set(os.listdir(path)) - _OURS_WHILE_NEW)
     if read_superblock(path, "disk") is not None:
         return False
@@ -287,7 +287,7 @@ def _read_or_fault(directory: Path) -> _CacheBlock | TierError:
 
 
 def _delete(directory: Path) -> None:
-    """Deletes a directory, or a link and nothing behind the link."""
+    """Deletes a directory; of a link only the link itself."""
     if directory.is_symlink():
         directory.unlink()
     else:

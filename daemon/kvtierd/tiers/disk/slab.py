@@ -1,4 +1,4 @@
-"""The payload file of one window group: a preallocated array of records, moved from and to the caller's memory."""
+"""The payload file of a window group: a preallocated array of records, moved from and to the caller's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtierd.tiers.disk.superblock import PRIVATE_FILE, NotAFile, io_errors, ope
 MAX_PARTS: Final = 1024
 """Most buffers that Linux takes in one vectored call (IOV_MAX)."""
 _THREADS: Final = 8
-"""Calls that are in the disk's queue at a time, for all slabs together."""
+"""Most calls in the disk's queue at a time, for all slabs together."""
 _threads: Final = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-slab")
 
 _log = logging.getLogger(__name__)
@@ -29,9 +29,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class SlabShape:
-    """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
+    """A group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
 
-    ``chained``: no block is stored, or recovered, without its parent. Elsewhere blocks are of use without ancestors.
+    ``chained``: no block is stored, or recovered, without its parent. In other groups blocks are usable without
+    ancestors.
     """
 
     record_bytes: int
@@ -44,7 +45,7 @@ class SlabShape:
 
 
 class Piece(NamedTuple):
-    """One record to move. ``number`` is the caller's name for it."""
+    """A record to move. ``number``: the caller's number for it."""
 
     number: int
     slot: SlotId
@@ -52,14 +53,14 @@ class Piece(NamedTuple):
 
 
 Run = Sequence[Piece]
-"""Pieces of adjacent slots, which one call moves."""
+"""Pieces of adjacent slots, moved by a single call."""
 
 Moving = Future[list[int]]
-"""A thread that moves pieces. Its result: the numbers of the pieces that it could not move."""
+"""A thread that moves pieces. Its result is the numbers of pieces that it could not move."""
 
 
 def create_slab(path: Path, shape: SlabShape) -> None:
-    """Raises :class:`TierIOError`, ENOSPC where the disk has less room than it said."""
+    """Makes a slab's file. Raises :class:`TierIOError`; ENOSPC if the disk has less room than it reported."""
     with io_errors(f"cannot create {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
         try:
@@ -79,9 +80,9 @@ class Slab:
 
     @classmethod
     def open(cls, path: Path, shape: SlabShape) -> Self:
-        """Missing parts of the file are allocated anew; they read as zeros, which no checksum passes.
+        """Opens a slab. Missing parts of the file are allocated anew; they read as zeros, which fail every checksum.
 
-        Raises :class:`DamagedDirectory` where there is no file, :class:`TierIOError`.
+        Raises :class:`DamagedDirectory` if there is no file, :class:`TierIOError`.
         """
         with io_errors(f"cannot open {path}"):
             try:
@@ -101,7 +102,7 @@ class Slab:
         return slab
 
     def begin_write(self, pieces: Iterable[Piece]) -> list[Moving]:
-        """Begins to write records. The memory stays as it is until that is done."""
+        """Begins to write records. The caller must not change the memory before the threads are done."""
         return [_threads.submit(self._write, runs) for runs in self._shares(pieces)]
 
     def read(self, pieces: Iterable[Piece]) -> list[int]:
@@ -111,14 +112,14 @@ class Slab:
         try:
             return self._read(own) + [number for each in moving for number in each.result()]
         finally:
-            wait(moving)  # nothing may write to the memory any more, even after an error
+            wait(moving)  # no thread may still write to the memory, even after an error
 
     def sync(self) -> None:
-        """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
+        """Makes earlier writes durable. Raises :class:`OSError`; all writes since the last sync may then be lost."""
         os.fdatasync(self._fd)
 
     def probe(self) -> None:
-        """Writes a page behind the last record and reads it back. Raises :class:`TierIOError` where that fails."""
+        """Writes a page behind the last record and reads it back. Raises :class:`TierIOError` if that fails."""
         with mmap.mmap(-1, PAGE) as page, io_errors(f"cannot use {self.path}"):
             page[:] = os.urandom(PAGE)
             sent = bytes(page)
@@ -138,7 +139,7 @@ class Slab:
         os.close(self._fd)
 
     def _shares(self, pieces: Iterable[Piece]) -> list[Sequence[Run]]:
-        """The runs of each thread; one share at least."""
+        """Runs by thread; at least one share."""
         runs = adjacent(pieces)
         return [runs[first::_THREADS] for first in range(min(_THREADS, len(runs)))] or [[]]
 
@@ -149,7 +150,7 @@ class Slab:
         return self._move(os.preadv, runs)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], runs: Iterable[Run]) -> list[int]:
-        """Returns the numbers of pieces that were not moved. One bad sector does not cost its neighbours."""
+        """Moves runs. Returns the numbers of pieces that were not moved. A bad sector does not cost its neighbours."""
         failed: list[int] = []
         for run in runs:
             wanted = len(run) * self.shape.record_bytes
@@ -167,7 +168,7 @@ class Slab:
 
 
 def adjacent(pieces: Iterable[Piece]) -> list[Run]:
-    """Pieces of adjacent slots together, as far as one call can take them."""
+    """Joins pieces of adjacent slots into runs, as far as a single call can take them."""
     runs: list[list[Piece]] = []
     buffers, following = 0, -1
     for piece in sorted(pieces, key=itemgetter(1)):
@@ -181,7 +182,7 @@ def adjacent(pieces: Iterable[Piece]) -> list[Run]:
 
 
 def _open_direct(path: Path) -> int:
-    """Without direct I/O, where the file system has none, the page cache holds every byte a second time."""
+    """Opens a file for direct I/O. Without direct I/O on the file system, the page cache has a copy of every byte."""
     try:
         return open_file(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One cache's blocks on disk: slabs for the bytes, an index for the truth."""
+"""A cache's blocks on disk: slabs for the bytes, an index for the truth."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Begun:
-    """A batch whose bytes are on their way to the disk, as :meth:`DiskStore.begin` returns it.
+    """A batch whose bytes are on their way to the disk, from :meth:`DiskStore.begin`.
 
-    ``moving``: threads that write; their results are indices into ``writes``. ``sync_failures``: how many there had
-    been when the batch began.
+    ``moving``: threads that write; their results are indices into ``writes``. ``sync_failures``: number of failed syncs
+    when the batch began.
     """
 
     writes: Sequence[DiskWrite]
@@ -45,7 +45,7 @@ class Begun:
 
 
 class DiskRead(NamedTuple):
-    """One block to fetch into ``parts`` (writable, else as in :class:`DiskWrite`)."""
+    """A block to fetch into ``parts`` (writable, otherwise like :class:`DiskWrite`'s)."""
 
     group: GroupId
     slot: SlotId
@@ -55,10 +55,10 @@ class DiskRead(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ReadReport:
-    """Indices into the reads asked for; those in neither set hold their block's verified bytes, the others garbage.
+    """Indices of failed reads. Other reads have their block's verified bytes; failed reads have garbage.
 
-    ``failed``: the disk did not deliver. ``corrupt``: the slot does not hold this block, or its bytes are not what
-    was written.
+    ``failed``: the disk gave no bytes. ``corrupt``: the slot holds another block, or its bytes have changed since they
+    were written.
     """
 
     failed: frozenset[int]
@@ -70,12 +70,12 @@ def slab_name(group: GroupId) -> str:
 
 
 def _inside(slots: Iterable[SlotId], shape: SlabShape) -> frozenset[SlotId]:
-    """Without those that a damaged index says beyond the slab."""
+    """The slots inside of the slab: a damaged index may name others."""
     return frozenset(slot for slot in slots if slot < shape.slots)
 
 
 def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes: int) -> None:
-    """Makes an empty store in ``directory``, with all the disk it will ever take. Raises :class:`TierIOError`."""
+    """Makes an empty store in ``directory``, with all its disk space allocated. Raises :class:`TierIOError`."""
     for group, shape in shapes.items():
         create_slab(directory / slab_name(group), shape)
     Index.create(directory / INDEX, tuple(shapes), map_bytes)
@@ -84,11 +84,11 @@ def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes
 
 
 class DiskStore:
-    """Blocking; for threads. One thread at a time commits (others wait), any number read beside it, and one may write
-    the bytes of the next batch meanwhile (:meth:`begin`).
+    """A store. Blocking; for threads. A single thread at a time commits (others wait). Any number of threads may read
+    meanwhile, and one may write the bytes of the next batch (:meth:`begin`).
 
-    :meth:`recover` comes first. The caller gives a slot to another block only after the call that retired the old one
-    has returned, and reads only slots that nothing is being written to.
+    Call :meth:`recover` first. The caller gives a slot to another block only after the call that retired the old block
+    has returned, and never reads a slot during a write to it.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class DiskStore:
         self._committing = threading.Lock()
         self._sync_failures = 0
         self._doubtful: set[tuple[GroupId, Key]] = set()
-        """Reported as failed, though their transaction may have reached the disk before it broke."""
+        """Blocks reported as failed, although their failed transaction may have reached the disk."""
         self._corrupt: set[tuple[GroupId, SlotId]] = set()
-        """Found by readers, not yet in the index. Only single operations that the GIL makes atomic touch it."""
+        """Corrupt slots found by readers, not yet in the index. Use only operations that the GIL makes atomic."""
         self._closed = False
 
     @classmethod
@@ -119,7 +119,7 @@ class DiskStore:
     ) -> Self:
         """Opens the files of :func:`create_files`. Raises :class:`DamagedDirectory`, :class:`TierIOError`.
 
-        ``durable``: no crash of the system undoes a call that has returned. Else it may undo the last transaction.
+        ``durable``: no crash of the system undoes a call that has returned; else a crash may undo the last transaction.
         """
         with ExitStack() as opened:
             slabs: dict[GroupId, Slab] = {}
@@ -135,7 +135,7 @@ class DiskStore:
         return self._closed
 
     def recover(self) -> Recovery:
-        """Reads the whole index, deletes records that cannot be served. Raises :class:`TierIOError`."""
+        """Reads the whole index, and deletes records that cannot be served. Raises :class:`TierIOError`."""
         with self._committing:
             self._commit(Batch(self._tables))
             stored = {group: self._index.load(group) for group in self._shapes}
@@ -164,12 +164,12 @@ class DiskStore:
         return self.finish([self.begin(writes)], retire, touches, restate)
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
-        """Begins to write the bytes of blocks. Nothing is stored before :meth:`finish`, which may be called from
-        another thread while the next batch begins; batches finish in the order in which they began.
+        """Begins to write the bytes of blocks. No block is stored before :meth:`finish`, which another thread may call
+        while the next batch begins. Batches finish in the order in which they began.
 
         Raises:
-            TierConfigError: a slot beyond the slab, or parts that are not one record. Nothing has changed.
-            InvariantViolation: a slot that holds a block, or two writes of one slot or block. Nothing has changed.
+            TierConfigError: a slot beyond the slab, or parts of a wrong size. Nothing has changed.
+            InvariantViolation: a slot with a block, or two writes of the same slot or block. Nothing has changed.
         """
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         taken: set[tuple[GroupId, SlotId | Key]] = set()
@@ -186,7 +186,7 @@ class DiskStore:
         try:
             checksums = [checksum(write.parts, write.key, self._fingerprint) for write in writes]
         except BaseException:
-            wait(moving)  # nothing may be under way any more
+            wait(moving)  # no write may be under way after an error
             raise
         return Begun(writes, checksums, moving, sync_failures)
 
@@ -197,16 +197,16 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """Stores what has begun, with one sync and one transaction, which no end of this process undoes.
-        A crash of the machine may undo the last transaction, whole, unless the store is durable.
+        """Stores begun batches, with one sync and one transaction, which no end of this process undoes. A crash of the
+        machine may undo the last transaction as a whole, unless the store is durable.
 
         Args:
-            batches: in the order in which they began. A write of a block that has another slot moves it.
-            retire: blocks to forget, if they are in the slot given. ``touches``: packed keys, in order of use.
-            restate: the retention of blocks on disk from now on.
-        Returns: Indices, through all writes, of those that failed, as a block does whose parent is not on disk: their
-            slots hold nothing.
-        Raises: TierIOError: the transaction failed with something to retire, which is still there, or nothing to write.
+            batches: in the order in which they began. A write moves a block that has another slot.
+            retire: blocks to forget, if they are in the given slot. ``touches``: packed keys, in order of use.
+            restate: the new retention of blocks on disk.
+        Returns: Indices of failed writes, counted over all batches; their slots hold no block. A write fails, too, if
+            its block's parent is not on disk.
+        Raises: TierIOError: the transaction failed, and had retirements, which are not done, or no writes.
         """
         writes = [write for begun in batches for write in begun.writes]
         checksums = [each for begun in batches for each in begun.checksums]
@@ -227,7 +227,7 @@ class DiskStore:
             return failed
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
-        """Fetches and verifies blocks. Raises :class:`TierConfigError` as :meth:`begin` does, having read nothing."""
+        """Fetches and verifies blocks. Raises :class:`TierConfigError` like :meth:`begin`, before any read."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         expected: dict[int, bytes] = {}
         corrupt: set[int] = set()
@@ -247,8 +247,8 @@ class DiskStore:
         return ReadReport(frozenset(failed), frozenset(corrupt))
 
     def peek(self, read: DiskRead) -> bool:
-        """Reads a block that may leave its slot meanwhile. Whether ``parts`` hold its verified bytes; the slot is not
-        blamed. Raises :class:`TierIOError`."""
+        """Reads a block that may leave its slot meanwhile. Returns whether ``parts`` have its verified bytes. Never
+        marks the slot as corrupt. Raises :class:`TierIOError`."""
         group, slot, key, parts = read
         table = self._place(group, slot, parts)
         if table.key_at(slot) != key:
@@ -258,7 +258,7 @@ class DiskStore:
         return not failed and checksum(parts, key, self._fingerprint) == expected
 
     def sync(self) -> None:
-        """No crash of the system undoes earlier calls when this returns. Does nothing in a closed store."""
+        """Makes earlier calls durable over crashes of the system. Does nothing in a closed store."""
         with self._committing:
             if self._closed:
                 return
@@ -268,13 +268,13 @@ class DiskStore:
                 _log.exception("what was written last may be undone if the system goes down")
 
     def probe(self) -> None:
-        """Whether bytes can be written and read back. Raises :class:`TierIOError`."""
+        """Writes and reads back test bytes in each slab. Raises :class:`TierIOError` if that fails."""
         for slab in self._slabs.values():
             slab.probe()
 
     def clear(self) -> None:
-        """Forgets every block; slots found corrupt stay so. No read or write may be under way. Raises
-        :class:`TierIOError`: some may be left then, and it can be called again."""
+        """Forgets every block; corrupt slots stay marked. No read or write may be under way. Raises
+        :class:`TierIOError`; blocks may then be left, and the call may be repeated."""
         with self._committing:
             for group, slab in self._slabs.items():
                 slab.allocate()
@@ -284,7 +284,7 @@ class DiskStore:
         self.recover()
 
     def close(self) -> None:
-        """No call may be under way. A second close does nothing."""
+        """Closes the files. No call may be under way. A second close does nothing."""
         with self._committing:
             if self._closed:
                 return
@@ -300,7 +300,8 @@ class DiskStore:
                     slab.close()
 
     def _place(self, group: GroupId, slot: SlotId, parts: Sequence[memoryview]) -> GroupTable:
-        """The slot's table. Parts of more than one record would be written over the next slot."""
+        """The slot's table. Raises TierConfigError, also for parts of a wrong size, which could overwrite the next
+        slot."""
         table = self._tables.get(group)
         if table is None:
             raise TierError(f"group {group} has not been recovered")
@@ -312,8 +313,8 @@ class DiskStore:
         return table
 
     def _not_synced(self, batches: Sequence[Begun]) -> frozenset[int]:
-        """Indices of writes whose bytes did not reach the medium. A sync that fails says nothing of which bytes were
-        lost, so all writes that had begun by then are."""
+        """Indices of writes whose bytes did not reach the medium. A failed sync does not tell which bytes were lost, so
+        all writes that had begun before it count as lost."""
         unwritten: set[int] = set()
         base = 0
         for begun in batches:
@@ -337,7 +338,7 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]],
         restate: Sequence[Restatement],
     ) -> tuple[Batch, frozenset[int]]:
-        """Without those writes that are ``lost``; and which are not in it, the lost ones among them."""
+        """Plans the transaction without ``lost`` writes. Returns also the indices of all writes that are not in it."""
         batch = Batch(self._tables)
         batch.retire(retire)
         failed = batch.put(writes, checksums, lost, self._doubtful)
@@ -352,7 +353,7 @@ class DiskStore:
         return batch, failed
 
     def _commit(self, batch: Batch) -> None:
-        """Does the housekeeping that was waiting for a transaction, too. Raises :class:`TierIOError`."""
+        """Commits a batch with the pending deletions and quarantines. Raises :class:`TierIOError`."""
         for group, key in self._doubtful:
             batch.discard(group, key)
         corrupt = set(self._corrupt)

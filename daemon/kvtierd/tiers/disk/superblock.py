@@ -1,7 +1,7 @@
-"""Files of a directory that is ours: the superblock that says so, the lock that keeps a second daemon out.
+"""Files of every kvtier directory: the superblock that marks it, the lock that keeps a second daemon out.
 
-A superblock is a line ``kvtier <kind> <format version> <crc>`` and a JSON object. The crc is zlib's crc32,
-8 hex digits, over the line without it and the object's bytes, so that neither can be exchanged.
+A superblock is a line ``kvtier <kind> <format version> <crc>`` and a JSON object. The crc is zlib's crc32, 8 hex
+digits, over the line without the crc and the object's bytes, so that neither can be exchanged.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvtierd.tiers.base import DamagedDirectory, LockedDirectory, TierIOError
 
 SUPERBLOCK: Final = "SUPERBLOCK"
 _VERSIONS: Final = {"cache": 2}
-"""Format versions of directories, 1 for the other kinds. Every change of a layout needs a new number."""
+"""Format versions of directories; 1 for all other kinds. Every change of a layout needs a new number."""
 MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 SET_ASIDE: Final = f"{SUPERBLOCK}.damaged"
-"""A superblock that is not used any more. Where there is one, a directory without a superblock is still ours."""
+"""A superblock that is no longer used. With this file, a directory without a superblock is still kvtier's."""
 
 _WITHOUT: Final = {
     "state": "event ids go on above those of the event log, or from 1 where there is none; no block is lost",
     "disk": "nothing is lost",
 }
-"""What it costs to start a directory of this kind without its superblock."""
+"""The cost of starting with a directory of a kind without its superblock."""
 
 
 class OtherVersion(DamagedDirectory):
@@ -44,7 +44,7 @@ def format_version(kind: str) -> int:
 
 
 def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
-    """Replaces it whole. Raises OSError, and :class:`TierIOError` for more than can be read back."""
+    """Replaces a superblock as a whole. Raises OSError, and :class:`TierIOError` if it is too large to be read back."""
     head = f"{MAGIC} {kind} {format_version(kind)}"
     body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     whole = f"{head} {_crc(head, body)}\n".encode() + body
@@ -56,9 +56,9 @@ def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> Non
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
-    """The content, None where there is no such file.
+    """The content of a superblock; None if there is no file.
 
-    Raises :class:`DamagedDirectory` for one not to be trusted; it says what to do, if the directory can do without.
+    Raises :class:`DamagedDirectory` for a damaged superblock, with the remedy if the directory can do without it.
     """
     try:
         return _read(directory, kind)
@@ -70,7 +70,7 @@ def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
 
 
 def set_aside(directory: Path) -> None:
-    """Renames a superblock that is not used any more. Raises TierIOError."""
+    """Renames a superblock that is no longer used. Raises TierIOError."""
     with io_errors(f"cannot rename {directory / SUPERBLOCK}"), suppress(FileNotFoundError):
         (directory / SUPERBLOCK).replace(directory / SET_ASIDE)
 
@@ -115,7 +115,7 @@ _LOOK_AGAIN_S: Final = 0.01
 
 @contextmanager
 def io_errors(what: str) -> Iterator[None]:
-    """Turns the system's errors into :class:`TierIOError`, saying what was being done."""
+    """Turns the system's errors into :class:`TierIOError`. ``what``: describes the failed action."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def io_errors(what: str) -> Iterator[None]:
 
 
 class NotAFile(OSError):
-    """A link, directory, FIFO, socket or device is where a file or directory of ours should be."""
+    """A link, directory, FIFO, socket or device in place of kvtier's file or directory."""
 
     def __init__(self, path: Path, kind: str = "not a regular file") -> None:
         super().__init__(errno.EINVAL, f"{path} is {kind}")
@@ -136,10 +136,10 @@ _KINDS: Final = {errno.ELOOP: _LINK, errno.ENXIO: "not a regular file", errno.EI
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Opens a regular file, or makes one that only its owner may use. Never waits, as an open of a FIFO would.
+    """Opens a regular file, or makes a file that only its owner may use. Never waits, as an open of a FIFO would.
 
     Raises:
-        NotAFile: nothing was changed, nor behind a link.
+        NotAFile: nothing was changed, not even behind a link.
         OSError: it cannot be opened.
     """
     try:
@@ -155,8 +155,8 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def exposure(directory: Path) -> str | None:
-    """Says that others than root and this process's user may write to a directory. Returns None where only these two
-    may, and where the directory is missing."""
+    """Describes a directory that users besides root and this process's user may write to. Returns None if only these
+    two may, or if the directory is missing."""
     try:
         status = directory.stat()
     except OSError:
@@ -168,7 +168,7 @@ def exposure(directory: Path) -> str | None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raises :class:`NotAFile` for a link in place of a file or directory inside of a directory of ours."""
+    """Raises :class:`NotAFile` for a link in place of a file or directory inside of a kvtier directory."""
     if path.is_symlink():
         raise NotAFile(path, _LINK)
 
@@ -183,14 +183,14 @@ def sync_directory(path: Path) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Creates ``path`` and what is missing above it, whatever the umask; an existing one is left as it is."""
+    """Creates ``path`` and its missing parents, private whatever the umask. An existing directory stays as it is."""
     if path.is_dir():
         return
     make_private_directory(path.parent)
     try:
         path.mkdir(PRIVATE_DIR)
     except FileExistsError:
-        if path.is_dir():  # another daemon was quicker; the lock decides between the two
+        if path.is_dir():  # another daemon was quicker; the lock decides between the daemons
             return
         raise
     path.chmod(PRIVATE_DIR)
@@ -198,13 +198,13 @@ def make_private_directory(path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """After a crash ``path`` holds either its former content or all of ``content``.
+    """Replaces the content of a file. After a crash ``path`` has either its former content or all of ``content``.
 
-    The former content stays beside it as ``.new``, and is written over the next time: a full disk has room for that.
+    The former content stays beside it as ``.new``, to be overwritten the next time, so that a full disk has room.
     """
     temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
     fd = open_file(temporary, os.O_WRONLY | os.O_CREAT)
-    if os.fstat(fd).st_nlink > 1:  # a system that went down in between may have left it the same file as ``path``
+    if os.fstat(fd).st_nlink > 1:  # after a crash of the system it may be the same file as ``path``
         os.close(fd)
         temporary.unlink()
         fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -223,14 +223,14 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 class DirectoryLock:
-    """An exclusive hold on a directory, for as long as the process lives: flock on a file that names the holder."""
+    """An exclusive hold on a directory while the process lives: flock on a file that names the holder."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """``path`` is the lock file. Raises :class:`LockedDirectory`, the file is then as it was; OSError."""
+        """Takes the lock file ``path``. Raises :class:`LockedDirectory`, with the file unchanged; OSError."""
         fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,7 +239,7 @@ class DirectoryLock:
             os.close(fd)
             raise LockedDirectory(path.parent, pid) from None
         written = os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        os.ftruncate(fd, written)  # after it: what the file has of a full disk it keeps
+        os.ftruncate(fd, written)  # after the write: on a full disk the file keeps its room
         return cls(fd)
 
     def release(self) -> None:
@@ -247,8 +247,8 @@ class DirectoryLock:
 
 
 def _holder(fd: int) -> int:
-    """Who holds it, 0 = not known. One that has only just taken it has yet to write itself in: until then the file is
-    empty, or names a process that is gone."""
+    """The pid of the holder; 0 = unknown. Waits for a new holder to write its pid: until then the file is empty, or
+    names a process that is gone."""
     until = time.monotonic() + _NAMED_WITHIN_S
     while not _runs(pid := _read_pid(fd)) and time.monotonic() < until:
         time.sleep(_LOOK_AGAIN_S)

@@ -1,1 +1,1 @@
-"""Stores beyond this host, one module each behind one contract."""
+"""Remote stores, a module per store behind a common contract."""

@@ -1,7 +1,7 @@
-"""The contract of a store beyond this host: named, immutable objects.
+"""The contract of a remote store: named, immutable objects.
 
-A store has no slots and no index of its own here. Objects may vanish at any time, and other hosts write there, too:
-``objects.py`` makes what is read prove itself.
+A store has no slots and no index here. Objects may vanish at any time, and other hosts write to the store, too.
+``objects.py`` verifies every object.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final, Protocol
 
 ABSENT: Final = -1
 FAILED: Final = -2
-"""The store has the object, maybe, and does not give it: archived, another account's, its key gone."""
+"""The store may have the object, but does not give it: archived, another account's, or its key is gone."""
 UNANSWERED: Final = -3
 """The store did not answer for this object."""
 CHECKSUM_BYTES: Final = 16
-"""Bytes at the beginning of an object that tell it from others of its name."""
+"""Bytes at the beginning of an object that differ between objects of the same name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,24 +32,24 @@ class RemoteStore(Protocol):
     """Objects of one byte or more, by name; a name is ASCII, of at most 512 bytes, with ``/`` between its parts. A call
     has no name twice.
 
-    Loop thread only. Every call may be cancelled, and its caller bounds its time; buffers to read into are not touched
-    once it has ended. Each raises :class:`RemoteUnavailable`, :class:`RemoteRefused` or :class:`RemoteFull`, and no
-    other error. ``replaces``: a put replaces an object that exists, otherwise that object stays.
+    Loop thread only. Every call may be cancelled, and its caller limits its time. A call that has ended does not touch
+    its buffers any more. Calls raise only :class:`RemoteUnavailable`, :class:`RemoteRefused` and :class:`RemoteFull`.
+    ``replaces``: a put replaces an existing object; otherwise the existing object stays.
     """
 
     @property
     def replaces(self) -> bool: ...
 
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        """Whether each object is there. False for an object that the store does not answer for; raises if there is no
-        answer for any."""
+        """Whether each object is in the store. False without an answer for the object; raises without an answer for
+        any object."""
         ...
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        """Reads objects side by side.
+        """Reads objects in parallel.
 
         Args:
-            into: a writable buffer of bytes a name.
+            into: a writable buffer per name.
 
         Returns:
             The bytes of each object; else ``ABSENT``, ``FAILED`` or ``UNANSWERED``. An object longer than its buffer
@@ -58,32 +58,32 @@ class RemoteStore(Protocol):
         ...
 
     async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
-        """The first ``nbytes`` of each object. Nothing of an object that the store does not have or give; raises if it
-        does not answer for any."""
+        """The first ``nbytes`` of each object; empty for an object that the store does not have or give. Raises without
+        an answer for any object."""
         ...
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
-        """Writes objects side by side, perhaps on after a cancelled call. Readers see all of an object or
-        nothing. Returns why each was not written; raises if none was, or there is no room."""
+        """Writes objects in parallel; a cancelled call may still write. Readers see all of an object or nothing.
+        Returns the error of each object; raises if none was written, or the store is full."""
         ...
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Deletes objects; one that is not there is no error."""
+        """Deletes objects. A missing object is not an error."""
         ...
 
     def listing(self, prefix: str) -> AsyncIterator[Listed]:
-        """The objects whose names begin with ``prefix``, in any order. Raises :class:`RemoteRefused` where a store
+        """The objects whose names begin with ``prefix``, in any order. Raises :class:`RemoteRefused` if the store
         cannot list."""
         ...
 
     async def close(self) -> None:
-        """Ends its connections. No call follows."""
+        """Closes the connections. No call may follow."""
         ...
 
 
 class RemoteError(Exception):
-    """A call of a store failed. No message has a credential in it. ``of_object``: the store answered, so it may
-    be one object's fault."""
+    """A call of a store failed. Messages have no credentials. ``of_object``: the store answered, so the fault may be
+    a single object's."""
 
     def __init__(self, message: str | None, *, of_object: bool = False) -> None:
         super().__init__(message)
@@ -91,12 +91,12 @@ class RemoteError(Exception):
 
 
 class RemoteUnavailable(RemoteError):
-    """It does not answer, is overloaded or failed: it may work again by itself."""
+    """The store does not answer, is overloaded or has failed, but may work again by itself."""
 
 
 class RemoteRefused(RemoteError):
-    """It answers and will not: credentials, rights, a bucket that is not there. An operator can mend it."""
+    """The store refuses the call: credentials, rights, or a missing bucket. An operator can fix it."""
 
 
 class RemoteFull(RemoteError):
-    """It has no room."""
+    """The store is full."""

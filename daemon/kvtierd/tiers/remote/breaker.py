@@ -1,8 +1,8 @@
-"""Keeps a store that fails from slowing its callers: a deadline for each call, and circuits that open.
+"""Keeps a failing store from slowing its callers: a deadline for each call, and circuits that open.
 
-An open circuit turns calls away at once. After a back-off it lets one call through; a call that succeeds closes it.
-Gets, puts and deletes have circuits of their own, as a store may know its objects and not give, take or delete any. An
-answer that may be one object's fault counts once two objects had it.
+An open circuit turns calls away at once. After a back-off it lets one call through; a successful call closes it. Gets,
+puts and deletes have their own circuits, as a store may list its objects but not give, take or delete them. An answer
+that may be a single object's fault counts after two objects had it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FAILURES: Final = 3
 """Failures in a row that open a circuit. A silence of a whole deadline, or a refusal, opens it at once."""
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 30.0
-"""It doubles with each call let through that fails; a random half of it is left out."""
+"""Longest back-off. Each failed call that was let through doubles it; up to half is left out at random."""
 _ASKED: Final = 8
-"""Objects of failed gets to remember: each probe asks for another."""
+"""Objects of failed gets to remember: each probe asks for another of them."""
 
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Counts:
-    """Of one operation. ``calls`` were made, of which ``failures`` failed; ``refused`` met an open circuit. ``nbytes``
-    are those of objects. A step of a listing is a call."""
+    """Counts of an operation. ``failures``: failed ``calls``. ``refused``: calls turned away by an open circuit.
+    ``nbytes``: bytes of objects. A step of a listing is a call."""
 
     calls: int = 0
     failures: int = 0
@@ -45,7 +45,7 @@ class Counts:
 
 
 class Guarded:
-    """A store behind a circuit for all calls, and one more each for gets, puts and deletes.
+    """A store behind a circuit for all calls, and a circuit each for gets, puts and deletes.
 
     A call that an open circuit turns away raises :class:`RemoteUnavailable`.
     """
@@ -69,21 +69,21 @@ class Guarded:
         names: tuple[Operation, ...] = ("get", "put", "delete")
         self._own: Mapping[Operation, _Circuit] = {name: _Circuit(clock, chance) for name in names}
         self._failed: dict[Operation, set[str]] = {}
-        """Objects that failed since one succeeded."""
+        """Objects that failed since the last success, by operation."""
         self._asked: dict[str, int] = {}
-        """Objects of gets, with their bytes, and the last one that came: the next to ask for is the first."""
+        """Bytes of requested objects, and of the last object that was read. A probe asks for the first."""
         self._counts: dict[Operation, Counts] = {
             operation: Counts() for operation in ("exists", "get", "put", "delete", "list")
         }
 
     @property
     def problem(self) -> str | None:
-        """Why nothing is read."""
+        """Why no object is read; None = reads work."""
         return self._all.problem or self._own["get"].problem
 
     @property
     def put_problem(self) -> str | None:
-        """Why nothing is written."""
+        """Why no object is written; None = writes work."""
         return self._all.problem or self._own["put"].problem
 
     @property
@@ -136,7 +136,7 @@ class Guarded:
             yield listed
 
     async def probe(self) -> None:
-        """Finds out, where nothing is read, whether it would be by now. Raises RemoteError if not."""
+        """Tests a store whose reads fail. Raises RemoteError if they still fail."""
         if self._all.problem:
             await self.exists(["probe"])
         if self._own["get"].problem and self._asked:
@@ -159,7 +159,7 @@ class Guarded:
         for circuit in tried:
             circuit.trying = True
         counts.calls += 1
-        counts.failures += 1  # until it is known better
+        counts.failures += 1  # taken back on success
         started = self._clock()
         late = f"{operation}: no answer within {self._timeout_s:g} s"
         try:
@@ -174,12 +174,12 @@ class Guarded:
                 self._all.succeed()
                 self._own["put"].fail(str(failed), 1)
             elif failed.of_object and self._is_alone(operation, names):
-                for circuit in tried:  # what a call let through has not shown
+                for circuit in tried:  # a call let through has not shown that the store works
                     circuit.fail(str(failed), FAILURES)
             elif isinstance(failed, RemoteUnavailable):
                 for circuit in circuits:
                     circuit.fail(str(failed), FAILURES)
-            elif operation != "list":  # some stores list for nobody
+            elif operation != "list":  # some stores cannot list
                 circuits[-1].fail(str(failed), 1)
             raise
         except Exception as unknown:
@@ -203,14 +203,14 @@ class Guarded:
                 circuit.trying = False
 
     def _is_alone(self, operation: Operation, names: Sequence[str]) -> bool:
-        """Whether a single object has failed since the last success. ``names``: objects of a call that failed whole."""
+        """Whether only one object has failed since the last success. ``names``: objects of a call that failed whole."""
         failed = self._failed.setdefault(operation, set())
         failed.update(names[:2])
         return len(failed) < 2
 
 
 class _Circuit:
-    """``problem``: why it is open, None while it is closed. ``trying``: a call is on its way to find out."""
+    """A circuit. ``problem``: why it is open; None = closed. ``trying``: a call that was let through is running."""
 
     __slots__ = ("_backoff_s", "_chance", "_clock", "_failures", "_retry_at", "_waited_s", "problem", "trying")
 
@@ -233,7 +233,7 @@ class _Circuit:
         self._backoff_s = FIRST_BACKOFF_S
 
     def fail(self, problem: str, limit: int) -> None:
-        """Counts a failure. The ``limit``-th in a row opens it, and one of a call let through keeps it open."""
+        """Counts a failure. The ``limit``-th in a row opens the circuit; a failed call let through keeps it open."""
         self._failures += 1
         if self.trying or (self.problem is None and self._failures >= limit):
             self.problem = problem
@@ -241,8 +241,9 @@ class _Circuit:
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
     def wait_in_vain(self, seconds: float, limit_s: float, problem: str) -> None:
-        """Its caller gave a call up after ``seconds``. All that were since the last answer are a failure after
-        ``limit_s``, or a silent store would cost callers with short deadlines all of their time for ever."""
+        """Notes that a caller gave its call up after ``seconds``. Waits since the last answer count as a failure when
+        their sum reaches ``limit_s``: otherwise a silent store would cost callers with short deadlines all their
+        time."""
         self._waited_s += seconds
         if self.trying or self._waited_s >= limit_s:
             self._waited_s = 0.0

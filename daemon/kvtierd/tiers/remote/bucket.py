@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _REQUESTS: Final = 64
-"""So many requests are under way at a time."""
+"""Most requests under way at a time."""
 _PAGE: Final = 1000
-"""Objects a step of a listing."""
+"""Objects per step of a listing."""
 _RETRIES: Final[RetryConfig] = {
     "max_retries": 2,
     "retry_timeout": timedelta(seconds=5),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
 }
-"""For the odd request that an overloaded store turns away. A store that is down is the caller's to wait for."""
+"""For single requests that an overloaded store turns away. The caller decides how long to wait for a store."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
 _OF_STORE: Final = ("401", "407", "429", "503")
-"""These answers concern the store, not an object."""
+"""Status codes that concern the store, not an object."""
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _ERRNO: Final = re.compile(r"\(os error (\d{1,3})\)")
 _MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[RemoteError]]]] = (
@@ -61,7 +61,7 @@ _MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[RemoteError]]]] = (
     (re.compile(r"status code: (408|429)\b"), RemoteUnavailable),
     (re.compile(r"status code: 4|Received redirect|BadScheme|os error (1|2|13|20|21|30|36)\b"), RemoteRefused),
 )
-"""Of obstore's errors, by their text; the first that fits."""
+"""Maps the text of obstore's errors to the contract's; the first match counts."""
 _REASONS: Final = (
     ("BadScheme", "its endpoint is http, which AWS_ALLOW_HTTP=true allows"),
     ("Received redirect", "the bucket is in another region"),
@@ -155,7 +155,7 @@ class Bucket:
                 await obstore.delete_async(self._store, name)
 
     async def _each(self, calls: Sequence[Coroutine[None, None, _T]]) -> list[_T]:
-        """The results of all calls; the first failure ends the others."""
+        """The results of all calls. The first failure cancels the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(call) for call in calls]
@@ -164,7 +164,7 @@ class Bucket:
         return [task.result() for task in tasks]
 
     def _obstacle(self, name: str) -> Path | None:
-        """A link, or anything but a file or a directory, on the way to an object of a directory store."""
+        """The first part of an object's path in a directory store that is not a directory or a regular file."""
         if self._root is None or not name:
             return None
         path = self._root
@@ -173,14 +173,14 @@ class Bucket:
             try:
                 mode = path.lstat().st_mode
             except OSError:
-                return None  # obstore says why
+                return None  # obstore reports the error
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 return path
         return None
 
     @asynccontextmanager
     async def _request(self, request: str, name: str = "") -> AsyncIterator[None]:
-        """Waits for its turn, and raises the contract's errors for obstore's."""
+        """Waits for a free request, and turns obstore's errors into the contract's."""
         if (obstacle := self._obstacle(name)) is not None:  # obstore would follow a link, and wait for a FIFO
             says = f"{self._shown}: {request}: {obstacle} is not a regular file"
             raise RemoteRefused(says, of_object=True)
@@ -191,7 +191,7 @@ class Bucket:
                 error, reason = _meaning(failed)
                 status = _STATUS.search(str(failed))
                 of_object = status is not None and status[1] not in _OF_STORE
-                # Not `from failed`: obstore tells whole requests and answers, keys in them.
+                # Not `from failed`: obstore's errors have whole requests and answers, with credentials.
                 raise error(f"{self._shown}: {request}: {reason}", of_object=of_object) from None
 
 
@@ -210,7 +210,7 @@ def _size(found: int | RemoteError) -> int:
 
 
 def _some(found: Sequence[_T | RemoteError]) -> Sequence[_T | RemoteError]:
-    """The results, some of which may be errors. Raises the first error where all are."""
+    """The results, some of which may be errors. Raises the first error if all are errors."""
     for error in found:
         if not isinstance(error, RemoteError):
             return found
@@ -248,7 +248,7 @@ _METADATA_HOSTS: Final = (
     *("169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::254", "fd00:ec2::23"),
     "metadata.google.internal",
 )
-"""Give credentials to a machine or a container."""
+"""Hosts that give credentials to a machine or a container."""
 _CREDENTIALS: Final = re.compile(
     r"AWS_ACCESS_KEY_ID|GOOGLE_(SERVICE_ACCOUNT|APPLICATION).*|AZURE_.*(_KEY|SECRET|SAS.*)"
 )
@@ -277,11 +277,11 @@ def _stay_on_hosts(scheme: str) -> None:
     nobody.bind(("127.0.0.1", 0))
     os.environ[f"{prefix}_PROXY_URL"] = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     os.environ[f"{prefix}_PROXY_EXCLUDES"] = ",".join([*_HOSTS[prefix], *metadata, *named])
-    nobody.detach()  # bound as long as the process lives, and never listening
+    nobody.detach()  # stays bound while the process lives, and never listens
 
 
 def _meaning(failed: BaseError | OSError) -> tuple[type[RemoteError], str]:
-    """What an error of obstore is in the contract, and its reason without a word of the request."""
+    """The contract's error for an error of obstore, and its reason without any text of the request."""
     text = str(failed)
     error = next((error for pattern, error in _MEANINGS if pattern.search(text)), RemoteUnavailable)
     if status := _STATUS.search(text):

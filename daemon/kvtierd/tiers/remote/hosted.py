@@ -1,6 +1,6 @@
 """The process that has a store's library, started with ``MEMORY_BYTES UMASK FD``. ``process.py`` has the protocol.
 
-``FD`` is the memory that it shares with the daemon.
+``FD`` is the memory shared with the daemon.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtierd.tiers.remote.process import MOST_LINE_BYTES, told_error
 _PR_SET_PDEATHSIG: Final = 1
 _PAGE: Final = 1000
 _Verb = Callable[[Sequence[str], Sequence[memoryview]], Awaitable[Any]]
-"""From names and the places of their objects to the value of a reply."""
+"""Returns the value of a reply, from names and the places of their objects."""
 
 
 class _Host:
@@ -53,7 +53,7 @@ class _Host:
             if request:
                 self._calls[number] = asyncio.create_task(self._answer(number, *request))
                 self._calls[number].add_done_callback(lambda _, number=number: self._calls.pop(number))  # type: ignore[misc]
-                await asyncio.sleep(0)  # a task that is cancelled before its first step would not answer
+                await asyncio.sleep(0)  # a task cancelled before its first step would not answer
             elif number in self._calls:
                 self._calls[number].cancel()
             else:
@@ -68,7 +68,7 @@ class _Host:
             error = told_error(failed)
         except asyncio.CancelledError:
             error = told_error(RemoteUnavailable(f"{verb}: cancelled"))
-        except BaseException as failed:  # noqa: BLE001  the library's own, a panic included
+        except BaseException as failed:  # noqa: BLE001  an error of the library, also a panic
             error = told_error(RemoteUnavailable(f"{verb}: {type(failed).__name__}"))
         reply = json.dumps([number, error, value]).encode() + b"\n"
         while reply:
@@ -106,7 +106,7 @@ class _Host:
         await self._opened.delete(names)
 
     async def _list(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[tuple[str, int, float]]:
-        """A page of the listing ``number/prefix``; an empty page is its end."""
+        """A page of the listing ``number/prefix``; an empty page ends the listing."""
         number, _, prefix = names[0].partition("/")
         listing = self._listings.setdefault(number, self._opened.listing(prefix))
         page: list[tuple[str, int, float]] = []
@@ -125,19 +125,19 @@ async def _serve(room: memoryview, requests: int, replies: int) -> None:
 
 
 def main(memory_bytes: str, umask: str, fd: str) -> None:
-    """Ends with the daemon."""
+    """Serves until the daemon ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call of the library may outlive the daemon
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the daemon's terminal, or service manager
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent by the daemon's terminal or service manager
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ.setdefault("TOKIO_WORKER_THREADS", "4")  # obstore's, else one a core, with a stack that counts
+    os.environ.setdefault("TOKIO_WORKER_THREADS", "4")  # obstore's default is one per core, whose stacks take memory
     os.umask(int(umask, 8))
     requests, replies, nowhere = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):  # libraries write there
+    for stream in (0, 1):  # libraries may write to them
         os.dup2(nowhere, stream)
     asyncio.run(_serve(memoryview(mmap.mmap(int(fd), 0)), requests, replies))
-    os._exit(0)  # without the farewell of a library to a store that may be silent
+    os._exit(0)  # skips the library's shutdown, which may wait for a silent store
 
 
 if __name__ == "__main__":

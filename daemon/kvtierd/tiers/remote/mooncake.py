@@ -1,8 +1,8 @@
 """Objects in Mooncake Store: memory that other hosts lend to its master. Mooncake cannot list its objects.
 
 ``mooncake://master:port/prefix?protocol=tcp&devices=&metadata=P2PHANDSHAKE``: the query is optional and has Mooncake's
-words. This runs in the processes of ``hosted.py``, which Mooncake's library blocks where its master is silent: each has
-one call at a time, and a call that is cancelled ends its process.
+words. This module runs in the processes of ``hosted.py``, which Mooncake's library blocks while its master is silent.
+So each process has one call at a time, and a cancelled call ends its process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CONNECT_S: Final = 2.0
 _MASTER_GONE: Final = -900
 _TOO_LONG: Final = -600
 _ABSENT: Final = frozenset({-703, -704, -707})
-"""Not written to its end, not there, evicted while it was read."""
+"""Codes of an object that is incomplete, absent, or was evicted during the read."""
 _OF_OBJECT: Final = frozenset({-400, _TOO_LONG})
 _ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
     -200: (RemoteFull, "it has no room"),
@@ -53,7 +53,7 @@ _ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
 
 
 class Mooncake:
-    """A store that Mooncake's master knows. Every call blocks. ``room``: memory that the library may use."""
+    """A store of Mooncake's master. Every call blocks. ``room``: memory that the library may use."""
 
     replaces: Final = HOSTING.replaces
 
@@ -107,13 +107,13 @@ class Mooncake:
         raise RemoteRefused(f"{self._shown}: Mooncake does not list its objects")
 
     async def close(self) -> None:
-        """Ends with the process."""
+        """Does nothing: the connection ends with the process."""
 
     def connect(self, master: str, protocol: str, devices: str, metadata: str) -> None:
-        """Raises RemoteError."""
+        """Connects to the master. Raises RemoteError."""
         host, _, port = master.rpartition(":")
         try:
-            # The library tries for minutes. The connection also shows which address of this host others can reach.
+            # The library would try for minutes. The connection also gives the address of this host for other hosts.
             with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as tried:
                 local = tried.getsockname()[0]
         except OSError:
@@ -126,11 +126,11 @@ class Mooncake:
         return [f"{self._prefix}{name}" for name in names]
 
     def _places(self, sizes: Sequence[int]) -> list[int]:
-        """The addresses of objects that stand one after another in the room."""
+        """The addresses of consecutive objects in the room."""
         return [self._start + at for at in accumulate(sizes, initial=0)][: len(sizes)]
 
     def _counts(self, codes: Sequence[int], verb: str) -> list[int]:
-        """The numbers of bytes or objects that Mooncake answered. Raises the error of the first code that is one."""
+        """Mooncake's counts of bytes or objects. Raises the error of the first error code."""
         for code in codes:
             if code < 0 and code not in _ABSENT:
                 error, reason = _ERRORS.get(code, (RemoteUnavailable, f"it answered {code}"))
@@ -138,7 +138,7 @@ class Mooncake:
         return [max(code, ABSENT) for code in codes]
 
     def _some(self, codes: Sequence[int], verb: str) -> list[int]:
-        """The same; ``FAILED`` where an error is of one object among others."""
+        """Like :meth:`_counts`, but with ``FAILED`` for errors of single objects, unless all objects failed."""
         bad = {code for code in codes if code in _OF_OBJECT}
         if bad and len(bad) == len(set(codes)):
             self._counts(codes, verb)

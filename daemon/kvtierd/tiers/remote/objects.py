@@ -1,16 +1,16 @@
-"""How a block is written to a store: one object that describes itself. Integers are little-endian.
+"""The object of a block in a store, which describes itself. Integers are little-endian.
 
 ========  =========================================================================================================
 bytes     content
 ========  =========================================================================================================
 16        xxh3-128 of everything after it
 8         ``b"kvtier\\0\\1"``: the last byte is the version
-4, 4      bytes of the header, of which the payload follows, and of the block's record
+4, 4      bytes of the header, after which the payload begins, and of the block's record
 8         bytes of the payload
 32        fingerprint of the cache's specification
 4         window group
 32        block key
-n         the record, as the disk's index has it (``tiers/disk/records.py``), with slot and last use 0
+n         the record of the disk's index (``tiers/disk/records.py``), with slot and last use 0
 n         the payload: the block's bytes in each pool, in their order, without padding
 ========  =========================================================================================================
 
@@ -50,13 +50,13 @@ _HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s7sBIIQ{FINGERPRINT_BYTES}sI{KEY
 LINK_BYTES: Final = _HEAD.size + HEAD_BYTES
 """The first bytes of an object, which name the parent of its block."""
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
-"""A header has no more."""
+"""Longest header."""
 
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Names the blocks of one window group of a cache. ``cache``: its name, which has no ``/``. ``revision``: the
-    time when they were last forgotten, see ``service/forgotten.py``; 0 = never."""
+    """Names the blocks of a window group of a cache. ``cache``: its name, which has no ``/``. ``revision``: the time
+    when the blocks were last forgotten, see ``service/forgotten.py``; 0 = never."""
 
     cache: str
     fingerprint: bytes
@@ -68,14 +68,14 @@ class Place:
         return f"{self.cache}/{self.fingerprint.hex()}/v{VERSION}/{self.group}/"
 
     def name(self, key: Key) -> str:
-        """Of a block's object: its first byte spreads them over directories."""
+        """Name of a block's object. The first byte of the key spreads objects over directories."""
         digits = key.hex()
         end = f".{self.revision}" if self.revision else ""
         return f"{self.prefix}{digits[:2]}/{digits}{end}"
 
 
 def parse(name: str) -> tuple[Place, Key] | None:
-    """Whose object has this name, of whichever version; None = it is no block's."""
+    """The place and key in an object's name of any version; None = not an object of a block."""
     parts = name.split("/")
     try:
         cache, fingerprint, version, group, _, last = parts
@@ -91,14 +91,14 @@ def parse(name: str) -> tuple[Place, Key] | None:
 
 @dataclass(slots=True, frozen=True)
 class Remembered:
-    """What an object says of its block, besides its bytes."""
+    """An object's facts about its block, besides the bytes."""
 
     parent: Key | None
     traits: Traits
 
 
 class BadObject(Exception):
-    """An object is not what its name says. The message says in which way."""
+    """An object does not fit its name. The message tells the difference."""
 
 
 class OtherVersion(Exception):
@@ -109,12 +109,12 @@ class OtherVersion(Exception):
 
 
 def object_bytes(payload_bytes: int) -> int:
-    """At most so many has an object of a block of so many bytes."""
+    """Most bytes of the object of a block."""
     return MAX_HEADER_BYTES + payload_bytes
 
 
 def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: int) -> bytes:
-    """What a block's object has between its checksum and its ``nbytes`` of payload."""
+    """The part of a block's object between its checksum and its ``nbytes`` of payload."""
     record = encode_record(key, SlotId(0), 0, 0, b"", parent, traits)
     head = _HEAD.pack(
         b"", _MAGIC, VERSION, _HEAD.size + len(record), len(record), nbytes, place.fingerprint, place.group, key
@@ -123,7 +123,7 @@ def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: i
 
 
 def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytes:
-    """The object of a block. ``parts``: its bytes, a part a pool; if they change meanwhile, the object is bad."""
+    """The object of a block. ``parts``: its bytes by pool. If they change meanwhile, the object is invalid."""
     before = header(place, key, parent, traits, sum(len(part) for part in parts))
     checksum = xxhash.xxh3_128(before)
     for part in parts:
@@ -135,7 +135,7 @@ def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tup
     """Reads an object's header. Returns its contents, and the payload inside ``found``.
 
     Raises:
-        OtherVersion: nothing else of it means anything.
+        OtherVersion: the object is of another version, and was not read further.
         BadObject: the object is another block's, or damaged.
     """
     number_at = CHECKSUM_BYTES + len(_MAGIC)

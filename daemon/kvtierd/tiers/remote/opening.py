@@ -1,4 +1,4 @@
-"""Opens the store that a URL names, in a process of its own. The libraries of engines are imported there."""
+"""Opens the store of a URL in a process of its own, which imports the store's library."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_store(url: str, *, group_access: bool = False) -> ProcessStore:
 
 
 async def require_opens(store: ProcessStore) -> None:
-    """Opens a store that needs no network for it. Raises TierConfigError."""
+    """Opens a store, if that needs no network. Raises TierConfigError."""
     if not store.url.startswith("mooncake:"):
         try:
             await store.open()
@@ -59,7 +59,7 @@ def load(url: str) -> RemoteStore:
 
 @dataclass(slots=True, frozen=True)
 class _Engine:
-    """``extra``: installs ``module``."""
+    """The library of a URL scheme. ``extra``: the extra of kvtier that installs ``module``."""
 
     extra: str
     module: str

@@ -1,7 +1,7 @@
-"""A store in processes of its own: its library cannot end the daemon, stop it or take its memory.
+"""A store in its own processes, so that its library cannot end the daemon, stop it or take its memory.
 
 Requests are lines of JSON, ``[number, verb, names, sizes, at]``; a reply is ``[number, error, value]``; ``[number]``
-cancels a request. Objects stand in memory that daemon and process share, one after another from the byte ``at`` on.
+cancels a request. Objects are in memory shared by daemon and process, one after another from the byte ``at`` on.
 ``hosted.py`` is the other side.
 """
 
@@ -31,9 +31,9 @@ MOST_LINE_BYTES: Final = 8 << 20
 _UNIT_BYTES: Final = 1 << 20
 _START_S: Final = 30.0
 _ANSWER_S: Final = 10.0
-"""A process that has not answered a cancelled call after so long is killed."""
+"""Seconds that a process has to answer a cancelled call before it is killed."""
 _LIVED_S: Final = 60.0
-"""A process that lived this long is started again at once."""
+"""Least seconds of a process's life after which its death costs no pause."""
 _LONGEST_PAUSE_S: Final = 30.0
 _ENDLESS: Final = "its processes do not end"
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def told_error(error: RemoteError) -> list[Any]:
-    """An error as a reply has it."""
+    """An error in the form of a reply."""
     return [type(error).__name__, str(error), error.of_object]
 
 
@@ -52,11 +52,11 @@ def _error(told: Sequence[Any]) -> RemoteError:
 
 @dataclass(slots=True, frozen=True)
 class Hosting:
-    """How an engine is hosted.
+    """Settings of the processes for a store's library.
 
     Args:
         processes: Most processes; each is started when it is needed.
-        calls: Calls side by side in a process.
+        calls: Most parallel calls in a process.
         cancels: Whether a process can cancel a call; otherwise the process is killed.
         room_bytes: Shared memory of a process, and so the largest object.
         memory_bytes: Most other memory of a process.
@@ -99,7 +99,7 @@ class _Room:
         return slice(first * _UNIT_BYTES, (first + units) * _UNIT_BYTES)
 
     def cut(self, place: slice, sizes: Sequence[int]) -> list[memoryview]:
-        """A buffer for each object, one after another."""
+        """Consecutive buffers, one per object."""
         ends = list(accumulate(sizes, initial=place.start))
         return [self.bytes[start:end] for start, end in pairwise(ends)]
 
@@ -112,7 +112,7 @@ class _Room:
 async def _copy(source: bytes | memoryview, to: memoryview) -> None:
     for start in range(0, len(source), _UNIT_BYTES):
         to[start : start + _UNIT_BYTES] = source[start : start + _UNIT_BYTES]
-        await asyncio.sleep(0)  # others have their turn
+        await asyncio.sleep(0)  # let other tasks run
 
 
 class _Worker:
@@ -120,7 +120,7 @@ class _Worker:
 
     def __init__(self, process: Process, pidfd: int, hosting: Hosting, room: _Room) -> None:
         self.callers = 0
-        """Calls that have this process, and may not have reached it."""
+        """Calls that have chosen this process, even if their request is not sent yet."""
         self.calls: Final[dict[int, asyncio.Future[Any]]] = {}
         self.started: Final = time.monotonic()
         self.killed = False
@@ -133,7 +133,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, hosting: Hosting, url: str, umask: str) -> Self:
-        """Raises RemoteError where the process cannot open the store at ``url``, which may have a secret in it."""
+        """Starts a process. Raises RemoteError if it cannot open the store. ``url``: may have a secret in it."""
         try:
             room, numbers = _Room(hosting.room_bytes), (str(hosting.memory_bytes), umask)
             try:
@@ -169,7 +169,8 @@ class _Worker:
         objects: Sequence[bytes] = (),
         into: Sequence[memoryview] = (),
     ) -> Any:
-        """The value of the reply. ``objects`` are sent, and objects that come are in ``into``. Raises RemoteError."""
+        """Makes a call. Returns the value of the reply. ``objects``: to be sent. ``into``: buffers for objects that are
+        read. Raises RemoteError."""
         place = await self._room.take(sum(sizes))
         number, reply = self.new_number(), asyncio.get_running_loop().create_future()
         try:
@@ -179,7 +180,7 @@ class _Worker:
             if self.reading.done():
                 raise self._gone()
             self.calls[number] = reply
-            reply.add_done_callback(lambda done: done.exception())  # its caller may have given up
+            reply.add_done_callback(lambda done: done.exception())  # the caller may have given up
             self._send([number, verb, list(names), list(sizes), place.start])
             value = await asyncio.shield(reply)
             for view, size, buffer in zip(views, value if into else (), into, strict=False):
@@ -189,7 +190,7 @@ class _Worker:
         except asyncio.CancelledError:
             self._cancel(number)
             raise
-        finally:  # a process may write there until it has answered
+        finally:  # the process may write to the place until it has answered
             if number in self.calls:
                 reply.add_done_callback(lambda _: self._room.give_back(place))
             else:
@@ -204,7 +205,7 @@ class _Worker:
         self._send([number])
 
     def kill(self) -> None:
-        """The end was wanted: it is no death."""
+        """Ends the process. This end does not count as a death."""
         self.killed = True
         self._kill()
 
@@ -262,7 +263,7 @@ class _Worker:
 
 
 class ProcessStore:
-    """Implements :class:`kvtierd.tiers.remote.base.RemoteStore`: each call is one of a process that has the store.
+    """Implements :class:`kvtierd.tiers.remote.base.RemoteStore`: a process with the store makes each call.
 
     When a process dies, its calls fail, and the next call starts another process. If processes die soon after their
     start, calls are refused for a pause that doubles with each death.
@@ -351,7 +352,7 @@ class ProcessStore:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_Worker]:
-        """A process for one call. Raises RemoteError."""
+        """A process for a call. Raises RemoteError."""
         async with self._places:
             while (worker := self._idle()) is None:
                 if self._closed or len(self._workers) >= 2 * self._hosting.processes:
@@ -360,7 +361,7 @@ class ProcessStore:
                     self._starting = asyncio.create_task(self._start(), name="remote-start")
                     self._starting.add_done_callback(self._started)
                 starting = self._starting
-                await asyncio.wait([starting])  # a caller with little time must not end it
+                await asyncio.wait([starting])  # a caller with little time must not cancel the start
                 if not starting.cancelled():
                     starting.result()
             worker.callers += 1
@@ -403,7 +404,7 @@ class ProcessStore:
         _log.warning("the process for a store died store=%s why=%r pause_s=%g", self.url, why, pause_s)
 
     def _parts(self, sizes: Sequence[int], verb: str) -> Iterator[slice]:
-        """Runs of objects that one call can have. Raises RemoteRefused for an object that is too large."""
+        """Splits objects into runs that fit a call. Raises RemoteRefused for an object that is too large."""
         first = nbytes = 0
         for i, size in enumerate(sizes):
             if size > self._hosting.room_bytes:

@@ -1,4 +1,4 @@
-"""URLs of stores: checked and shown without a word of their secrets. Imports no library of a store."""
+"""URLs of stores: checked, and shown without their secrets. Imports no library of a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shown(url: str) -> str:
 
 
 def check(url: str) -> str:
-    """The URL, if it can name a store. Touches nothing. Raises ValueError, which names the limit."""
+    """Checks a URL without any access to the store. Returns it. Raises ValueError, which names the limit."""
     try:
         parts = urlsplit(url)
     except ValueError:
