@@ -94,14 +94,14 @@ class AllowRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    uids: tuple[UserId, ...] = Field((), description="Whom it is for: users, by id.")
-    gids: tuple[UserId, ...] = Field((), description="Groups, by id; a process's supplementary groups count.")
-    subjects: tuple[_Text, ...] = Field(
-        (), description="Clients whose certificate has this common or alternative name."
+    uids: tuple[UserId, ...] = Field((), description="User ids.")
+    gids: tuple[UserId, ...] = Field((), description="Group ids, primary or supplementary.")
+    subjects: tuple[_Text, ...] = Field((), description="Common or alternative names of client certificates.")
+    anonymous: bool = Field(False, description="TCP clients without TLS.")
+    caches: tuple[_Text, ...] = Field(
+        min_length=1, description="Names of caches, or shell patterns, for example `prod-*`."
     )
-    anonymous: bool = Field(False, description="Whoever comes over TCP without TLS.")
-    caches: tuple[_Text, ...] = Field(min_length=1, description="Names of caches, or shell patterns such as `prod-*`.")
-    verbs: tuple[Right, ...] = Field(min_length=1, description="What they may do with them.")
+    verbs: tuple[Right, ...] = Field(min_length=1, description="Rights on these caches.")
 
     @model_validator(mode="before")
     @classmethod

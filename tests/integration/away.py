@@ -1,6 +1,6 @@
-"""The table of docs/away.md: what an engine sees while the daemon is away, observed with real daemons.
+"""The tables of docs/away.md: what an engine sees while the daemon is away, observed with real daemons.
 
-``python -m tests.integration.away`` prints it.
+``python -m tests.integration.away`` prints them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ HEAD: Final = (
     "`connected`",
     "lookups and `get`, in mapped memory",
     "lookups and `get`, on disk alone",
-    "calls, and all of a client that maps nothing",
+    "other calls, all calls without mapped memory",
     "calls with `wait`",
     "an engine's steps",
-    "the daemon is back",
+    "next start",
     "leases",
     "blocks in memory alone",
     "blocks on disk",
 )
+COMMON_HEAD: Final = ("while the daemon is away", "answer")
+"""Heads the table of the rows that are the same in every way."""
 AT_ONCE_S: Final = 5.0
 """For a call whose timeout is 30 seconds, on a machine that is busy with other things."""
 
@@ -93,10 +95,10 @@ def let_see(daemon: SupervisedDaemon) -> None:
 
 PLAIN, SUPERVISED = "`kvtierd`", "`kvtierd --supervise`"
 WAYS: Final = (
-    Way("KILL", PLAIN, DaemonProcess, DaemonProcess.kill, DaemonProcess.start, "when it is started"),
-    Way("TERM", PLAIN, DaemonProcess, DaemonProcess.stop, DaemonProcess.start, "when it is started"),
+    Way("KILL", PLAIN, DaemonProcess, DaemonProcess.kill, DaemonProcess.start, "by hand"),
+    Way("TERM", PLAIN, DaemonProcess, DaemonProcess.stop, DaemonProcess.start, "by hand"),
     Way("KILL", SUPERVISED, SupervisedDaemon, kill_alone, let_see, "by itself"),
-    Way("TERM", SUPERVISED, SupervisedDaemon, SupervisedDaemon.stop, SupervisedDaemon.start, "when it is started"),
+    Way("TERM", SUPERVISED, SupervisedDaemon, SupervisedDaemon.stop, SupervisedDaemon.start, "by hand"),
 )
 
 
@@ -153,7 +155,7 @@ def steps(toy: Engine) -> str:
     known, unknown = toy.run(KNOWN), toy.run(UNKNOWN)
     assert time.monotonic() - began < 2 * AT_ONCE_S
     assert (unknown.loaded, unknown.computed) == (0, 6)
-    return "load what is mapped, compute the rest" if (known.loaded, known.failed) == (10, 0) else str(known)
+    return "load mapped blocks, compute the rest" if (known.loaded, known.failed) == (10, 0) else str(known)
 
 
 def fill(toy: Engine, cache: Any) -> None:
@@ -171,7 +173,7 @@ async def left_of(cache: Any, keys: list[bytes]) -> str:
 
 
 async def observed(way: Way, home: Path) -> list[str]:
-    """A column of the table."""
+    """A cell for each name of :data:`HEAD`."""
     daemon = way.of(home, TIERS)
     await asyncio.to_thread(daemon.start)
     async with AsyncExitStack() as stack:
@@ -197,7 +199,7 @@ async def observed(way: Way, home: Path) -> list[str]:
             await callers.say(*(lookup(STORED) for lookup in LOOKUPS)),
             await callers.say(*(lookup(ON_DISK) for lookup in LOOKUPS)),
             agreed(calls),
-            "do not wait" if waiting.done() else "answer when it is back",
+            "do not wait" if waiting.done() else "answer when the daemon is back",
             await asyncio.to_thread(steps, toy),
             way.back,
         ]
@@ -220,13 +222,24 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *rest = rows
+    return [line(head), f"|{'---|' * len(head)}", *map(line, rest)]
+
+
 async def main() -> None:
     columns: list[Sequence[str]] = [HEAD]
     for way in WAYS:
         with tempfile.TemporaryDirectory(prefix="kv-") as home:
             columns.append(await observed(way, Path(home)))
-    first, *rest = zip(*columns, strict=True)
-    print(line(first), line(["---"] * len(columns)), *map(line, rest), sep="\n")
+    common: list[Sequence[str]] = [COMMON_HEAD]
+    differing: list[Sequence[str]] = []
+    for name, *cells in zip(*columns, strict=True):
+        if len(set(cells)) == 1:
+            common.append((name, cells[0]))
+        else:
+            differing.append((name, *cells))
+    print(*table(common), "", *table(differing), sep="\n")
 
 
 if __name__ == "__main__":

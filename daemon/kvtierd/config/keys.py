@@ -158,12 +158,10 @@ class Device(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, AfterValidator(_device)] = Field(
-        description="`cuda`, `cuda:1` or `GPU-<uuid>` for the memory of that GPU, which no other table may name; "
-        "`stand-in` for shared memory."
+        description="`cuda`, `cuda:1` or `GPU-<uuid>`, each GPU once, or `stand-in` for shared memory."
     )
     bytes: DeviceBytes = Field(
-        description="Bytes of it for device tiers, above 0. On a GPU it can be a share of the memory that is free at "
-        "the first start, such as `80%`; later starts take as many bytes."
+        description="Size of the device tiers, or on a GPU a share of the free memory, for example `80%`."
     )
 
     @model_validator(mode="before")
@@ -190,29 +188,23 @@ class Remote(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: Annotated[str, AfterValidator(urls.check), PlainSerializer(urls.shown)] = Field(
-        description="Store for blocks beyond this host: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///directory` "
-        "that hosts share, or `mooncake://…`. Credentials come from the environment."
+        description="`s3://bucket/prefix`, `gs://…`, `az://…`, `file:///directory` or `mooncake://…`."
     )
     write: RemotePolicy = Field(
         RemotePolicy.EVICT,
-        description="When a block is written there: shortly before it leaves the lowest tier, at its second use, or at "
-        "once.",
+        description="Time of writes: before the block leaves the lowest tier, at the second use, or at once.",
     )
-    min_priority: int = Field(0, ge=0, le=MAX_PRIORITY, description="Least effective priority of what is written.")
-    first_tokens: int = Field(0, ge=0, description="Only blocks of the first so many tokens of a prompt; 0 = all.")
+    min_priority: int = Field(0, ge=0, le=MAX_PRIORITY, description="Lowest effective priority that is written.")
+    first_tokens: int = Field(0, ge=0, description="First tokens of a prompt whose blocks are written; 0 = all.")
     ahead: float = Field(
         0.05,
         gt=0,
         le=1,
-        description="With `evict`, the share of the lowest tier that is written ahead of need.",
+        description="Share of the lowest tier that `evict` writes ahead of need.",
     )
-    bytes_per_second: Annotated[Size, Field(ge=0)] = Field(
-        ByteSize(0), description="Most bytes a second that are written; 0 = no limit."
-    )
-    timeout_seconds: float = Field(5.0, gt=0, le=600, description="How long one call of the store may take.")
-    group_access: bool = Field(
-        False, description="Whether the group of a shared directory can read and write the objects, too."
-    )
+    bytes_per_second: Annotated[Size, Field(ge=0)] = Field(ByteSize(0), description="Limit of writes; 0 = none.")
+    timeout_seconds: float = Field(5.0, gt=0, le=600, description="Time limit of a store call.")
+    group_access: bool = Field(False, description="Let the group of a shared directory read and write the objects.")
 
     @model_validator(mode="before")
     @classmethod
@@ -234,7 +226,7 @@ class Peer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: Annotated[str, AfterValidator(_peer_address)] = Field(
-        description="host:port of its `listen_tcp`, as its certificate names it."
+        description="host:port of the peer's `listen_tcp`, as its certificate names it."
     )
 
     @model_validator(mode="before")
@@ -249,142 +241,126 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     runtime_dir: Annotated[FilePath, AfterValidator(_runtime_dir)] = Field(
-        Path(DEFAULT_ADDRESS), description="Directory of the sockets. Its path is the daemon's address."
+        Path(DEFAULT_ADDRESS), description="Directory of the sockets, and address of the daemon."
     )
-    state_dir: FilePath = Field(
-        Path("/var/lib/kvtier"), description="Directory of the daemon's epoch, its event log and its caches' budgets."
-    )
+    state_dir: FilePath = Field(Path("/var/lib/kvtier"), description="Directory of epoch, event log and cache budgets.")
     disk_dir: Annotated[Path | None, BeforeValidator(_path)] = Field(
-        None, description="Directory of the disk tier. By default `disk` in the state directory."
+        None, description="Directory of the disk tier; by default `disk` in the state directory."
     )
 
     device: Annotated[tuple[Device, ...], NoDecode, BeforeValidator(_listed)] = Field(
-        (), description="What device tiers are on. As a flag `NAME=BYTES`, such as `--device cuda:1=80%`."
+        (), description="Devices with a device tier. As a flag `NAME=BYTES`: `--device cuda:1=80%`."
     )
     host_bytes: TierBytes = Field(
         ByteSize(0),
-        description="Size of the host tier. A tier exists if its size is above 0; at least one tier must exist.",
+        description="Size of the host tier. At least one tier must have a size above 0.",
     )
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
     default_budget: TierShare = Field(
         Share(0.25),
-        description="Share of each tier that a cache gets that is opened without budgets, or all that is left of the "
-        "tier if that is less.",
+        description="Share of each tier for a cache that is opened without budgets; less if less is left.",
     )
     sync: Literal["batch", "commit"] = Field(
         "batch",
-        description="What a power cut may undo of the disk tier: the last transaction of each cache, or with `commit` "
-        "nothing that was acknowledged, for one more write to the medium a transaction.",
+        description="Loss at a power cut: each cache's last disk transaction, or with `commit` none, for one more "
+        "write each.",
     )
     remote: Annotated[Remote | None, NoDecode, BeforeValidator(_table)] = Field(
-        None, description="A store beyond this host, under its tiers. Blocks come from it into the host tier."
+        None, description="Store beyond this host. Its blocks enter the host tier."
     )
 
     allow: Annotated[tuple[AllowRule, ...], NoDecode, BeforeValidator(_listed)] = Field(
-        (), description="Who may do what with which caches, besides root and the daemon's own user."
+        (), description="Rights of clients other than root and the daemon's user."
     )
     max_sessions: int = Field(
-        1024, ge=1, le=65536, description="Sessions at a time. One user, or one certificate, may have half of them."
+        1024, ge=1, le=65536, description="Number of sessions; one user or certificate may have half."
     )
 
     listen_tcp: str | None = Field(
         None,
-        description="host:port to listen on for clients on other hosts, port 0 = any that is free. Needs the three TLS "
-        "files, or `tcp_insecure`.",
+        description="host:port for TCP clients; port 0 takes a free port. Needs the TLS files, or `tcp_insecure`.",
     )
     tls_cert: Annotated[Path | None, BeforeValidator(_path)] = Field(
-        None, description="Certificate chain that clients are shown, PEM."
+        None, description="Certificate chain of the daemon, PEM."
     )
-    tls_key: Annotated[Path | None, BeforeValidator(_path)] = Field(None, description="Its private key, PEM.")
+    tls_key: Annotated[Path | None, BeforeValidator(_path)] = Field(None, description="Private key of the daemon, PEM.")
     tls_client_ca: Annotated[Path | None, BeforeValidator(_path)] = Field(
-        None, description="Authorities that must vouch for a client's certificate, PEM."
+        None, description="Authorities for certificates of clients and peers, PEM."
     )
-    tcp_insecure: bool = Field(
-        False, description="No TLS, on a loopback address only. Every client is `anonymous` to the rules."
-    )
+    tcp_insecure: bool = Field(False, description="No TLS, on loopback only. Every client is `anonymous`.")
     tcp_grace_seconds: float = Field(
-        30.0, ge=0, le=3600, description="How long a session whose connection broke can be resumed before it ends."
+        30.0, ge=0, le=3600, description="Time to resume a session whose connection broke."
     )
 
     peers: Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(_listed), Field(max_length=_MAX_PEERS)] = Field(
         (),
-        description="Other daemons to follow, at most 64; if this one is among them, it is passed over. It shows them "
-        "`tls_cert`, and `tls_client_ca` must vouch for theirs; or `tcp_insecure`. As a flag `HOST:PORT`.",
+        description="Daemons to follow, at most 64; this daemon skips itself. Needs the TLS files, or `tcp_insecure`. "
+        "As a flag `HOST:PORT`.",
     )
 
     max_reserved_fraction: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of a tier's slots of a window group that one session may hold reserved. With 1 it can leave "
-        "no slot for reads of blocks on disk.",
+        description="Share of a tier's slots per window group that one session may hold reserved; 1 can block reads "
+        "from disk.",
     )
     tier_grace_seconds: float = Field(
         30.0,
         ge=0.01,
         le=86400,
-        description="If nothing has worked on a cache's disk for so long, what it holds is declared lost. The disk is "
-        "taken back, empty, when it works again.",
+        description="Time until the blocks on a failing disk are lost. A disk that works again begins empty.",
     )
 
     write_policy: WritePolicy = Field(
         WritePolicy.BACK,
-        description="When blocks are copied down: when their slot is wanted, at once, or at their second use. A cache "
-        "can choose its own when it is made; so for the next four keys.",
+        description="Time of copies down: when the slot is needed, at once, or at the second use. A cache can "
+        "override this key and the next four.",
     )
-    eviction: Literal["lru", "lfuda"] = Field(
-        "lru", description="How the block of a priority that goes first is chosen."
-    )
+    eviction: Literal["lru", "lfuda"] = Field("lru", description="Order of eviction within a priority.")
     event_hash: Literal["", "v1_block_key", "v2_sha256", "v2_sha256_64"] = Field(
-        "", description="What events name blocks by besides their keys, for TensorRT-LLM's routers."
+        "", description="Extra hashes in events, for TensorRT-LLM routers."
     )
     keep_tokens: bool = Field(
         False,
-        description="Whether blocks keep the token ids that they are stored with, for events. Routers that place "
-        "requests by tokens need it. A cache can only choose more.",
+        description="Keep token ids with blocks, for events. A cache can only turn this on.",
     )
     demotion_threshold: int = Field(
         DEFAULT_THRESHOLD,
         ge=0,
         le=NEVER,
-        description="Least effective priority with which a block goes down to a lower tier: 0 = always, 101 = never.",
+        description="Lowest effective priority that moves to a lower tier; 0 = always, 101 = never.",
     )
 
-    wait_seconds: float = Field(
-        30.0, gt=0, le=3600, description="How long a call that does not say waits for room in a tier."
-    )
+    wait_seconds: float = Field(30.0, gt=0, le=3600, description="Default wait of a call for room in a tier.")
     transfer_idle_seconds: float = Field(
         30.0,
         ge=0.01,
         le=3600,
-        description="A put stream must bring 64 KiB in this time, and a get stream must have a message taken, or it is "
-        "ended.",
+        description="Time in which a put stream must bring 64 KiB, and a get stream must have a message taken.",
     )
-    shutdown_seconds: float = Field(30.0, gt=0, le=3600, description="How long a clean stop lets moves end.")
+    shutdown_seconds: float = Field(30.0, gt=0, le=3600, description="Time for moves at a clean stop.")
 
     event_ring_bytes: Annotated[Size, Field(ge=1 << 10, le=1 << 36)] = Field(
         ByteSize(16 << 20), description="Memory for past events."
     )
     event_log_bytes: Annotated[Size, Field(ge=0, le=1 << 40)] = Field(
         ByteSize(256 << 20),
-        description="Disk space in the state directory for past events, from which watchers resume over restarts; 0 = "
-        "none.",
+        description="Disk space for past events, for watchers after restarts; 0 = none.",
     )
 
     metrics_listen: str | None = Field(
         None,
-        description="host:port to serve Prometheus metrics on, such as 127.0.0.1:9464; port 0 = any that is free. "
-        "Whoever can connect can read them.",
+        description="host:port of Prometheus metrics, readable without rights; port 0 takes a free port.",
     )
     traces: Annotated[str, AfterValidator(_collector)] | None = Field(
         None,
-        description="Where an OpenTelemetry collector takes OTLP over gRPC, such as http://127.0.0.1:4317: spans of "
-        "calls and moves go there. Needs the extra `kvtier[otel]`.",
+        description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs `kvtier[otel]`.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    debug_checks: bool = Field(False, description="Check all invariants of the core after every step. Slow.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest logged level.")
+    debug_checks: bool = Field(False, description="Check all core invariants after every step. Slow.")
     chaos_seed: int | None = Field(
-        None, ge=0, description="For tests: the device stand-in completes its copies late and out of order."
+        None, ge=0, description="For tests: the stand-in completes copies late and out of order."
     )
 
     @model_validator(mode="after")
