@@ -89,7 +89,7 @@ class Cache(GroupVerbs):
         """The verbs of another window group of this cache, which stays opened and closed once."""
         require_within("group", group, 0, len(self.spec.groups) - 1)
         other = copy.copy(self)
-        other.group = group
+        other.group, other.groups = group, (group,)
         return other
 
     @property
