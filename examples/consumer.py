@@ -1,4 +1,4 @@
-"""Where every block of a cache is, from the events alone: ``python examples/consumer.py CACHE [ADDRESS]``."""
+"""Follows the place of every block of a cache by events alone: ``python examples/consumer.py CACHE [ADDRESS]``."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from kvtier import Event, EventType, Gap, SnapshotSlice, SnapshotStart
 
 
 async def follow(client: kvtier.AsyncClient, cache: str, blocks: dict[bytes, int]) -> None:
-    """Keeps ``blocks``, key to residency, as they are in window group 0, over restarts and losses."""
+    """Keeps ``blocks``, key to residency, equal to window group 0, over restarts and lost events."""
     while True:
         async with client.watch(snapshot=True, caches=[cache], groups=[0]) as watch:
             async for item in watch:
@@ -18,10 +18,10 @@ async def follow(client: kvtier.AsyncClient, cache: str, blocks: dict[bytes, int
                     case Event(type=EventType.REMOVED):
                         for key in item.keys:
                             blocks.pop(key, None)
-                    case SnapshotStart() | Event():  # it begins anew, or the group was created or cleared
+                    case SnapshotStart() | Event():  # a snapshot begins, or the group was created or cleared
                         blocks.clear()
                     case Gap():
-                        break  # a hole: another snapshot makes up for it
+                        break  # events are lost: another snapshot replaces them
                 print(watch.cursor, type(item).__name__, len(blocks), "blocks")
 
 

@@ -1,11 +1,11 @@
-"""First light: real LLM traffic through three tiers, every byte verified, and a cache that outlives its daemon.
+"""Replays real LLM traffic through three tiers, verifies every byte, and restarts the daemon without losing the cache.
 
-``make demo`` runs this. It starts a private daemon with a device tier of 200 blocks, a host tier of 800 and a disk
-tier of 6,000, and replays the first 1,000 requests of a trace of real chat traffic (``examples/traces/README.md``;
-another one: ``$KVTIER_TRACE``). Then it stops the daemon, starts it on the same directories and asks for the blocks
-again.
+``make demo`` runs this. The demo starts a private daemon with a device tier of 200 blocks, a host tier of 800 and a
+disk tier of 6,000, and replays the first 1,000 requests of a trace of real chat traffic (``examples/traces/README.md``;
+``$KVTIER_TRACE`` names another trace). Then the demo stops the daemon, starts it on the same directories and asks for
+the blocks again.
 
-Exit status 1, saying which, if anything that it promises does not hold.
+The exit status is 1 if a promise does not hold; the output names the promise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 @dataclass
 class Restart:
-    """What the disk tier answered after the restart."""
+    """The disk tier's answers after the restart."""
 
     blocks: int = 0
     requests: int = 0
@@ -86,7 +86,7 @@ async def main() -> int:
 
 
 async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Report, list[Text]]:
-    """Replays the requests; the report, and a few lines of the watch."""
+    """Replays the requests. Returns the report, and a few lines of the watch."""
     async with await kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
         cache = await client.open_cache("demo", SPEC)
         with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -97,7 +97,7 @@ async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Re
 
 @asynccontextmanager
 async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Text]]:
-    """The first few lines of each kind of event that come while the block runs."""
+    """Collects the first few lines of each kind of event while the ``with`` block runs."""
     lines: list[Text] = []
     seen: dict[object, int] = {}
 
@@ -121,7 +121,7 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Tex
 
 
 async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart:
-    """Asks the restarted daemon for the latest requests' blocks until enough of them came from disk."""
+    """Asks the restarted daemon for the latest requests' blocks until enough blocks have come from disk."""
     answer, payload = Restart(), Payload(SPEC.block_bytes(0))
     async with await kvtier.connect(daemon.address) as client:
         cache = await client.open_cache("demo", SPEC)

@@ -1,6 +1,6 @@
-"""KV computed straight into the device tier's slots, and read there: ``python examples/gpu_slots.py [ADDRESS]``.
+"""Computes KV straight into the device tier's slots, and reads it there: ``python examples/gpu_slots.py [ADDRESS]``.
 
-Wants a ``kvtierd`` with ``device = "cuda"``, and torch; says so where there is none.
+Needs a ``kvtierd`` with ``device = "cuda"``, and torch with a GPU.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ async def main(address: str | None = None) -> None:
 
         compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         async with cache.reserve(4, Tier.DEVICE) as lease:
-            with torch.cuda.stream(compute):  # kernels that write; none of them need have begun when commit is called
+            with torch.cuda.stream(compute):  # the kernels may still be queued when commit is called
                 for index in range(4):
                     (slot,) = lease.tensors(index)
                     slot.fill_(index)
-            await lease.commit(keys, stream=compute)  # sent when they have ended
+            await lease.commit(keys, stream=compute)  # sent when the kernels have ended
 
         async with cache.acquire(keys, Tier.DEVICE) as lease:  # READY: any stream may read at once
             means = [lease.tensors(index)[0].float().mean() for index in range(lease.blocks)]
-        # The end of the block waited for the means, which were on torch's current stream.
+        # The end of the ``async with`` block waited for the means, which were computed on torch's current stream.
         print([float(mean) for mean in means])
 
 

@@ -1,6 +1,6 @@
-"""The whole client in one page: keys, put, match, get, leases, events.
+"""The whole client on one page: keys, put, match, get, leases, events.
 
-Run ``kvtierd`` first (or let this start a private one): ``python examples/quickstart.py [ADDRESS]``.
+``python examples/quickstart.py [ADDRESS]`` uses the ``kvtierd`` at ADDRESS, or starts a private daemon.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtier.replay.private import PrivateDaemon
 
 SPEC = kvtier.CacheSpec.single("toy-7b", "float16", tokens_per_block=16, layers=4, kv_heads=8, head_size=64)
 SHAPE = (4, 2, 8, 16, 64)  # layers, keys and values, heads, tokens, head size: SPEC.block_bytes(0) bytes of float16
-BUDGETS = {kvtier.Tier.DEVICE: 16 << 20, kvtier.Tier.HOST: 32 << 20}  # bytes that are the cache's own
+BUDGETS = {kvtier.Tier.DEVICE: 16 << 20, kvtier.Tier.HOST: 32 << 20}  # bytes of the cache in each tier
 
 
 async def tour(address: str) -> None:
@@ -25,24 +25,24 @@ async def tour(address: str) -> None:
         cache = await client.open_cache("quickstart", SPEC, budgets=BUDGETS)
         watch = client.watch(oldest=True, caches=["quickstart"])
 
-        # 100 tokens are six full blocks. Each key stands for its block's tokens and all those before.
+        # 100 tokens are six full blocks. Each key stands for its block's tokens and all tokens before.
         keys = kvtier.chain_keys(prompt, SPEC.tokens_per_block)
         blocks = rng.standard_normal((6, *SHAPE)).astype(np.float16)
         print("put:", [str(result) for result in await cache.put(keys, blocks)])
 
-        # A longer prompt with the same beginning finds all six.
+        # A longer prompt with the same beginning finds all six blocks.
         longer = kvtier.chain_keys([*prompt, *range(50)], SPEC.tokens_per_block)
         match = await cache.match(longer)
         print(f"match: {match.blocks} of {len(longer) // 32} blocks are stored")
 
-        # get copies them out; a lease gives the bytes in place, and they stay as long as it is held.
+        # get copies the blocks; a lease gives the bytes in place, and they stay as long as the lease is held.
         copies = await cache.get(longer)
         print("get:", all(np.array_equal(c.view(np.float16), b.ravel()) for c, b in zip(copies, blocks, strict=True)))
         async with cache.acquire(longer) as lease:
             (first,) = lease.view(0)
             print("in place:", np.array_equal(first.view(np.float16).reshape(SHAPE), blocks[0]))
 
-        # What an engine does with its misses: compute straight into reserved slots, then commit.
+        # An engine computes its misses straight into reserved slots, then commits them.
         async with cache.reserve(1) as lease:
             (slot,) = lease.view(0)
             slot.view(np.float16)[:] = 1.0

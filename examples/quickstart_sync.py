@@ -1,6 +1,6 @@
-"""The client without an event loop: for scripts, notebooks and engines that are threads.
+"""The client without an event loop, for scripts, notebooks and engines with threads.
 
-Run ``kvtierd`` first: ``python examples/quickstart_sync.py [ADDRESS]``.
+Start ``kvtierd`` first, then run ``python examples/quickstart_sync.py [ADDRESS]``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def tour(client: kvtier.Client) -> None:
     print("put:", [str(result) for result in cache.put(keys, blocks)])
     print("match:", cache.match(keys).blocks, "blocks are stored")
 
-    # Straight into arrays of one's own.
-    out = kvtier.empty(blocks.shape, blocks.dtype)  # like numpy's, and the first copy into it is as fast as any later
+    # get can copy straight into the caller's arrays.
+    out = kvtier.empty(blocks.shape, blocks.dtype)  # like numpy.empty, but the first copy into it is as fast as later
     cache.get(keys, out)
     print("get:", np.array_equal(out, blocks))
 
-    # A lease gives the bytes in place, and they stay as long as it is held.
+    # A lease gives the bytes in place, and they stay as long as the lease is held.
     with cache.acquire(keys) as lease:
         (first,) = lease.view(0)
         print("in place:", np.array_equal(first.view(np.float16).reshape(SHAPE), blocks[0]))
 
-    # Any thread may call; each copies its own arrays.
+    # Any thread may call the client; each thread copies its own arrays.
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda end: len(cache.get(keys[: end * 32])), range(1, 5))
         print("threads:", list(found))

@@ -1,8 +1,8 @@
-"""A prefix-aware router over three daemons, beside round-robin: ``python examples/router.py [TRACE [REQUESTS]]``.
+"""Compares a prefix-aware router over three daemons with round-robin: ``python examples/router.py [TRACE [REQUESTS]]``.
 
-Each request of a trace goes to one daemon, as if an engine ran on each: what is stored there is a hit, the rest is
-computed and stored. The router sees in mirrors, without a call, which daemon has the longest prefix of a request. It
-passes over a daemon that has had many more of the latest requests than another.
+Each request of a trace goes to one daemon, as if an engine ran on each host: stored blocks are hits, the other blocks
+are computed and stored. Mirrors show the router, without a call, which daemon has the longest prefix of a request. The
+router passes over a daemon that has had many more of the latest requests than another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPEC = replay_spec(block_bytes=4096)
 HOST_BLOCKS = 1_500  # on each daemon, for each router
 NAMES = ("node-1", "node-2", "node-3")
 RECENT = 16 * len(NAMES)
-SLACK = 8  # so many more of the recent requests are too many
+SLACK = 8  # recent requests that a daemon may have more than the least loaded daemon
 
 Router = Callable[[Sequence[bytes]], str]
 
@@ -38,7 +38,7 @@ def round_robin() -> Router:
 
 
 def prefix_aware(mirrors: kvtier.Mirrors, names: Mapping[str, str]) -> Router:
-    """``names``: by address."""
+    """Makes the router. ``names``: maps a daemon's address to its name."""
     recent: deque[str] = deque(maxlen=RECENT)
 
     def route(keys: Sequence[bytes]) -> str:
@@ -54,8 +54,8 @@ def prefix_aware(mirrors: kvtier.Mirrors, names: Mapping[str, str]) -> Router:
 
 
 async def serve(caches: Mapping[str, kvtier.Cache], route: Router, chains: Sequence[Sequence[bytes]]) -> str:
-    """Sends each request to a daemon. Returns what they found, as a line to print."""
-    computed = np.zeros((max(map(len, chains)), SPEC.block_bytes(0)), np.uint8)  # what an engine would make of misses
+    """Sends each request to a daemon. Returns a line with the hits."""
+    computed = np.zeros((max(map(len, chains)), SPEC.block_bytes(0)), np.uint8)  # stands for an engine's computation
     hits, requests = 0, Counter[str]()
     for keys in chains:
         name = route(keys)

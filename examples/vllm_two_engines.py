@@ -1,10 +1,11 @@
-"""A chat that outlives its engine: the next engine answers from what the first one has computed.
+"""A chat that outlives its engine: the next engine loads the blocks that the first engine has computed.
 
-``python examples/vllm_two_engines.py MODEL [DTYPE]``, where vLLM and kvtier with its daemon are installed, starts a
-private daemon and three engines, one after another. Each answers the same question about a long text and is killed. The
-first computes the text, the second finds it in memory, the third on disk, since the daemon was restarted.
+``python examples/vllm_two_engines.py MODEL [DTYPE]`` needs vLLM and kvtier with its daemon. The example starts a
+private daemon and three engines, one after another. Each engine answers the same question about a long text and is
+killed. The first engine computes the text, the second finds its blocks in memory, the third on disk, since the daemon
+was restarted.
 
-Exit status 1, saying why, if an answer differs or an engine computed what it could have loaded.
+The exit status is 1, with a reason, if an answer differs or an engine computed blocks that it could have loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHAT = f"{TEXT}\n\nUser: How high was the tide on day 7?\nAssistant:"
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """``first_s``: seconds to the first token. ``cached``: of the prompt's ``tokens``, those that were not computed."""
+    """``first_s``: seconds to the first token. ``cached``: number of the prompt's ``tokens`` that were not computed."""
 
     first_s: float
     cached: int
@@ -41,7 +42,7 @@ class Answer:
 
 
 def serve(model: Sequence[str], address: str, answers: Connection) -> None:
-    """An engine that answers the chat and waits for its end."""
+    """Runs an engine that answers the chat and waits to be killed."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -54,7 +55,7 @@ def serve(model: Sequence[str], address: str, answers: Connection) -> None:
     }
     name, dtype = (*model, "auto")[:2]
     llm = LLM(name, dtype=dtype, block_size=BLOCK, enforce_eager=True, kv_transfer_config=transfer)
-    llm.generate("Good morning.", SamplingParams(max_tokens=1))  # what an engine does once is not the prompt's time
+    llm.generate("Good morning.", SamplingParams(max_tokens=1))  # keeps the engine's first start out of the timing
     started = time.perf_counter()
     (first,) = llm.generate(CHAT, SamplingParams(max_tokens=1, temperature=0))
     first_s = time.perf_counter() - started
@@ -67,7 +68,7 @@ def serve(model: Sequence[str], address: str, answers: Connection) -> None:
 
 @asynccontextmanager
 async def engine(model: Sequence[str], address: str) -> AsyncIterator[Answer]:
-    """What an engine answers, which is killed at the end."""
+    """Starts an engine, gives its answer, and kills the engine at the end."""
     ours, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=serve, args=(model, address, theirs))
     process.start()
@@ -80,7 +81,7 @@ async def engine(model: Sequence[str], address: str) -> AsyncIterator[Answer]:
 
 
 async def stored(client: AsyncClient, blocks: int) -> None:
-    """Waits until so many are on disk."""
+    """Waits until ``blocks`` blocks are on disk."""
     while True:
         tiers = [tier for cache in (await client.stats()).caches for tier in cache.tiers if tier.tier is Tier.DISK]
         if sum(tier.ready for tier in tiers) >= blocks:
@@ -89,7 +90,7 @@ async def stored(client: AsyncClient, blocks: int) -> None:
 
 
 async def main(model: Sequence[str]) -> str:
-    """Returns what went wrong, or nothing. ``model``: its name, and the dtype if it is not the model's own."""
+    """Returns the fault, or an empty text. ``model``: its name, and the dtype if it is not the model's own."""
     answers: dict[str, Answer] = {}
     async with PrivateDaemon(SIZES) as daemon:
         async with engine(model, daemon.address) as answers["computed"], await connect(daemon.address) as client:

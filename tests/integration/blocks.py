@@ -1,4 +1,4 @@
-"""What the integration tests store: a small specification, chains of keys, and bytes that follow from a key."""
+"""Blocks of the integration tests: a small specification, chains of keys, and bytes that follow from a key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPEC = CacheSpec(
     tokens_per_block=16,
     groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 72), PoolSpec(2, 1, 72))),),
 )
-"""Two pools, neither of whole pages, so that padding and the order of parts are never right by accident."""
+"""Two pools whose parts are not whole pages, so that padding and the order of parts are never right by accident."""
 
 SLOT_BYTES = SPEC.record_bytes(0)
 BLOCK_BYTES = SPEC.block_bytes(0)
@@ -25,18 +25,18 @@ Blocks = list[NDArray[np.uint8]]
 
 
 def sizes(*, device: int = 0, host: int = 0, disk: int = 0) -> dict[Tier, int]:
-    """Bytes by tier for so many slots of :data:`SPEC`; tiers without slots are left out."""
+    """Returns bytes by tier for this many slots of :data:`SPEC`; tiers without slots are left out."""
     slots = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
     return {tier: count * SLOT_BYTES for tier, count in slots.items() if count}
 
 
 def chain(name: str, length: int) -> list[bytes]:
-    """Keys of a chain; the keys of a shorter one are a prefix of it."""
+    """Returns the keys of a chain; the keys of a shorter chain are a prefix of them."""
     return [hashlib.sha256(f"{name}/{index}".encode()).digest() for index in range(length)]
 
 
 def block(key: bytes) -> NDArray[np.uint8]:
-    """The bytes that belong to a key: all of them differ from those of any other key."""
+    """Returns the bytes that belong to a key, different for each key."""
     return np.frombuffer(hashlib.shake_256(key).digest(BLOCK_BYTES), dtype=np.uint8)
 
 
@@ -45,7 +45,7 @@ def blocks(keys: Iterable[bytes]) -> Blocks:
 
 
 def assert_bytes(keys: Sequence[bytes], found: Sequence[NDArray[np.uint8]]) -> None:
-    """That ``found`` are the blocks of these keys, to the byte."""
+    """Asserts that ``found`` are the blocks of these keys, to the byte."""
     assert len(found) == len(keys)
     wrong = [index for index, key in enumerate(keys) if not np.array_equal(found[index], block(key))]
     assert not wrong, f"wrong bytes in blocks {wrong} of {len(keys)}"

@@ -1,4 +1,4 @@
-"""A real ``kvtierd`` process on directories of its own, asked on its way out whether all was well."""
+"""A real ``kvtierd`` process on directories of its own, whose log and exit status are checked when it stops."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ _TROUBLE = ("Traceback", "level=error", "level=critical")
 
 
 class StartDaemon(Protocol):
-    """Lends a daemon with tiers of so many slots for the test; see :class:`tests.integration.pool.DaemonPool`."""
+    """Lends a test a daemon with this many slots per tier; see :class:`tests.integration.pool.DaemonPool`."""
 
     def __call__(self, *flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess: ...
 
 
 class DaemonProcess:
-    """Runs ``kvtierd`` with state, disk tier and sockets below ``home``, whose path must be short, and
-    with the device tier that :mod:`tests.devices` says.
+    """Runs ``kvtierd`` with state, disk tier and sockets below ``home``, whose path must be short, and with the device
+    tier of :mod:`tests.devices`.
 
-    Start, stop and kill it as often as you like: the directories stay. Blocking, so that plain tests can use it, too.
+    A test may start, stop and kill it repeatedly: the directories stay. Blocking, so that plain tests can use it, too.
     """
 
     def __init__(self, home: Path, sizes: Mapping[Tier, int], flags: Sequence[str] = ()) -> None:
-        """``sizes``: bytes by tier; absent = the daemon does not have it. ``flags``: more of the command line."""
+        """``sizes``: bytes by tier; absent = no such tier. ``flags``: further options of the command line."""
         self.home = home
         self.sizes = dict(sizes)
         self.flags = list(flags)
         self.device = devices.NAME
-        """What the device tier is on."""
+        """The device of the device tier."""
         self.variables: dict[str, str] = {}
-        """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
+        """Variables that are added to its environment. Variables of this process that configure a daemon are
+        removed."""
         self.program = ["kvtierd.main"]
-        """The module that is run, and arguments before all flags."""
+        """The module to run, and arguments before all flags."""
         self.within: list[str] = []
-        """A command that becomes the daemon, which its last arguments start."""
+        """A command before the daemon's own, which it executes."""
         self.number: int | None = None
-        """Its pid as it sees it itself, where :attr:`within` gives it a pid namespace of its own."""
+        """Its pid in its own pid namespace, if :attr:`within` makes one."""
         self.disturbed = False
-        """A test has stopped, killed or paused it, or asked it to end."""
+        """Whether a test has stopped, killed or paused the daemon, or asked it to end."""
         self._log_from = 0
         self.tcp_address = ""
-        """Where it listens, as it said; empty where it does not."""
+        """The TCP address that the daemon prints; empty without TCP."""
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -82,24 +83,24 @@ class DaemonProcess:
 
     @property
     def log(self) -> str:
-        """What it wrote to standard error since :meth:`forget_log`."""
+        """The daemon's standard error since :meth:`forget_log`."""
         if not self._log_file.exists():
             return ""
         return self._log_file.read_bytes()[self._log_from :].decode(errors="replace")
 
     def forget_log(self) -> None:
-        """What it wrote so far belongs to an earlier test."""
+        """Leaves the present contents out of :attr:`log`: they belong to an earlier test."""
         self._log_from = self._log_file.stat().st_size
 
     def command(self) -> list[str]:
-        """What runs it, in the foreground."""
+        """Returns the command that runs the daemon in the foreground."""
         return [
             *self.within,
             *(sys.executable, "-m", *self.program),
             *("--runtime-dir", self.address),
             *("--state-dir", str(self.state_dir)),
             *("--disk-dir", str(self.disk_dir)),
-            *("--default-budget", "100%", "--max-reserved-fraction", "1"),  # so that a test says its sizes once
+            *("--default-budget", "100%", "--max-reserved-fraction", "1"),  # a test gives its sizes once
             *(part for tier, size in self.sizes.items() for part in self._sized(tier, size)),
             *self.flags,
         ]
@@ -108,7 +109,7 @@ class DaemonProcess:
         return ("--device", f"{self.device}={size}") if tier is Tier.DEVICE else (f"--{tier}-bytes", str(size))
 
     def start(self) -> None:
-        """Returns once it serves."""
+        """Starts the daemon, and waits until it serves."""
         assert not self.running, "the daemon runs already"
         environment = devices.of_daemon(os.environ)
         with self._log_file.open("ab") as log:
@@ -118,26 +119,26 @@ class DaemonProcess:
         line = self._first_line(self._process)
         said, _, tcp = line.rstrip("\n").partition(" tcp=")
         wanted = f"kvtierd ready pid={self.number or self.pid} address={self.address}"
-        if said != wanted:  # what is left of it would be told of as another test's
+        if said != wanted:  # a daemon left running would be reported by another test
             self.kill()
         assert said == wanted, f"{line!r}\n{self.log}"
         self.tcp_address = tcp
 
     def terminate(self) -> None:
-        """Asks for a clean stop and does not wait for it."""
+        """Asks for a clean stop, without waiting for it."""
         assert self._process is not None
         self.disturbed = True
         self._process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL, and its end awaited."""
+        """Sends SIGKILL, and waits for the daemon's end."""
         assert self._process is not None
         self.disturbed = True
         self._process.kill()
         self._reap(self._process)
 
     def ended(self) -> int:
-        """Waits for an end that was asked for; its exit status, negative for a signal."""
+        """Waits for an end that was asked for. Returns the exit status, negative for a signal."""
         assert self._process is not None
         process = self._process
         try:
@@ -147,7 +148,7 @@ class DaemonProcess:
             self._reap(process)
 
     def pause(self) -> None:
-        """Returns when it has stopped."""
+        """Pauses the process, and waits until it has stopped."""
         self.disturbed = True
         halt(self.pid)
 
@@ -155,7 +156,7 @@ class DaemonProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """A clean stop: exit status 0, no error in the log, no socket left behind. Nothing, if it does not run."""
+        """Stops a started daemon, and checks exit status 0, a log without errors, and that no socket is left."""
         if self._process is None:
             return
         self.disturbed = True
@@ -173,7 +174,7 @@ class DaemonProcess:
         assert not left, f"left behind: {left}"
 
     def restart(self) -> None:
-        """A clean stop, and a start."""
+        """Stops the daemon as :meth:`stop`, and starts it."""
         self.stop()
         self.start()
 

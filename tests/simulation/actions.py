@@ -1,4 +1,4 @@
-"""What may happen next in a world. An action draws its own details and does nothing where there is nothing to do."""
+"""The actions of a world. An action draws its own details, and does nothing if it is not possible now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.simulation.site import Site
 from tests.simulation.world import World
 
 PRIORITIES: Final = (35, 35, 35, 35, 0, 10, 29, 30, 49, 50, 100)
-"""Mostly the default; some on either side of the thresholds of demotion."""
+"""Mostly the default priority; some lie on either side of the thresholds of demotion."""
 
 DURATIONS_MS: Final = (0, 0, 0, 0, 500, 2_000, 20_000)
 
@@ -28,7 +28,7 @@ def reserve(world: World, choose: Chooser) -> None:
 
 
 def scribble(world: World, choose: Chooser) -> None:
-    """Not a call: a client writes a slot that it leased, perhaps in an earlier life of the daemon."""
+    """A client writes a slot that it leased, perhaps in an earlier life of the daemon. Not a call."""
     writers = [holding for holding in world.clients.usable if holding.blank]
     if writers:
         holding = choose.pick(writers)
@@ -40,7 +40,8 @@ def scribble(world: World, choose: Chooser) -> None:
 
 
 def commit(world: World, choose: Chooser) -> None:
-    """Mostly the next blocks of a chain; some that exist, lack their parent or claim a wrong one."""
+    """Commits mostly the next blocks of a chain, and some blocks that exist, lack their parent or claim a wrong
+    parent."""
     writers = [holding for holding in world.clients.usable if holding.blank]
     if not writers:
         return
@@ -111,7 +112,7 @@ def retain(world: World, choose: Chooser) -> None:
 
 
 def _retention(choose: Chooser, blocks: int) -> tuple[list[int], list[int]]:
-    """Priorities and durations."""
+    """Draws priorities and durations."""
     return [choose.pick(PRIORITIES) for _ in range(blocks)], [choose.pick(DURATIONS_MS) for _ in range(blocks)]
 
 
@@ -144,7 +145,7 @@ def drop(world: World, choose: Chooser) -> None:
 
 
 def _meanwhile_of(world: World, choose: Chooser, site: Site, keys: Sequence[Key]) -> None:
-    """Often somebody gets hold of a part of what is going."""
+    """Between two slices of a drop, often acquires a part of the blocks that are being dropped."""
     chains = [world.forest.chain(key) for key in site.mirror.blocks]
     through = [chain for chain in chains if not set(keys).isdisjoint(chain[:-1])]
     if through and world.memory_tiers and choose.chance(50):
@@ -214,7 +215,7 @@ def tick(world: World, choose: Chooser) -> None:
 
 
 def rot(world: World, choose: Chooser) -> None:
-    """Not a call: the disk's bytes flip."""
+    """The disk's bytes flip. Not a call."""
     disk = _site(world, choose).disk
     if disk is not None:
         disk.rot(SlotId(choose.below(len(disk.slab))))
@@ -226,13 +227,13 @@ def lose(world: World, choose: Chooser) -> None:
 
 
 def lose_device(world: World, choose: Chooser) -> None:
-    """Until a restart: most walks go on with it."""
+    """Loses the device tier until a restart. Seldom, so that most walks keep the device."""
     if Tier.DEVICE in world.tiers and choose.chance(20):
         world.lose(Tier.DEVICE, lambda: _meanwhile(world, choose))
 
 
 def undercut(world: World, choose: Chooser) -> None:
-    """Loses the disk while somebody waits to read from it. Left to chance, that hardly ever happens."""
+    """Loses the disk while a request waits to read from it, which hardly ever happens by chance."""
     if world.awaits_disk():
         world.lose(Tier.DISK, lambda: _meanwhile(world, choose))
 
@@ -242,7 +243,7 @@ def go_on(world: World, choose: Chooser) -> None:
 
 
 def _meanwhile(world: World, choose: Chooser) -> None:
-    """Between two slices of a drop, or of the disk's loss, others have their turn."""
+    """Lets other clients call between two slices of a drop, or of the disk's loss."""
     world.progress(choose)
     if choose.chance(60):
         choose.pick(MEANWHILE)(world, choose)
@@ -262,7 +263,7 @@ def settle(world: World, choose: Chooser) -> None:
 
 
 def crash(world: World, choose: Chooser) -> None:
-    """Often in the middle of what a call does."""
+    """Crashes the daemon, often in the middle of a call."""
     if choose.chance(60):
         world.lifetime.ends_after(choose.below(10))
         try:
@@ -318,7 +319,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     crash: 3,
     stop_and_start: 1,
 }
-"""How often each happens in a random walk, against the sum."""
+"""Relative frequency of each action in a random walk."""
 
 
 def _site(world: World, choose: Chooser) -> Site:

@@ -1,4 +1,4 @@
-"""Where the simulation's choices come from: a seeded generator or Hypothesis, behind one small class."""
+"""The source of the simulation's choices: a seeded generator or Hypothesis, behind a small class."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Chooser:
-    """``below(n)`` chooses a whole number from 0 to n - 1; all else is made of that.
+    """``below(n)`` chooses a whole number from 0 to n - 1; all other choices use it.
 
-    Zero is the tame choice everywhere (nothing happens, the first one, the smallest), since that is what Hypothesis
-    shrinks to.
+    Zero is the tame choice everywhere (no action, the first value, the smallest value), since Hypothesis shrinks to
+    zero.
     """
 
     def __init__(self, below: Callable[[int], int]) -> None:
@@ -27,17 +27,17 @@ class Chooser:
         return self.below(100) >= 100 - percent
 
     def between(self, low: int, high: int) -> int:
-        """Both ends included."""
+        """Chooses a whole number from ``low`` to ``high``, both included."""
         return low + self.below(high - low + 1)
 
     def pick(self, values: Sequence[T]) -> T:
         return values[self.below(len(values))]
 
     def some(self, values: Sequence[T], most: int) -> list[T]:
-        """From one to ``most`` different values, in any order."""
+        """Chooses one to ``most`` different values, in any order."""
         left = list(values)
         return [left.pop(self.below(len(left))) for _ in range(self.between(1, min(most, len(left))))]
 
     def each(self, values: Sequence[T], percent: int) -> list[T]:
-        """Every value with this chance."""
+        """Chooses each value with this chance."""
         return [value for value in values if self.chance(percent)]

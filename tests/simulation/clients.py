@@ -1,4 +1,4 @@
-"""The clients: what they asked, what they were promised, and whether it is so."""
+"""The clients: their requests, the promises that they got, and checks of these promises."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class PrefixRequest(Request):
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds, in
-    the order in which it got them. ``chains``: of a sliding group what it stored, each block under the one before, with
-    its place in the sequence, infinity where that is not known. ``family``: those that joined one another.
+    """A lease. ``blank``: the client's last write to each slot. ``blocks``: the block of each slot, in the order of the
+    answers. ``chains``: for a sliding group the stored blocks, each the child of the block before, with its place in
+    the sequence, infinity if unknown. ``family``: the leases that joined one another.
     """
 
     id: LeaseId
@@ -72,12 +72,12 @@ class Holding:
     family: list[Holding] = field(default_factory=list)
 
     def writers(self, slot: SlotId) -> list[Holding]:
-        """Those that may write it: this one, or what joined it."""
+        """Returns the leases of the family that may write the slot."""
         return [holding for holding in (self.family or [self]) if slot in holding.blank]
 
     def extend(self, key: Key, parent: Key | None, slot: SlotId | None) -> None:
-        """The block is stored, in this slot or, None, before: what its window does not reach is not held any more, nor
-        is what the client stored of it itself and was lost since."""
+        """Adds a stored block to its chain. ``slot`` None: the block was stored before. The lease no longer holds
+        blocks outside the block's window, nor an own copy of the block that was lost since."""
         if not self.plan.sliding:
             return
         again = next((chain for chain in self.chains if chain[-1][0] == key), None)
@@ -98,13 +98,15 @@ class Holding:
 
 
 Remnants = Mapping[SessionId, Sequence[Holding]]
-"""What live processes had of earlier lives of the daemon, by session, as they know it."""
+"""Leases of live processes from earlier lives of the daemon, by session, as the processes know them."""
 
 
 class Clients:
-    """All sessions of a daemon's life, attached or orphaned, their requests and leases. One that ended may begin anew.
+    """All sessions of a daemon's life, attached or orphaned, their requests and leases. An ended session may begin
+    anew.
 
-    ``remnants``: of earlier lives. For what they may still touch there are leases, too: theirs, or the keeper's.
+    ``remnants``: leases of earlier lives. Slots that they may touch are leased in this life, too, to them or the
+    keeper.
     """
 
     def __init__(
@@ -123,15 +125,15 @@ class Clients:
         self.orphaned: set[SessionId] = set()
         self._scribbles = 0
 
-    # -- what they do ------------------------------------------------------------------------------------------------
+    # -- actions of clients ------------------------------------------------------------------------------------------
 
     def scribble(self, holding: Holding, slot: SlotId) -> None:
-        """Any client may write its blank slots whenever it likes, and one whose connection broke still does."""
+        """Writes a blank slot, as a client may at any time, even after its connection broke."""
         self._scribbles += 1
         self.write(holding, slot, b"scribble %d" % self._scribbles)
 
     def scribble_on_remains(self, holding: Holding, slot: SlotId) -> None:
-        """So does one of an earlier life, which does not know yet that the daemon is another."""
+        """Writes a blank slot as a client of an earlier life, which does not know the new daemon yet."""
         self.scribble(holding, slot)
         place = (holding.plan.group, holding.tier)
         for restored in self.leases.values():
@@ -163,7 +165,7 @@ class Clients:
         self.give_back(holding, [*holding.blank, *holding.blocks])
 
     def join(self, holding: Holding, session: SessionId, lease: LeaseId, slots: Collection[SlotId]) -> None:
-        """``slots``: of blocks that have not left them."""
+        """Adds a lease that joins ``holding``. ``slots``: slots that still have their blocks."""
         require(lease not in self.leases, f"lease {lease} is given twice")
         holding.family = holding.family or [holding]
         joined = Holding(lease, session, holding.plan, holding.tier, dict(holding.blank), family=holding.family)
@@ -174,16 +176,16 @@ class Clients:
 
     @property
     def usable(self) -> list[Holding]:
-        """Leases of which their clients know."""
+        """Leases that their clients know."""
         return [holding for holding in self.leases.values() if holding.session in self.sessions]
 
     def left_by(self, sessions: Collection[SessionId]) -> Remnants:
-        """What these have when the daemon dies."""
+        """Returns the leases of these sessions when the daemon dies."""
         ours = {session: [h for h in self.leases.values() if h.session == session] for session in self.sessions}
         return {session: held for session, held in (self.remnants | ours).items() if session in sessions}
 
     def restore(self, lease: LeaseId, left: LeftLease, places: Mapping[SlotId, Key]) -> None:
-        """A lease of an earlier life; ``places``: the slots of its blocks."""
+        """Adds a lease of an earlier life. ``places``: the slots of its blocks."""
         require(lease not in self.leases, f"lease {lease} is given twice")
         taken = self.leased(left.group, left.tier)
         require(taken.isdisjoint(left.blank), "a slot is leased to two sessions of an earlier life")
@@ -193,12 +195,12 @@ class Clients:
         holding.blocks = dict(places)
 
     def forget_requests(self, session: SessionId) -> None:
-        """The session's calls are cancelled: none of them may be answered."""
+        """Cancels the session's calls: no call may be answered any more."""
         for request in [request for request in self.requests.values() if request.session == session]:
             del self.requests[request.id]
 
     def disown(self, session: SessionId) -> None:
-        """Only what it may write stays."""
+        """Takes the session's leases, except for slots that it may be writing."""
         self.forget_requests(session)
         self.orphaned.add(session)
         for holding in [holding for holding in self.leases.values() if holding.session == session]:
@@ -220,7 +222,7 @@ class Clients:
                 slots |= holding.blank.keys() | holding.blocks.keys()
         return slots
 
-    # -- what they are told ------------------------------------------------------------------------------------------
+    # -- answers to clients ------------------------------------------------------------------------------------------
 
     def take_answer(self, answer: Grant | Refusal) -> Request:
         request = self.requests.pop(answer.ticket, None)
@@ -264,7 +266,7 @@ class Clients:
         require(all(holder.slots > 0 for holder in refusal.holders), "a refusal names a holder of nothing")
 
     def verify_turn(self, request: SlotsRequest) -> None:
-        """After all answers of an outcome: nobody who asked for slots of the tier earlier still waits."""
+        """Checks, after all answers of an outcome, that no older reservation of the tier still waits."""
         asked = [r for r in self.requests.values() if isinstance(r, SlotsRequest)]
         older = [r for r in asked if (r.group, r.tier) == (request.group, request.tier) and r.id < request.id]
         require(not older, f"{request.tier}: an older reservation was overtaken")
@@ -281,11 +283,11 @@ class Clients:
         holding = self.leases[lease] = Holding(lease, request.session, self._plans[group], request.tier)
         return holding
 
-    # -- whether it is so --------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------------------------
 
     def verify(self, records: Sequence[LeaseRecord]) -> None:
-        """Leased slots hold what their clients were told or wrote, and have an owner; nothing else is leased. Nor was
-        anything written that a process of an earlier life may still touch."""
+        """Checks that leased slots hold the blocks or the writes of their clients and have an owner, that no other slot
+        is leased, and that slots of processes of an earlier life were not written."""
         self._verify_remnants()
         told = {record.id: (record.blank_slots, record.held_blocks) for record in records}
         known = {holding.id: (len(holding.blank), len(holding.blocks)) for holding in self.leases.values()}

@@ -1,6 +1,6 @@
-"""A disk tier as the core must treat it: an index that changes by transactions, and a slab that does not.
+"""A simulated disk tier: an index that changes by transactions, and a slab that changes without.
 
-What survives a crash is what was committed; payloads are written into the slab before that.
+Committed records survive a crash. Payloads are written into the slab before the commit.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Write:
 
 
 class Disk:
-    """One group's. ``bad``: slots found corrupt, which hold no block ever again. ``chained``: a block needs its
-    ancestors."""
+    """The disk tier of a group. ``bad``: slots found corrupt, which never hold a block again. ``chained``: a block
+    needs its ancestors."""
 
     def __init__(self, slots: int, *, chained: bool) -> None:
         self.chained = chained
@@ -45,14 +45,14 @@ class Disk:
         self._clock = 0
 
     def put_payload(self, slot: SlotId, content: Content) -> None:
-        """Before the commit: the index must not lead to this slot any more."""
+        """Writes a payload before its commit. The index must not name this slot any more."""
         holder = self._holders.get(slot)
         require(holder is None, f"disk slot {slot} is written before the deletion of its block has committed")
         require(slot not in self.bad, f"disk slot {slot} is written again though it is known bad")
         self.slab[slot] = content
 
     def commit(self, writes: Sequence[Write], retired: Iterable[tuple[Key, SlotId]]) -> set[Key]:
-        """One transaction, deletions first. Returns the keys refused because their parent is not there."""
+        """Commits one transaction, deletions first. Returns the keys refused because their parent is not stored."""
         for key, slot in retired:
             if key in self.records and self.records[key].slot == slot:
                 self._delete(key)
@@ -72,7 +72,7 @@ class Disk:
         return parent is not None and parent not in self.records and self.chained
 
     def read(self, key: Key, slot: SlotId) -> Content | None:
-        """The block's bytes; None where the checksum tells that they are not."""
+        """Returns the block's bytes; None if the checksum does not match."""
         content = self.slab[slot]
         if content == ROT:
             return None
@@ -80,22 +80,22 @@ class Disk:
         return content
 
     def touch(self, key: Key) -> None:
-        """The block was used: recovery puts it after those that were not."""
+        """Notes a use of the block: recovery lists it after blocks that were not used since."""
         self._clock += 1
         self.records[key] = replace(self.records[key], last_use=self._clock)
 
     def rot(self, slot: SlotId) -> None:
-        """The medium's bytes flip."""
+        """Flips bytes of the slot on the medium."""
         if is_block(self.slab[slot]):
             self.slab[slot] = ROT
 
     def empty(self) -> None:
-        """The operator has replaced it."""
+        """Empties the disk, as after its replacement."""
         self.records.clear()
         self._holders.clear()
 
     def recover(self) -> list[Recovered]:
-        """What can be reached, parents before children, else least recently used first; the rest is deleted."""
+        """Returns the reachable records, parents before children, else least recently used first; deletes the rest."""
         order: list[Recovered] = []
         children: dict[Key | None, list[Key]] = {}
         for key, record in self.records.items():

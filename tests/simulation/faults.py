@@ -1,7 +1,7 @@
-"""Faults to plant into the core: each takes one promise away, in a method or two, for as long as it is planted.
+"""Faults to plant into the core: each fault breaks one promise, in a method or two, while it is planted.
 
-They show that the simulation sees. Nothing here is reachable from the daemon; what the core is made of is named as it
-is now, so a fault whose method is gone cannot be planted and its test fails.
+The faults show that the simulation detects broken promises. The daemon cannot reach them. A fault names methods of the
+present core: if a method is gone, the fault cannot be planted and its test fails.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Method = Callable[..., Any]
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """``patches``: (class or module, method, what is called in its place, with the right method before its arguments).
+    """``patches``: (class or module, method, replacement); the replacement gets the right method before the arguments.
 
-    ``outside``: the world alone notices. Else it takes the core's own checker, since the fault is one of choice: who is
-    evicted, who may be.
+    ``outside``: the world alone detects the fault. Otherwise only the core's own checker does, since the fault concerns
+    a choice: which block is evicted, or may be.
     """
 
     name: str
@@ -67,7 +67,7 @@ def _in_place_of(right: Any, faulty: Method) -> Any:
 
 
 def _answers(answer: Any) -> Method:
-    """And does nothing."""
+    """Returns a replacement that gives this answer and does nothing."""
     return lambda right, *arguments: answer
 
 
@@ -374,4 +374,4 @@ FAULTS: Final = {
         Fault("id_reused_after_restart", ((EventSequencer, "__init__", _starts_anew),)),
     )
 }
-"""By name."""
+"""All faults, by name."""

@@ -1,4 +1,4 @@
-"""The blocks that the simulated clients know: trees of keys, each with one parent for ever."""
+"""The blocks of the simulated clients: trees of keys. The parent of a key never changes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def key(number: int) -> Key:
 
 
 FIRST_TOKEN: Final = bytes(4)
-"""All begin with it, so a block that has no other is a prefix of every other."""
+"""First token of every block: a block with this token alone is a prefix of every other block."""
 
 
 def label_of(key: Key) -> Label | None:
-    """What is told of a block besides its key; of some blocks nothing. Some have one token: where a block has room for
-    more, these are partial."""
+    """Returns a block's label; None for some blocks. Some blocks have one token: they are partial in groups with larger
+    blocks."""
     tokens = FIRST_TOKEN + (key[8:] if key[2] % 9 else b"")
     return Label(key[:8], tokens, key[:16] if key[1] % 2 else b"") if key[0] % 4 else None
 
 
 def hash_of(key: Key) -> Label | None:
-    """As much of it as a slot's record in memory keeps."""
+    """Returns the part of a block's label that a slot's record in memory keeps."""
     label = label_of(key)
     return replace(label, tokens=b"") if label is not None else None
 
 
 class Forest:
-    """``keys``: all, parents before children. ``parent``: of each, None for a root."""
+    """``keys``: all keys, parents before children. ``parent``: the parent of each key, None for a root."""
 
     def __init__(self, parents: Sequence[int | None]) -> None:
         self.keys = tuple(key(number) for number in range(len(parents)))
@@ -46,7 +46,7 @@ class Forest:
 
     @classmethod
     def draw(cls, choose: Chooser, size: int) -> Forest:
-        """Some long chains with forks: what requests that share prefixes look like."""
+        """Draws some long chains with forks, like the chains of requests that share prefixes."""
         parents: list[int | None] = []
         root = 0
         for number in range(size):
@@ -58,5 +58,5 @@ class Forest:
         return cls(parents)
 
     def chain(self, leaf: Key) -> tuple[Key, ...]:
-        """From the root to ``leaf``."""
+        """Returns the chain from the root to ``leaf``."""
         return self._chains[leaf]

@@ -1,6 +1,6 @@
-"""A memory tier's slots as a client that maps them sees them.
+"""A memory tier's slots, as clients that map them see them.
 
-A block's bytes are its key: contents of any other kind are no block's, so a wrong block and a torn one both show.
+A block's bytes are its key. Other contents belong to no block, so both a wrong block and a torn block are detected.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def is_block(content: Content) -> bool:
 
 
 class Memory:
-    """Contents, generations and owners of one tier's slots.
+    """Contents, generations and owners of a tier's slots.
 
-    A generation is odd unless the slot's bytes are a block's, and never the same even number for two contents: who
-    reads it before and after a copy knows whether the copy is good, lease or no lease.
+    A generation is odd unless the slot's bytes are a block's. Two contents never have the same even generation: a
+    client that reads it before and after a copy knows whether the copy is good, with or without a lease.
     """
 
     def __init__(self, name: str, slots: int) -> None:
@@ -45,7 +45,7 @@ class Memory:
         self.contents[slot] = POISON
 
     def invalidate(self, slot: SlotId) -> None:
-        """The bytes still stand, and whoever looks at them finds out that they are no block's."""
+        """Makes the generation odd: the bytes stay, but readers see that they are no block's."""
         if self.generations[slot] % 2 == 0:
             self.generations[slot] += 1
 
@@ -57,7 +57,7 @@ class Memory:
             raise Violation(f"{self.name} slot {slot} shows an even generation over no block's bytes")
 
     def note(self, noted: Noted, order: int) -> None:
-        """What the slot holds from its next generation on, or that it holds nothing to be found again."""
+        """Writes the record of the slot's contents from its next generation on, or clears it."""
         (_, _, slot), key, _, _ = noted
         if key is None:
             self._records[slot] = 0
@@ -65,7 +65,7 @@ class Memory:
             self._record(noted, key, self.generations[slot] + 1, order)
 
     def restate(self, noted: Noted) -> None:
-        """What the slot holds has other traits."""
+        """Writes new traits into the record of the slot's present block."""
         (_, _, slot), key, _, _ = noted
         generation = self.generations[slot]
         if key is None or self._found_in(slot) != key:
@@ -73,7 +73,7 @@ class Memory:
         self._record(noted, key, generation, order_of(self._records.reshape(-1).data, slot))
 
     def _found_in(self, slot: SlotId) -> Key | None:
-        """Which block a daemon that adopts the memory would find there."""
+        """Returns the block that a daemon would find in the slot when it adopts the memory."""
         found = SlotContents.read(
             self._records[slot : slot + 1], np.array(self.generations[slot : slot + 1], np.uint64)
         )
@@ -96,11 +96,11 @@ class Memory:
         self._records[slot, : len(packed)] = np.frombuffer(packed, np.uint8)
 
     def found(self) -> SlotContents:
-        """What a daemon that adopts the memory may believe."""
+        """Returns the contents that a daemon finds when it adopts the memory."""
         return SlotContents.read(self._records, np.array(self.generations, np.uint64))
 
     def slots_of(self, content: Content) -> list[SlotId]:
-        """READY ones that have these bytes."""
+        """Returns the READY slots with these bytes."""
         slots = (SlotId(n) for n, found in enumerate(self.contents) if found == content)
         return [slot for slot in slots if self.ready(slot)]
 
@@ -108,7 +108,7 @@ class Memory:
         return self.generations[slot] % 2 == 0
 
     def verify(self) -> None:
-        """No bytes changed under an even generation."""
+        """Checks that no bytes changed under an even generation."""
         for slot, content in enumerate(self.contents):
             if self.generations[slot] % 2 == 0 and content != self._promised[slot]:
                 raise Violation(f"{self.name} slot {slot} changed under generation {self.generations[slot]}")

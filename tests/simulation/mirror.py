@@ -1,4 +1,4 @@
-"""A watcher of one window group: rebuilds what is where from the events alone."""
+"""A watcher of one window group, which rebuilds the places of blocks from the events alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.simulation.violation import require
 
 
 class Mirror:
-    """``blocks``: the last that was said of each block. ``short``: those that a restart has found in memory alone once,
-    where of a label only the hash is kept.
+    """``blocks``: the latest change of each block. ``short``: blocks that a restart once found in memory alone, which
+    keeps only the hash of a label.
 
-    Holds every event to the order that it promises: nothing is said twice, and where blocks are chained parents are
-    stored before their children and removed after them.
+    Checks the order of events: no event repeats another, and in a chained group parents are stored before their
+    children and removed after them.
     """
 
     def __init__(self, *, chained: bool) -> None:

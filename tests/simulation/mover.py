@@ -1,7 +1,7 @@
-"""The mover, simulated: moves end in every order that the real one allows, and not all of them well.
+"""A simulated mover: moves end in every order that the real mover allows, some with failures.
 
-What writes or deletes on disk begins, ends and is reported in the order planned; every other move in any order. Between
-its begin and its end a copy has touched its bytes at any moment.
+Moves that write or delete on disk begin, end and are reported in the order planned, other moves in any order. A copy
+may touch its bytes at any moment between its begin and its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAILS_IN_PART: Final = 4
 CHANGED_IN_MEMORY: Final = 2
 """Per cent of the writes to disk that find bytes changed since their commit."""
 BATCH: Final = 4
-"""Most moves reported at once."""
+"""Maximum number of moves reported at once."""
 
 
 class Stage(IntEnum):
@@ -35,8 +35,8 @@ class Stage(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Journey:
-    """A move between its plan and its report. ``before``: what each source held when it began. ``doomed``: the
-    disk was lost on the way. ``spoils``: what is corrupt is so in memory."""
+    """A move between its plan and its report. ``before``: contents of each source when the move began. ``doomed``: the
+    tier was lost meanwhile. ``spoils``: the corrupt bytes are in memory."""
 
     move: Move
     stage: Stage = Stage.QUEUED
@@ -62,16 +62,16 @@ class Mover:
         self._read: Counter[tuple[Tier, SlotId]] = Counter()
         self._parents_written: Counter[Key] = Counter()
         self.spoiled: set[Key] = set()
-        """Blocks of which a copy to disk has found that their bytes in memory are not what was committed."""
+        """Blocks whose bytes in memory differ from the committed bytes, as a copy to disk has found."""
         self.deletions_failed = False
-        """Since it began: those slots are not written again in the daemon's life."""
+        """Whether a deletion failed in this life of the daemon, which does not write the slot again."""
 
     @property
     def in_flight(self) -> int:
         return len(self._journeys)
 
     def submit(self, move: Move) -> None:
-        """Takes a move; nothing else in flight may touch what it writes, nor write what it reads."""
+        """Takes a move. No other move in flight may touch its destinations or write its sources."""
         require(bool(move.items), f"move {move.id} has no items")
         require(move.id not in self._journeys, f"move {move.id} is planned twice")
         for item in move.items:
@@ -81,7 +81,7 @@ class Mover:
         self._journeys[move.id] = Journey(move)
 
     def progress(self, choose: Chooser) -> None:
-        """Some moves begin or end; none is reported."""
+        """Some moves begin or end; no move is reported."""
         for journey in choose.each(list(self._journeys.values()), 15):
             if journey.stage is Stage.QUEUED and self._may_begin(journey):
                 self._begin(journey)
@@ -93,7 +93,7 @@ class Mover:
         return [self._report_one(choose, faults) for _ in range(choose.between(1, BATCH)) if self._journeys]
 
     def lose(self, tier: Tier) -> None:
-        """Moves of the tier may fail from now on."""
+        """Lets moves of a lost tier fail from now on."""
         for journey in self._journeys.values():
             move = journey.move
             if tier in (move.src, move.dst) or (tier is Tier.DISK and journey.writes_disk):
@@ -116,7 +116,8 @@ class Mover:
         return MoveResult(journey.move.id, journey.failed, journey.corrupt, choose.below(1000), choose.below(1000))
 
     def _may_begin(self, journey: Journey) -> bool:
-        """One thread writes the disk: a batch begins when all before it have ended."""
+        """Returns whether a move may begin. One thread writes the disk: a batch begins when earlier batches have
+        ended."""
         if not journey.writes_disk:
             return True
         ahead = next(other for other in self._journeys.values() if other.writes_disk and other.stage is not Stage.ENDED)
@@ -177,7 +178,7 @@ class Mover:
         self.deletions_failed |= bool(journey.failed)
 
     def _copied(self, journey: Journey, position: int, item: MoveItem) -> Content:
-        """What a copy got that read its source at any moment between its begin and its end."""
+        """Returns the bytes of a copy that read its source at any moment between its begin and its end."""
         before, after = journey.before[position], self._peek(journey.move.src, item.src)
         return after if before == after else TORN
 
@@ -190,7 +191,7 @@ class Mover:
         assert self._disk is not None
         return self._disk
 
-    # -- what is touched ---------------------------------------------------------------------------------------------
+    # -- slots in use by moves ---------------------------------------------------------------------------------------
 
     def _occupy(self, move: Move, item: MoveItem) -> None:
         source = (move.src, item.src)
@@ -218,7 +219,7 @@ class Mover:
                 self._parents_written[item.key] -= 1
 
     def _expect_ancestor(self, item: MoveItem) -> None:
-        """Nothing is written to disk before its parent, if it needs one, is there or on its way ahead of it."""
+        """Checks that a block is written to disk only after its parent, or behind its parent in the queue."""
         known = item.parent is None or item.parent in self._store.records or self._parents_written[item.parent] > 0
         known |= not self._store.chained
         require(known, f"disk slot {item.dst} is to be written before the block's parent")

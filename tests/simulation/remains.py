@@ -1,4 +1,4 @@
-"""What a daemon's end leaves of its memory, and of those who use it: what the next one adopts."""
+"""The memory and its users after a daemon's end, which the next daemon adopts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tests.simulation.memory import Memory
 
 
 class Died(Exception):
-    """The daemon, in the middle of a call's outcome."""
+    """The daemon died in the middle of a call's outcome."""
 
 
 class Lifetime:
-    """How many more stores the daemon makes. Any two that are not one machine word may be parted by its end."""
+    """Counts the stores to memory that the daemon still makes. It may die between any two stores of a machine word."""
 
     def __init__(self) -> None:
         self._left: int | None = None
 
     def ends_after(self, stores: int | None) -> None:
-        """None: not before it is told to."""
+        """Sets the number of stores left. None: no limit."""
         self._left = stores
 
     def store(self) -> None:
-        """Before each. Raises :class:`Died`."""
+        """Call before each store. Raises :class:`Died`."""
         if self._left is None:
             return
         if self._left == 0:
@@ -34,7 +34,7 @@ class Lifetime:
 
 
 class Remains:
-    """The memories of all groups, as ``kvtierd.service.recovery`` sees an arena."""
+    """The memories of all groups, with the interface of an arena for ``kvtierd.service.recovery``."""
 
     def __init__(self, memories: Mapping[GroupId, Mapping[Tier, Memory]], store: Callable[[], None]) -> None:
         self._memories = memories

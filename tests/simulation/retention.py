@@ -1,7 +1,7 @@
-"""What a client can tell of retentions: which own priorities a block may have, and when they must have fallen.
+"""A client's knowledge of retentions: the own priorities that a block may have, and when they must have fallen.
 
-Whoever calls does not see everything: how long a request that waits holds its blocks, say. So there are two times for
-every clock, before which it cannot have started and after which it must have.
+A client does not see everything, for example how long a waiting request holds its blocks. Every clock therefore has two
+times: the earliest and the latest possible start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FALLEN: Kept = (DEFAULT_PRIORITY, 0)
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """``states``: what it may have. ``first``, ``last``: when its clock started, at the earliest and latest."""
+    """``states``: possible retentions. ``first``, ``last``: earliest and latest start of the block's clock."""
 
     states: set[Kept]
     first: int
@@ -29,7 +29,7 @@ class _Block:
 
 
 class Retentions:
-    """Of all blocks that were ever stored, by key."""
+    """The retentions of all blocks that were ever stored, by key."""
 
     def __init__(self) -> None:
         self._blocks: dict[Key, _Block] = {}
@@ -46,18 +46,18 @@ class Retentions:
         self._blocks[key] = _Block({(traits.priority, traits.duration_ms)}, started, started)
 
     def held(self, keys: Iterable[Key], now: int) -> None:
-        """Somebody holds these."""
+        """Notes that a lease or a pin holds these blocks now."""
         for key in keys:
             self._blocks[key].first = self._blocks[key].last = now
 
     def matched(self, keys: Iterable[Key], now: int) -> None:
-        """An acquire started the clocks of these anew."""
+        """Notes that an acquire restarted the clocks of these blocks."""
         for key in keys:
             self._blocks[key].first = max(self._blocks[key].first, now)
         self.wanted(keys, now)
 
     def wanted(self, keys: Iterable[Key], now: int) -> None:
-        """Somebody may hold these."""
+        """Notes that a client may hold these blocks now."""
         for key in keys:
             if key in self._blocks:
                 self._blocks[key].last = now
@@ -74,11 +74,11 @@ class Retentions:
             }
 
     def verify_own(self, key: Key, priority: int) -> None:
-        """A move tells of the block's own priority."""
+        """Checks the block's own priority, as a move carries it."""
         self._narrow(key, {kept for kept in self._blocks[key].states if kept[0] == priority}, "own", priority)
 
     def verify(self, key: Key, effective: int, children: int) -> None:
-        """The block's effective priority, the highest of its children's being ``children``."""
+        """Checks the block's effective priority. ``children``: the highest effective priority of its children."""
         states = self._blocks[key].states
         self._narrow(key, {kept for kept in states if max(kept[0], children) == effective}, "effective", effective)
 

@@ -1,4 +1,4 @@
-"""What a world is made of: drawn once, tiny, so that every corner is met soon."""
+"""The setup of a world, drawn once and tiny, so that every corner case comes soon."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ EDGES_DOWN: Final = ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK), (Tier.H
 
 @dataclass(slots=True, frozen=True)
 class GroupPlan:
-    """One window group. ``window``, ``sinks``: in tokens, 0 = full attention and none; ``disk``: its slots there, 0 =
-    it has none."""
+    """A window group. ``window``: in tokens, 0 = full attention; ``sinks``: in tokens; ``disk``: number of disk slots,
+    0 = no disk tier."""
 
     group: GroupId
     window: int
@@ -42,7 +42,7 @@ class GroupPlan:
         return GroupShape(self.group, slots, slot_bytes, self.window, self.tokens_per_block, self.sinks, flat=self.flat)
 
     def needed(self, blocks: int) -> Sequence[int]:
-        """The definition, word by word: blocks with a token that attention over a prefix of so many looks at."""
+        """The literal definition: blocks with a token that attention over a prefix of ``blocks`` blocks looks at."""
         tokens = blocks * self.tokens_per_block
         first = max(0, tokens - self.window) if self.sliding else 0
         looked_at = [*range(min(self.sinks, tokens)), *range(first, tokens)]
@@ -50,18 +50,18 @@ class GroupPlan:
 
     @property
     def reach(self) -> int:
-        """How many blocks a window covers."""
+        """Number of blocks that a window covers."""
         return -(-self.window // self.tokens_per_block)
 
     @property
     def first(self) -> int:
-        """How many first blocks of a sequence a window keeps."""
+        """Number of first blocks of a sequence that a window keeps."""
         return -(-self.sinks // self.tokens_per_block)
 
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """``memory``: slots of the memory tiers of each group, in their order."""
+    """``memory``: slots by memory tier for each group, in the order of the groups."""
 
     groups: tuple[GroupPlan, ...]
     memory: tuple[Mapping[Tier, int], ...]
@@ -70,7 +70,7 @@ class Setup:
 
     @classmethod
     def draw(cls, choose: Chooser) -> Setup:
-        """A full group, or a flat one, and a sliding one, often one of them alone, or a third with larger slots."""
+        """Draws a full or flat group and a sliding group, often only one of the two, or a third with larger slots."""
         count = choose.pick((1, 1, 2, 2, 3))
         on_disk = choose.chance(80)
         tokens_per_block = choose.pick((2, 3))  # a block of one token is partial: see forest.py
@@ -109,7 +109,7 @@ def _remote(choose: Chooser) -> RemoteWrites | None:
 
 
 def _with_slices(choose: Chooser, policy: Policy) -> Policy:
-    """Tiers of a few slots never fill a move, an event or a slice of the usual length."""
+    """Shortens moves, events and slices, since tiers of a few slots never fill them at the usual length."""
     return replace(
         policy,
         blocks_a_move=choose.pick((policy.blocks_a_move, 2, 1)),
@@ -119,7 +119,7 @@ def _with_slices(choose: Chooser, policy: Policy) -> Policy:
 
 
 def draw_memory(choose: Chooser, groups: int) -> tuple[Mapping[Tier, int], ...]:
-    """Memory tiers of a few slots; often both, sometimes one, the same in every group."""
+    """Draws memory tiers of a few slots; often both tiers, sometimes one, the same in every group."""
     tiers = choose.pick((*[(Tier.DEVICE, Tier.HOST)] * 6, (Tier.DEVICE,), (Tier.HOST,)))
     most = 8 if choose.chance(20) else 4
     return tuple({tier: choose.between(1, most) for tier in tiers} for _ in range(groups))

@@ -1,4 +1,4 @@
-"""One window group as the world sees it: its tiers, the mover under it, and what the events told of it."""
+"""A window group of the world: its tiers, the mover under it, and the state that its events describe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYTHING = 1 << 20
 
 
 class Site:
-    """Its disk, and what a watcher remembers, outlive the daemon, and its memories may; the rest is as old as it is."""
+    """The disk and the watcher's mirror outlive the daemon, and the memories may; everything else ends with it."""
 
     def __init__(self, plan: GroupPlan, forest: Forest) -> None:
         self.plan = plan
@@ -35,19 +35,19 @@ class Site:
         self.retentions = Retentions()
         self.pins: Counter[tuple[Tier, Key]] = Counter()
         self.settled: set[Key] = set()
-        """What the store beyond the host has, of blocks that are here."""
+        """Blocks of the host that the remote store has."""
         self.written_down: set[Key] = set()
         """Blocks that background copies have taken to the lowest tier, since it was last cleared."""
         self._forest = forest
 
     def boot(self, memory: Mapping[Tier, int]) -> GroupShape:
-        """New memory tiers of so many slots."""
+        """Makes new memory tiers. ``memory``: slots by tier."""
         self.slots = dict(memory) | ({Tier.DISK: len(self.disk.slab)} if self.disk is not None else {})
         self.memories = {tier: Memory(f"group {self.group} {tier}", count) for tier, count in memory.items()}
         return self.adopt()
 
     def adopt(self) -> GroupShape:
-        """The memory tiers stay as they are."""
+        """Keeps the memory tiers for a new daemon."""
         self.mover = Mover(self.memories, self.disk)
         self.pins.clear()
         self.settled.clear()
@@ -59,7 +59,7 @@ class Site:
 
     @property
     def disk_works(self) -> bool:
-        """None of its slots is out of use, or could turn out to be when it is read."""
+        """Whether no disk slot is out of use, and no read can find a corrupt slot."""
         return self.disk is None or not (self.disk.bad or self.mover.deletions_failed or ROT in self.disk.slab)
 
     def submit(self, move: Move) -> None:
@@ -71,14 +71,14 @@ class Site:
         self.mover.submit(move)
 
     def note_uses(self, keys: Sequence[Key]) -> None:
-        """The daemon writes down which disk blocks were used."""
+        """Writes the daemon's notes of used disk blocks to the disk."""
         for key in keys:
             change = self.mirror.blocks.get(key)
             require(change is not None and bool(change.residency & Tier.DISK.bit), "a use of a block not on disk")
             if self.disk is not None:
                 self.disk.touch(key)
 
-    # -- what can be told beforehand ---------------------------------------------------------------------------------
+    # -- expected answers --------------------------------------------------------------------------------------------
 
     def residency(self, key: Key) -> int:
         change = self.mirror.blocks.get(key)
@@ -107,7 +107,8 @@ class Site:
         return label is not None and 0 < len(label.tokens) < len(FIRST_TOKEN) * self.plan.tokens_per_block
 
     def outgrown(self, item: CommitItem, earlier: Iterable[CommitItem]) -> list[Key]:
-        """Partial blocks beside one that has just been stored. ``earlier``: what the same call has stored."""
+        """Returns partial siblings of a block that has just been stored. ``earlier``: blocks stored by the same
+        call."""
         if not self.plan.chained or item.label is None or self._is_partial(item.key):
             return []
         beside = {key: change.parent for key, change in self.mirror.blocks.items()}
@@ -115,13 +116,13 @@ class Site:
         return [key for key, parent in beside.items() if parent == item.parent and self._is_partial(key)]
 
     def surviving(self) -> set[Key]:
-        """Blocks that a restart must find on disk."""
+        """Returns the blocks that a restart must find on disk."""
         return {key for key, change in self.mirror.blocks.items() if self._survives(change)}
 
     def remembered(self, unsure: AbstractSet[SlotRef]) -> dict[Key, int]:
-        """Blocks that a restart which keeps the memory must find there, and in which of its tiers, as a bit set: all
-        that were READY, not known to be bad, and needed or were found no block that is nowhere. ``unsure``: slots that
-        the daemon was about when it died."""
+        """Returns the blocks that a restart must find in kept memory, with their memory tiers as a bit set: READY
+        copies that are not known to be bad, of blocks whose needed ancestors are found, too. ``unsure``: slots that the
+        daemon was changing when it died."""
         on_disk = self.surviving()
         there: dict[Key, int] = {}
         for key, change in self.mirror.blocks.items():
@@ -133,16 +134,16 @@ class Site:
         return {key: tiers for key, tiers in there.items() if tiers and key in whole}
 
     def _survives(self, change: BlockChange) -> bool:
-        """READY on disk, and no reader has found it or an ancestor that it needs rotten without having been heard."""
+        """Returns whether a block is READY on disk, and neither it nor a needed ancestor is in a bad slot."""
         if not change.residency & Tier.DISK.bit or self.disk is None:
             return False
         needed = self._forest.chain(change.key) if self.plan.chained else [change.key]
         return all(self.disk.records[key].slot not in self.disk.bad for key in needed)
 
-    # -- what must be true after every step --------------------------------------------------------------------------
+    # -- promises, checked after every step --------------------------------------------------------------------------
 
     def verify(self, core: BlockManager, now: int, *, lossy: bool) -> None:
-        """``lossy``: copies may have been lost in this step."""
+        """Checks all promises. ``lossy``: copies may have been lost in this step."""
         rows = core.listing(self.group, 0, EVERYTHING).rows
         self.mover.spoiled &= {row.key for row in rows} if core.behind else set()
         self._verify_mirror(rows, behind=core.behind)
@@ -152,8 +153,8 @@ class Site:
             memory.verify()
 
     def _verify_mirror(self, rows: Sequence[ListingRow], *, behind: bool) -> None:
-        """The events alone say what the core says, and an effective priority is the highest of the subtree's, but while
-        some of it is still to be passed on."""
+        """Checks that the events agree with the core's listing, and that an effective priority is the highest of the
+        subtree, unless the core still has priorities to pass on."""
         require(len(rows) == len(self.mirror.blocks), "the events tell of more or fewer blocks than there are")
         effective: dict[Key, int] = {}
         for row in reversed(rows):
@@ -169,7 +170,7 @@ class Site:
                 effective[row.parent] = max(row.priority, effective.get(row.parent, 0))
 
     def _verify_pins(self, rows: Sequence[ListingRow], now: int, *, lossy: bool) -> None:
-        """A pinned copy stays, until its tier or its bytes are lost; the listing says so."""
+        """Checks that a pinned copy stays until its tier or its bytes are lost, and that the listing shows the pin."""
         for (tier, key), count in list(self.pins.items()):
             there = bool(self.residency(key) & tier.bit)
             if count and not there and lossy:
@@ -183,7 +184,7 @@ class Site:
         self.retentions.held((key for (_, key), count in self.pins.items() if count), now)
 
     def _verify_bytes(self, core: BlockManager, rows: Sequence[ListingRow]) -> None:
-        """Where the core says that a block is, its bytes are."""
+        """Checks that each slot that the core names for a block holds its bytes."""
         keys = [row.key for row in rows]
         for row, location in zip(rows, core.locate(self.group, keys), strict=True):
             require(location.residency == row.residency, "the core locates a block elsewhere than it lists it")

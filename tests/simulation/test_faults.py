@@ -1,4 +1,4 @@
-"""Planted faults are seen, and seen soon; without them the same walks are silent."""
+"""The walks detect planted faults soon, and succeed without a fault."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_STEPS: Final = 40_000
 RARE: Final = dict.fromkeys(
     ("stuck_parents_kept", "lost_block_waited_for", "lost_disk_waited_for", "new_holders_overlooked"), 120_000
 )
-"""More steps, where what the fault breaks is done in one walk of many: a whole subtree that has to go, bytes or a disk
-that are lost while a call waits for them, a lease that comes while a subtree goes."""
+"""More steps for faults in rare situations: a whole subtree must go, a call waits for bytes or a disk that are lost, or
+a lease comes while a subtree goes."""
 CAUGHT: Final = {
     "new_holders_overlooked": 34,
     "sinks_slide_out": 21,
@@ -32,13 +32,13 @@ CAUGHT: Final = {
     "lost_block_waited_for": 5,
     "corrupt_copy_is_ready": 4,
 }
-"""The first seed whose walk caught the fault when this was written. The walks begin there, or with seed 0 in
-``make test-long``; when a change of the core moves the place, more walks follow."""
+"""A seed whose walk catches the fault. The walks begin with this seed, or with seed 0 in ``make test-long``. After a
+change of the core another seed may catch it: the test then makes more walks."""
 SILENT_WALKS: Final = 20 if LONG else 5
 
 
 def steps_until_caught(name: str, *, inspect: bool) -> int:
-    """Walks with one seed after the other until one fails: some have no disk, some no host, some never crash."""
+    """Walks with one seed after another until a walk fails. Some walks have no disk, some no host, some no crash."""
     steps = 0
     for seed in count(0 if LONG else CAUGHT.get(name, 0)):
         try:
@@ -59,13 +59,13 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.outside])
 def test_a_planted_fault_shows_outside(name: str) -> None:
-    """The world finds it without the core's own checker: by bytes, events, records and answers."""
+    """The world finds the fault without the core's own checker, by bytes, events, records and answers."""
     with FAULTS[name].planted():
         steps_until_caught(name, inspect=False)
 
 
 def test_without_a_fault_the_same_walks_are_silent() -> None:
-    """Planting leaves nothing behind either."""
+    """This also checks that planted faults leave nothing behind."""
     for fault in FAULTS.values():
         with fault.planted():
             pass

@@ -1,4 +1,4 @@
-"""The same world under Hypothesis, which looks for the shortest way to break a promise."""
+"""The simulated world under Hypothesis, which searches the shortest way to break a promise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def restart(world: World, choose: Chooser) -> None:
 
 
 def take(action: Action) -> Callable[..., None]:
-    """A rule named like the action: moves begin and end as they like, then it is taken."""
+    """Returns a rule with the action's name: some moves begin or end, then the action is taken."""
 
     def act(machine: CoreMachine, data: st.DataObject) -> None:
         choose = chooser(data)

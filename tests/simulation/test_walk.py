@@ -1,4 +1,4 @@
-"""Seeded random walks: all promises after every step, and enough of everything happens."""
+"""Seeded random walks: all promises hold after every step, and every kind of event happens often enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WALKS_A_TEST: Final = 10
 TESTS: Final = 10
 LONG_TESTS: Final = 100
 MOST_TESTS: Final = 2 * TESTS
-"""Of whose walks everything has happened on some."""
+"""Number of tests on whose walks everything must have happened."""
 
 HAPPENS: Final = (
     "STORED COMMIT",
@@ -102,12 +102,12 @@ HAPPENS: Final = (
     "written down, through",
     "written down, selective",
 )
-"""What a walk must have seen for its silence to mean something."""
+"""Events that the walks must have seen, so that their success means something."""
 
 
 @cache
 def run_walks(first_seed: int, walks: int, steps: int) -> Counter[str]:
-    """Returns what was seen, once for all tests; the walks have taken at least ``steps`` each."""
+    """Walks with several seeds, at least ``steps`` each. Returns the counts of events. Cached for all tests."""
     seen: Counter[str] = Counter()
     taken = 0
     for seed in range(first_seed, first_seed + walks):
@@ -129,7 +129,7 @@ def test_the_walks_are_long_enough() -> None:
 
 
 def test_everything_happens_on_a_walk() -> None:
-    """On the random walks, or on some more: what is drawn for a world once rules most of it out there."""
+    """Uses the random walks, and more walks if needed: the setup of a world rules many events out."""
     seen: Counter[str] = Counter()
     for part in range(MOST_TESTS):
         seen += run_walks(part * WALKS_A_TEST, WALKS_A_TEST, STEPS_A_WALK)
@@ -149,5 +149,5 @@ def test_a_million_steps(part: int) -> None:
 
 
 def test_a_loss_ends_though_blocks_are_written_through() -> None:
-    """A walk on which a block was copied to disk again as often as the loss of its parent took it from there."""
+    """On this walk a block was copied to disk again each time that the loss of its parent removed it from disk."""
     walk(900043, 3003)

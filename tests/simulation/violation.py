@@ -1,13 +1,13 @@
-"""What the simulation raises when the core broke a promise."""
+"""The error that the simulation raises when the core breaks a promise."""
 
 from __future__ import annotations
 
 
 class Violation(AssertionError):
-    """Something that a user of the core could see is not as promised."""
+    """The core broke a promise that its users could see."""
 
 
 def require(truth: bool, promise: str) -> None:
-    """Not for what is looked at in every slot after every step: there the text alone costs more than the look."""
+    """Raises unless ``truth``. Too slow for checks of every slot after every step, where making the text costs most."""
     if not truth:
         raise Violation(promise)

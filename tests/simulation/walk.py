@@ -1,4 +1,4 @@
-"""A seeded random walk through a world. As a command it reproduces one:
+"""A seeded random walk through a world. The command reproduces a walk:
 
 ``python -m tests.simulation.walk --seed 7 --steps 1000 [--plant NAME]``
 """
@@ -25,7 +25,7 @@ _BOUNDS: Final = tuple(accumulate(WEIGHTS.values()))
 
 
 class WalkFailed(AssertionError):
-    """Says how to get there again."""
+    """A walk failed. The message has the command that reproduces it."""
 
     def __init__(self, seed: int, step: int, action: str, cause: Exception) -> None:
         super().__init__(
@@ -37,14 +37,14 @@ class WalkFailed(AssertionError):
 
 @dataclass(slots=True, frozen=True)
 class Walked:
-    """``steps``: calls of the core. ``seen``: what happened, how often."""
+    """``steps``: calls of the core. ``seen``: counts of events."""
 
     steps: int
     seen: Counter[str]
 
 
 def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
-    """At least ``steps`` calls of the core. Raises :class:`WalkFailed`."""
+    """Walks for at least ``steps`` calls of the core. Raises :class:`WalkFailed`."""
     choose = Chooser.seeded(seed)
     world = World(Setup.draw(choose), inspect=inspect)
     while world.steps < steps:

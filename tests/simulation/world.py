@@ -1,7 +1,7 @@
-"""The core in a simulated world: every call's outcome is carried out, and everything is compared after it.
+"""The core in a simulated world: the world carries out every call's outcome, and then checks every promise.
 
-The world knows nothing of how the core works. It holds it to what clients, watchers and the tiers can see; the core's
-own checker of its inside runs besides.
+The world does not know how the core works. It checks the promises that clients, watchers and the tiers can see; the
+core's own checker of its internal state runs as well.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.LOST, Cause.ANCESTOR)
 
 
 class World:
-    """The core, the tiers under it and the clients above it. One public method is one call of the core.
+    """The core, the tiers under it and the clients above it. A public method makes one call of the core.
 
-    ``steps`` counts those calls. ``seen`` counts what happened, so that a test can tell that it did. ``inspect``: run
-    the core's own checker and look at its queues, too; without it only what is visible from outside counts.
+    ``steps`` counts these calls. ``seen`` counts events of interest, so that a test can require them. ``inspect``: also
+    run the core's own checker and look at its queues; without it the world checks only promises visible from outside.
     """
 
     def __init__(self, setup: Setup, *, inspect: bool = True) -> None:
@@ -86,7 +86,7 @@ class World:
         restarted: bool,
         old: OldLife | None = None,
     ) -> None:
-        """``old``: memory was kept, and this is who may still use it."""
+        """Starts a daemon. ``old``: memory was kept, and these sessions may still use it."""
         sites = self.sites.values()
         self.tiers = tuple(shapes[0].slots)
         self.memory_tiers = tuple(next(iter(sites)).memories)
@@ -139,8 +139,8 @@ class World:
     def commit(
         self, holding: Holding, items: Sequence[CommitItem], *, hold: bool = True, release: bool = False
     ) -> None:
-        """The client writes the blocks' bytes, then declares them. ``hold``: and holds them. ``release``: and lets go
-        of all that it leases."""
+        """The client writes the blocks' bytes, then commits them. ``hold``: and holds them. ``release``: and releases
+        its whole lease."""
         site = self.sites[holding.plan.group]
         for item in items:
             self.clients.write(holding, item.slot, item.key)
@@ -224,14 +224,14 @@ class World:
         return PrefixRequest(TicketId(0), session, tier, keys, chain.min_blocks, found, readable, stored)
 
     def _longest(self, keys: Sequence[Key], usable: Mapping[GroupId, Collection[Key]]) -> int:
-        """The definition: the greatest length of which every group can use all that it needs."""
+        """The definition: the greatest length whose needed blocks every group can use."""
         lengths = range(len(keys), -1, -1)
         plans = [plan for plan in self.setup.groups if plan.group in usable]
         return next(n for n in lengths if all(keys[i] in usable[p.group] for p in plans for i in p.needed(n)))
 
     def _retained(self, site: Site, chain: ChainRequest, certain: Collection[int], possible: Collection[int]) -> None:
-        """What is stored of an acquired chain, by its places, gets its retention, and a clock that starts anew; what
-        only a failing edge leads from may not."""
+        """Notes that stored blocks of an acquired chain, by place, get its retention and a restarted clock. Blocks
+        behind a failing edge only may get them: ``possible``, but not ``certain``."""
         retentions = site.retentions
         durations = chain.durations_ms or [0] * len(chain.keys)
         for place, (key, priority, duration) in enumerate(zip(chain.keys, chain.priorities, durations, strict=False)):
@@ -241,7 +241,7 @@ class World:
         retentions.wanted([chain.keys[place] for place in possible], self.now)
 
     def touch(self, site: Site, keys: Sequence[Key], asked: int) -> None:
-        """A client has read these without a call, and asked for so many blocks."""
+        """A client has read these blocks without a call, and has asked for ``asked`` blocks."""
         before, queried = dict(site.mirror.blocks), self.core.stats().queried
         self.core.asked(site.group, asked, 0)
         require(self.core.stats().queried == queried + asked, "other questions are counted than were told")
@@ -263,7 +263,7 @@ class World:
         self._carry_out(outcome)
 
     def join(self, session: SessionId, holding: Holding) -> None:
-        """The session gets a lease over what another one holds."""
+        """The session joins another session's lease."""
         joined, outcome = self.core.join(session, holding.id, self.now)
         require(joined.blank.keys() == holding.blank.keys(), "a lease is joined and not all that is blank")
         self.clients.join(holding, session, joined.id, {copy.slot for copy in joined.held.values()})
@@ -271,11 +271,11 @@ class World:
         try:
             self._carry_out(outcome)
         except Died:
-            self.clients.release(joined.id)  # the client was not told
+            self.clients.release(joined.id)  # the client got no answer
             raise
 
     def give_back(self, holding: Holding, slots: Sequence[SlotId]) -> None:
-        """A part of a lease."""
+        """The client releases a part of a lease."""
         self.clients.give_back(holding, slots)
         self.seen["given back in part"] += 1
         self._carry_out(self.core.release(holding.session, [holding.id], self.now, slots))
@@ -297,7 +297,7 @@ class World:
     def drop(
         self, session: SessionId, site: Site, keys: Sequence[Key], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """``meanwhile``: what others do between two slices."""
+        """The client drops blocks. ``meanwhile``: calls of other clients between two slices."""
         before = dict(site.mirror.blocks)
         anybody = bool(self.clients.leases or self.clients.requests or +site.pins)
         with self._watching() as (removed, calls):
@@ -325,7 +325,7 @@ class World:
         dry_run: bool,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[DropReport, int]:
-        """What a drop says at its end, and how many slices that took."""
+        """Returns a drop's final report, and its number of slices."""
         drop: Drop | None = None
         slices = 0
         while True:
@@ -344,7 +344,7 @@ class World:
 
     @contextmanager
     def _watching(self) -> Iterator[tuple[set[tuple[GroupId, Key]], Callable[[], int]]]:
-        """The blocks that are removed from now on, and how many calls there are."""
+        """Gives the blocks that are removed from now on, and a function that counts the calls since now."""
         removed: set[tuple[GroupId, Key]] = set()
         begun = self.steps
         self._watchers.append(removed)
@@ -354,16 +354,16 @@ class World:
             self._watchers = [one for one in self._watchers if one is not removed]
 
     def plan_drop(self, session: SessionId, site: Site, keys: Sequence[Key]) -> None:
-        """A dry run tells what the drop that follows does, and changes nothing itself."""
+        """Checks that a dry run changes nothing, and reports the same as the drop that follows."""
         before, behind = dict(site.mirror.blocks), self.core.behind
         plan, _ = self._dropped(session, site, keys, dry_run=True)
         require(site.mirror.blocks == before or behind, "a dry run changed something")
-        waited = bool(self.clients.requests)  # between two slices they may get what is to go
+        waited = bool(self.clients.requests)  # between two slices waiting requests may get blocks of the drop
         report, _ = self._dropped(session, site, keys, dry_run=False)
         require(report == plan or waited, f"a drop does {report}, its dry run said {plan}")
 
     def go_on(self) -> None:
-        """A slice of what calls have left to be done."""
+        """The core does a slice of the work that calls have left."""
         if self.core.behind:
             self.seen["gone on"] += 1
             self._carry_out(self.core.go_on(self.now))
@@ -388,7 +388,7 @@ class World:
         self._carry_out(outcome)
 
     def carry(self, site: Site, count: int, taken: float) -> None:
-        """The store beyond the host takes a part of what is offered."""
+        """The remote store takes a part of the offered blocks."""
         offers = self.core.beyond.offers(site.group, count)
         before = {key: change.residency for key, change in site.mirror.blocks.items()}
         above: set[Key] = set()
@@ -430,7 +430,7 @@ class World:
             if following is None:
                 break
         self.seen["reset"] += 1
-        otherwise = self._removed_otherwise() - otherwise  # to make room for who waits, between two slices
+        otherwise = self._removed_otherwise() - otherwise  # to make room for waiting requests, between two slices
         require(blocks - otherwise <= dropped + kept <= blocks, "a reset overlooked a block")
         planned = (plan.dropped, plan.kept) == (dropped, kept)
         require(planned or otherwise > 0 or bool(self.clients.requests), "a reset did not as planned")
@@ -439,7 +439,7 @@ class World:
                 require(not count or key in site.mirror.blocks, f"a block pinned in {tier} is gone with a reset")
 
     def _removed_otherwise(self) -> int:
-        """Blocks that have gone up to now, but not with a reset."""
+        """Returns the number of blocks removed up to now by other causes than a reset."""
         return sum(self.seen[f"{EventType.REMOVED.name} {c.name}"] for c in Cause if c is not Cause.RESET)
 
     def expire(self, request: Request) -> None:
@@ -453,7 +453,7 @@ class World:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def orphan(self, session: SessionId) -> None:
-        """Its connection breaks, its process lives."""
+        """The session's connection breaks, but its process lives."""
         self.clients.forget_requests(session)
         self.clients.orphaned.add(session)
         self._carry_out(self.core.orphan_session(session, self.now))
@@ -463,18 +463,19 @@ class World:
         self._carry_out(self.core.reattach_session(session, self.now))
 
     def disown(self, session: SessionId) -> None:
-        """It is kicked, and its process lives."""
+        """The session is kicked, but its process lives."""
         self.clients.disown(session)
         self._carry_out(self.core.disown_session(session, self.now))
 
     def end(self, session: SessionId) -> None:
-        """Its process is gone."""
+        """The session's process is gone."""
         self.clients.forget(session)
         self._carry_out(self.core.end_session(session, self.now))
         require(self.core.session_leases(session) == 0, "a session that is gone has leases")
 
     def end_remnant(self, session: SessionId) -> None:
-        """A process has done with what it had in an earlier life of the daemon; after the last, so has the keeper."""
+        """A process of an earlier life of the daemon has finished with its slots; after the last one the keeper
+        ends."""
         del self.clients.remnants[session]
         self.end(session)
         if not self.clients.remnants:
@@ -489,7 +490,7 @@ class World:
         return sum(site.mover.in_flight for site in self.sites.values())
 
     def progress(self, choose: Chooser) -> None:
-        """Some moves begin or end; none is reported."""
+        """Some moves begin or end; no move is reported."""
         for site in self.sites.values():
             site.mover.progress(choose)
 
@@ -501,7 +502,7 @@ class World:
         self._carry_out(self.core.completed(results, self.now))
 
     def tick(self) -> None:
-        """The core is told the time as often as it takes to end all retentions that are due."""
+        """Ticks the core until all due retentions have ended."""
         most = max(len(site.mirror.blocks) for site in self.sites.values())
         for _ in range(1 + most // self.setup.policy.blocks_a_call):
             self._tick_once()
@@ -515,12 +516,12 @@ class World:
         self._carry_out(self.core.tick(self.now))
 
     def note_uses(self) -> None:
-        """Not a step: nothing changes in the core."""
+        """Writes the core's notes of used disk blocks down. Not a step: the core does not change."""
         for group, keys in self.core.take_disk_uses().items():
             self.sites[group].note_uses(keys)
 
     def awaits_disk(self) -> bool:
-        """A request for windows that waits has a block that is only on disk."""
+        """Returns whether a waiting request for windows has a block that is on disk alone."""
         asked = [request for request in self.clients.requests.values() if isinstance(request, PrefixRequest)]
         return any(
             site.residency(key) == Tier.DISK.bit
@@ -530,7 +531,7 @@ class World:
         )
 
     def lose(self, tier: Tier, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """``meanwhile``: calls between two slices."""
+        """A tier is lost. ``meanwhile``: calls between two slices."""
         self.lost.add(tier)
         waited = [request.id for request in self.clients.requests.values() if request.tier is tier]
         for site in self.sites.values():
@@ -562,8 +563,8 @@ class World:
                 site.disk.empty()
 
     def restart(self, choose: Chooser, *, clean: bool) -> None:
-        """A new daemon on the same disk; after a crash its ids start above all that may have been given out. Its memory
-        is new, and of other sizes, or what the one before left, which live processes may still use."""
+        """Starts a new daemon on the same disk. After a crash its event ids start above all ids that may be in use. Its
+        memory is new, with other sizes, or the old memory, which live processes may still use."""
         if clean:
             self.drain(choose)
         on_disk = {group: site.surviving() for group, site in self.sites.items()}
@@ -586,7 +587,7 @@ class World:
         self.seen["restart clean" if clean else "restart after a crash"] += 1
 
     def _adopt(self, choose: Chooser, *, clean: bool) -> None:
-        """A start that finds the memory, and may itself die while it looks."""
+        """Starts a daemon that adopts the old memory, and that may die during the start."""
         about = self._about
         in_memory = {group: site.remembered(about) for group, site in self.sites.items()}
         known = {group: dict(site.mirror.blocks) for group, site in self.sites.items()}
@@ -616,7 +617,7 @@ class World:
     def _verify_adopted(
         self, site: Site, in_memory: Mapping[Key, int], known: Mapping[Key, BlockChange], about: Set[SlotRef]
     ) -> None:
-        """``about``: slots that a daemon was about when it died."""
+        """Checks the adopted memory. ``about``: slots that a daemon was changing when it died."""
         memory_bits = sum(tier.bit for tier in site.memories)
         for key, tiers in in_memory.items():
             require(site.residency(key) & tiers == tiers, "a block that was READY in memory is gone after the restart")
@@ -632,7 +633,7 @@ class World:
     # -- coming to rest ------------------------------------------------------------------------------------------------
 
     def drain(self, choose: Chooser) -> None:
-        """Everything in flight ends well; after that nobody waits."""
+        """Ends everything in flight with success, and checks that no request waits then."""
         for _ in range(DRAIN_BOUND):
             if self.in_flight:
                 self.report(choose, faults=False)
@@ -645,7 +646,7 @@ class World:
         require(not self.clients.requests, "somebody waits though nothing is in flight")
 
     def settle(self, choose: Chooser) -> None:
-        """All sessions end: every slot in use again must be obtainable, and nothing may be left behind."""
+        """Ends all sessions, and checks that every usable slot can be reserved and that no owner is left."""
         for session in self.clients.sessions:
             self.end(session)
         for session in list(self.clients.remnants):
@@ -678,8 +679,8 @@ class World:
         self.seen["settled"] += 1
 
     def _write_down(self, site: Site, tier: Tier, choose: Chooser) -> None:
-        """While nobody holds anything and nothing fails, a block that is worth it and that the policy writes down gets
-        to the lowest tier, and stays where it came from."""
+        """Checks background writes: without leases and faults, a block of sufficient priority gets to the lowest tier,
+        and its upper copy stays."""
         site.written_down.clear()
         low, policy = max(site.slots), self.setup.policy
         new = next((key for key in site.roots if key not in site.mirror.blocks), None)
@@ -699,14 +700,14 @@ class World:
             self.acquire(session, [site], tier, [ChainRequest([new])])
         self.drain(choose)
         there = site.residency(new)
-        written = bool(there & low.bit) or new in site.written_down  # it may have had to go again
+        written = bool(there & low.bit) or new in site.written_down  # the copy may have been evicted since
         require(bool(there & tier.bit), "a block that is held has left")
         require(written, f"a block that is to be written down to {low} never gets there")
         self.seen[f"written down, {policy.write_policy}"] += 1
         self.end(session)
         self.drain(choose)
 
-    # -- an outcome, in the order that core/outcome.py lays down -----------------------------------------------------
+    # -- an outcome, in the order of core/outcome.py -----------------------------------------------------------------
 
     def _carry_out(self, outcome: Outcome, expired: TicketId | None = None) -> None:
         self.steps += 1
@@ -812,7 +813,7 @@ class World:
                 require(not there or key in arrived, "a move reports a block where it is not")
         return request
 
-    # -- what must be true after every step ----------------------------------------------------------------------------
+    # -- promises, checked after every step ----------------------------------------------------------------------------
 
     def verify(self) -> None:
         if self.inspect:
@@ -824,7 +825,7 @@ class World:
         self.clients.verify(self.core.lease_records())
 
     def _note_holds(self) -> None:
-        """Clocks stand while their blocks are leased, and may while a request that waits has them."""
+        """Notes holds: clocks stand while their blocks are leased, and may stand while a waiting request has them."""
         for holding in self.clients.leases.values():
             keys = list(holding.blocks.values())
             retentions = self.sites[holding.plan.group].retentions
@@ -836,16 +837,16 @@ class World:
                     self.sites[group].retentions.wanted(request.keys, self.now)
 
     def _held(self, holding: Holding, group: GroupId) -> list[Key]:
-        """Blocks of the group that are where the lease holds them."""
+        """Returns the blocks of the group that are still in the slots of the lease."""
         blocks = holding.blocks if holding.plan.group == group else {}
         places = self.core.locate(group, list(blocks.values()))
         leased = zip(blocks.items(), places, strict=True)
         return [key for (slot, key), at in leased if at.slots[holding.tier] == slot]
 
-    # -- what the world can tell beforehand ----------------------------------------------------------------------------
+    # -- expected answers ----------------------------------------------------------------------------------------------
 
     def _failing(self, tier: Tier) -> int:
-        """Tiers from which a failing edge leads there, and those that are lost, as a bit set."""
+        """Returns, as a bit set, the tiers with a failing edge to ``tier``, and the lost tiers."""
         edges = self.core.stats().edges
         lost = sum(tier.bit for tier in self.lost)
         return lost | sum({src.bit for (src, dst), e in edges.items() if dst is tier and e.degraded_until > self.now})
@@ -863,7 +864,7 @@ def _may_be_back(ticket: Ticket) -> bool:
 
 
 def _ever_in(request: MoveRequest, before: Mapping[Key, BlockChange], outcome: Outcome) -> set[Key]:
-    """Blocks that were in the tier at some time of this step."""
+    """Returns the blocks that were in the tier at some time of this step."""
     events = [event for event in outcome.events if event.group == request.group]
     changes = [*before.values(), *(change for event in events for change in event.blocks)]
     return {change.key for change in changes if change.residency & request.tier.bit}

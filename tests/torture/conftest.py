@@ -1,4 +1,4 @@
-"""Each run says what it did and what it found."""
+"""Fixtures of the torture runs: each run reports its work and its result in a line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _say_seed() -> None:
 
 @pytest.fixture
 def found(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Says a run's one line; ``tests/conftest.py`` shows it at the end of pytest's output, whatever ran it."""
+    """Gives a function that reports a run's line; ``tests/conftest.py`` shows the line at the end of pytest's
+    output."""
 
     def say(line: str) -> None:
         print(line)

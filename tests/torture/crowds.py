@@ -1,5 +1,5 @@
-"""A crowd, in a process of its own: ``python -m tests.torture.crowds KIND SIZE ADDRESS``. It stands until its standard
-input ends."""
+"""A crowd in a process of its own: ``python -m tests.torture.crowds KIND SIZE ADDRESS``. The crowd stands until its
+standard input ends."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ UNDER_WAY = 64
 
 
 async def idle(stack: AsyncExitStack, size: int, address: str) -> None:
-    """Connections on which nothing follows."""
+    """Opens connections that send nothing."""
     for _ in range(size):
         with suppress(BlockingIOError, TimeoutError):  # a full backlog
             stack.enter_context(await asyncio.to_thread(http2.connected, address))
 
 
 async def health(stack: AsyncExitStack, size: int, address: str) -> None:
-    """Watches of health, of which the daemon keeps some."""
+    """Begins watches of health. The daemon keeps only some of them."""
     channels = [await stack.enter_async_context(channel_to(address)) for _ in range(CHANNELS)]
     stubs: list[Any] = [HealthStub(channel) for channel in channels]
     calls = [stubs[number % CHANNELS].Watch(HealthCheckRequest()) for number in range(size)]
@@ -47,27 +47,27 @@ async def health(stack: AsyncExitStack, size: int, address: str) -> None:
 
 
 async def read(watch: Any) -> None:
-    """Until the daemon ends it."""
+    """Reads a watch until the daemon ends it."""
     with suppress(grpc.aio.AioRpcError):
         async for _ in watch:
             pass
 
 
 async def halves(stack: AsyncExitStack, size: int, address: str) -> None:
-    """Calls, each on a connection of its own, whose messages of 15 MiB never come."""
+    """Begins calls, each on a connection of its own, whose messages of 15 MiB never come."""
     for _ in range(size):
         sock = stack.enter_context(await asyncio.to_thread(http2.connected, address))
         await asyncio.to_thread(http2.begin, sock, 1, "/kvtier.v1.Blocks/Commit", announced=15 << 20)
 
 
 async def readers(stack: AsyncExitStack, size: int, address: str) -> None:
-    """Sessions that each have many matches of long prompts under way."""
+    """Opens sessions that each have many matches of long prompts under way."""
     for sock, request in [await reader(stack, address) for _ in range(size)]:
         stack.callback(asyncio.create_task(keep_matching(sock, request)).cancel)
 
 
 async def deaf(stack: AsyncExitStack, size: int, address: str) -> None:
-    """The same, but they read no answer."""
+    """Opens sessions that send matches of long prompts and read no answer."""
     for sock, request in [await reader(stack, address) for _ in range(size)]:
         sock.settimeout(0.2)
         with suppress(TimeoutError):  # the daemon takes no more
@@ -76,7 +76,7 @@ async def deaf(stack: AsyncExitStack, size: int, address: str) -> None:
 
 
 async def reader(stack: AsyncExitStack, address: str) -> tuple[socket.socket, bytes]:
-    """The socket of a new session, and a request that its connection can repeat."""
+    """Returns the socket of a new session, and a request that its connection can repeat."""
     raw = await stack.enter_async_context(attached(address))
     stack.callback(raw.detach)
     cache = (await raw.open("bystander")).cache_id

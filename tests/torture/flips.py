@@ -1,4 +1,4 @@
-"""Bits flipped in files behind a stopped daemon's back."""
+"""Flips bits in the files of a stopped daemon."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ ROOTS: Final = ("state", "disk")
 
 
 def keep(home: Path, aside: Path) -> None:
-    """Copies what a daemon has left."""
+    """Copies the directories of a stopped daemon."""
     for root in ROOTS:
         shutil.copytree(home / root, aside / root)
 
 
 def bring_back(home: Path, aside: Path) -> None:
-    """Makes everything as it was when it was kept."""
+    """Restores the directories that :func:`keep` copied."""
     for root in ROOTS:
         shutil.rmtree(home / root)
         shutil.copytree(aside / root, home / root)
 
 
 def files_in(home: Path) -> list[Path]:
-    """Those that hold anything, relative to ``home``."""
+    """Returns the files that are not empty, relative to ``home``."""
     found = [path for root in ROOTS for path in sorted((home / root).rglob("*")) if path.is_file()]
     return [path.relative_to(home) for path in found if path.stat().st_size]
 
 
 def flip(path: Path, bits: int, rng: random.Random) -> None:
-    """Half of them where the file holds anything but zeros, of which some files are full."""
+    """Flips bits of a file, half of them in bytes that are not zero, since some files are mostly zeros."""
     content = bytearray(path.read_bytes())
     written = [place for place, byte in enumerate(content) if byte]
     for _ in range(bits):

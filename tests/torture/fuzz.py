@@ -1,4 +1,4 @@
-"""Messages that nobody would send, of each RPC that a daemon's reflection names."""
+"""Senseless messages for each RPC that a daemon's reflection names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rpc:
 
 
 def reflected(target: str) -> list[Rpc]:
-    """All that a server has. Blocking."""
+    """Returns all RPCs of a server. Blocking."""
     with grpc.insecure_channel(target) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = DescriptorPool(database)
@@ -78,14 +78,14 @@ def reflected(target: str) -> list[Rpc]:
 
 
 class Fuzzer:
-    """Makes messages. What a daemon answered is used again: ids of caches, leases, sessions and slots."""
+    """Makes messages, with numbers from the daemon's answers: ids of caches, leases, sessions and slots."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._ids: list[int] = [1]
 
     def messages(self, rpc: Rpc) -> list[bytes]:
-        """Of one call: whole ones, and some that are none."""
+        """Returns the messages of a call, some of them spoilt."""
         count = self._rng.randint(0, 4) if rpc.sends_many else 1
         return [self._spoilt(self._filled(rpc.request(), 0).SerializeToString(), rpc) for _ in range(count)]
 
@@ -143,7 +143,7 @@ class Fuzzer:
 
 
 def _numbers(message: Message) -> Iterator[int]:
-    """All whole numbers in it."""
+    """Yields all whole numbers in a message."""
     for field, value in message.ListFields():
         for each in value if field.is_repeated else [value]:
             if isinstance(each, Message):

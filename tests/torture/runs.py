@@ -6,9 +6,9 @@ import os
 from typing import Final
 
 SHARE: Final = float(os.environ.get("KVTIER_TORTURE") or 1)
-"""Of each run's full size, which together take a quarter of an hour. 0.03 = a check of the tests themselves."""
+"""Share of each run's full size. 1 takes a quarter of an hour for all runs; 0.03 checks the tests themselves."""
 
 
 def scaled(whole: int, least: int = 1) -> int:
-    """So many of ``whole`` rounds, but ``least`` of them in any case."""
+    """Returns the share of ``whole`` rounds, but at least ``least``."""
     return max(least, round(whole * SHARE))

@@ -1,7 +1,7 @@
-"""``python -m tests.torture.slow_callbacks FILE`` and the daemon's own flags: tells of the long callbacks of its loop.
+"""``python -m tests.torture.slow_callbacks FILE [FLAGS]`` runs the daemon, and records long callbacks of its loop.
 
-FILE begins with the CPU of a fixed piece of work, in nanoseconds. While the daemon runs, a line is added for each long
-callback: when it ended, as ``time.monotonic_ns`` says, and its CPU.
+FILE begins with the CPU time of a fixed piece of work, in nanoseconds. While the daemon runs, each long callback adds a
+line: its end in ``time.monotonic_ns``, and its CPU time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONG_NS: Final = 5_000_000
 
 
 def work_ns() -> int:
-    """The CPU of filling a dictionary with 30,000 pairs: how quick the machine is."""
+    """Measures the machine's speed: returns the CPU time of filling a dictionary with 30,000 pairs."""
     best = sys.maxsize
     for _ in range(5):
         started = time.thread_time_ns()
@@ -33,13 +33,13 @@ def tell(path: Path) -> None:
     told.write(f"{work_ns()}\n")
 
     def measured(handle: Handle) -> None:
-        started = time.thread_time_ns()  # not the clock: on a busy machine no callback looks slow that is not
+        started = time.thread_time_ns()  # CPU time: on a busy machine wall time is longer
         run(handle)
         took = time.thread_time_ns() - started
         if took > LONG_NS:
             told.write(f"{time.monotonic_ns()} {took}\n")
 
-    setattr(Handle, "_run", measured)  # noqa: B010  mypy would have it that a method is for ever
+    setattr(Handle, "_run", measured)  # noqa: B010  mypy refuses an assignment to a method
 
 
 if __name__ == "__main__":

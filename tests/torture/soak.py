@@ -1,7 +1,7 @@
 """Hours of mixed load on one daemon: ``python -m tests.torture.soak --hours 8``.
 
-Each minute clients come, put, get, hold, move, drop and watch, make caches and remove them, and go. Then nobody works,
-and the daemon is looked at: what it keeps then is what it keeps for ever.
+In each minute clients connect, put, get, hold, move, drop and watch, make caches and remove them, and disconnect. Then
+the clients stop, and the driver measures the resources that the daemon still holds.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from tests.integration.load import HOLDS, Load
 
 ROUND_S: Final = 60.0
 SETTLE_S: Final = 11.0
-"""Without load, before anything is looked at: the library of the store keeps threads ten seconds after their work."""
+"""Seconds without load before a measurement: the store's library keeps threads for ten seconds after their work."""
 IDLE_S: Final = 5.0
-"""Without load after that, while CPU time is looked at."""
+"""Seconds without load after that, in which CPU time is measured."""
 STEADY: Final = sizes(device=24, host=32, disk=64)
 PASSING: Final = sizes(device=8, host=16, disk=32)
-"""Of the caches that are made and removed, one at a time."""
+"""Budgets of the caches that are made and removed, one at a time."""
 _CHAINS: Final = 24
 _WORKERS: Final = 3
 _KEPT_REMOTELY: Final = 1 << 20
 _MORE_MEMORY: Final = 32 << 20
-"""What the daemon may keep at the end beyond what it kept after the first round: it remembers 32,768 objects of the
-store, which takes many rounds to fill."""
+"""Bytes that the daemon may hold at the end beyond its bytes after the first round: its memory of 32,768 objects of the
+store takes many rounds to fill."""
 _MORE_FDS: Final = 8
 _IDLE_CPU: Final = 2.0
 """Percent of a processor."""
 _FLAGS: Final = ("--event-ring-bytes", "1MiB", "--event-log-bytes", "8MiB")
-"""Full within the first round, so that they do not grow later."""
+"""Sizes that are full within the first round, so that they do not grow later."""
 
 
 @dataclass(slots=True, frozen=True)
 class Sample:
-    """A daemon that nobody asks anything. Memory in bytes; ``cpu`` in percent of a processor."""
+    """Resources of a daemon without load. Memory in bytes; ``cpu`` in percent of a processor."""
 
     minutes: float
     rss: int
@@ -75,7 +75,7 @@ HEAD: Final = (
 
 
 async def idle(pid: int, began: float, operations: int) -> Sample:
-    """Looks at a daemon that has no load."""
+    """Measures a daemon without load."""
     await asyncio.sleep(SETTLE_S)
     before = _cpu_s(pid)
     await asyncio.sleep(IDLE_S)
@@ -93,7 +93,7 @@ async def idle(pid: int, began: float, operations: int) -> Sample:
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The numbers in it; sizes in KiB."""
+    """Returns the numbers in a process's status file; sizes in KiB."""
     lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
@@ -104,7 +104,7 @@ def _cpu_s(pid: int) -> float:
 
 
 async def load(address: str, seconds: float, seed: int, done: Counter[str], numbers: count[int]) -> None:
-    """Everything that clients do, for so long. All of them are new ones, and gone in the end."""
+    """Runs new clients with every kind of call for ``seconds``. All clients are gone at the end."""
     over = asyncio.Event()
     rng = random.Random(seed)
 
@@ -160,7 +160,7 @@ async def load(address: str, seconds: float, seed: int, done: Counter[str], numb
 
 
 async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - SETTLE_S - IDLE_S) -> list[Sample]:
-    """Prints a row a round. Raises where a byte was wrong, a call failed, or the daemon complains."""
+    """Prints a row per round. Raises if a byte was wrong, a call failed, or the daemon's log has an error."""
     passing = {tier: STEADY[tier] + PASSING[tier] for tier in STEADY}
     remote = json.dumps({"url": f"file://{home}/store", "write": "evict"})
     (home / "store").mkdir()
@@ -185,8 +185,8 @@ async def soak(home: Path, rounds: int, seed: int, *, load_s: float = ROUND_S - 
 
 
 def complaint(samples: Sequence[Sample]) -> str:
-    """What has grown, or works although nobody asks; empty where all is well. Compares with the first round's end,
-    since only then every part has been used."""
+    """Returns the resources that have grown, and CPU time used without load; empty if there are none. Compares with the
+    end of the first round, when every part has been used."""
     first, last = samples[1], samples[-1]
     grown = {
         "anonymous memory": (first.anonymous, last.anonymous, _MORE_MEMORY),

@@ -1,5 +1,5 @@
-"""Bits flipped in every file of the state and disk directories: a miss, a cache left out or a start that says why, and
-never a wrong byte, nor wrong tokens or hashes in an event."""
+"""Flips bits in every file of the state and disk directories. The result is a miss, a cache left out or a refused start
+with a reason, and never a wrong byte, or wrong tokens or hashes in an event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EACH = sizes(device=8, host=16, disk=64)
 NAMES = ("left", "right")
 CHAINS, LENGTH = 4, 12
 STARTS = scaled(160, 12)
-"""One after another, of each file in turn."""
+"""Number of starts, each after flips in the next file."""
 
 pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
@@ -63,7 +63,8 @@ async def test_no_flipped_bit_is_told(start_fresh, short_dir, found):
 
 
 async def fill(client, name):
-    """Chains on disk, whose events tell tokens and hashes. By key: what each block's event must say."""
+    """Stores chains on disk, with tokens and hashes in their events. Returns the expected event of each block by
+    key."""
     options = CacheOptions(event_hash="v2_sha256", keep_tokens=True)
     cache = await client.open_cache(name, SPEC, budgets=EACH, options=options)
     for number in range(CHAINS):
@@ -78,7 +79,7 @@ async def fill(client, name):
 
 
 async def told(client, name):
-    """Tokens, hash and parent of each block of a cache that any event tells of as stored, as often as it does."""
+    """Yields key, and tokens, hash and parent, of each block in each ``stored`` event of a cache."""
     stats = await client.stats()
     end = Cursor(stats.epoch, stats.last_event_id)
     async with asyncio.timeout(PATIENCE_S), client.watch(oldest=True, heartbeats=True, heartbeat_s=0.02) as watch:
@@ -91,7 +92,7 @@ async def told(client, name):
 
 
 async def look(address, truth, sums):
-    """Reads all blocks and all events that are left."""
+    """Reads and checks all remaining blocks and events."""
     async with await connect(address) as client:
         for name, known in truth.items():
             async for key, said in told(client, name):
@@ -113,7 +114,7 @@ async def look(address, truth, sums):
 
 
 def start(daemon):
-    """Why it does not start; empty where it serves."""
+    """Starts the daemon. Returns the reason why it does not start; empty if it serves."""
     try:
         daemon.start()
     except AssertionError:

@@ -1,5 +1,5 @@
-"""Crowds: silent connections, watchers that never read, clients that come and go. Another client is served all the
-while, and afterwards nothing of them is left."""
+"""Crowds: silent connections, watchers that never read, clients that come and go. Another client is served meanwhile,
+and the crowd leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SILENT = scaled(200, 10)
 WATCHERS, OF_A_SESSION = scaled(100, 10), 10
 COMERS = scaled(24, 3)
 ROUNDS = scaled(6, 2)
-"""With and without a crowd, in turn."""
+"""Rounds without and with a crowd, in turn."""
 CALLS = 60
-"""Of the other client, in each."""
+"""Calls of the other client in each round."""
 CROWDED = sizes(device=16, host=32, disk=64)
 STANDS_S = 2.5
-"""A crowd stands when the daemon looks who is there, once a second."""
+"""Seconds that a crowd stands, so that the daemon sees it when it looks at its clients, once a second."""
 MAX_MB, BACK_MB = 100, 40
-"""What a crowd may take of the daemon's memory, and what may be left of it."""
+"""Memory that a crowd may add to the daemon, and memory that may be left afterwards."""
 LEFT_FDS = 12
-"""Those of the pool of connections that a daemon's gRPC keeps for a moment."""
+"""Descriptors of the pool of connections that the daemon's gRPC keeps for a moment."""
 
 pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 

@@ -1,6 +1,6 @@
-"""A file system that is full: the daemon serves, is killed, starts on it, and heals once there is room.
+"""A full file system: the daemon serves, is killed, starts on it, and heals once there is room.
 
-It needs root, for a file system of its own.
+The test needs root, to mount a file system of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BYTES = 48 << 20
 SLOTS = {"device": 24, "host": 32, "disk": 512}
 KILLS = scaled(20, 2)
 OPERATIONS = 60
-"""Of the load, before each kill."""
+"""Operations of the load before each kill."""
 LOGGED = ("--event-log-bytes", "16MiB", "--event-ring-bytes", "64KiB")
 
 pytestmark = [
@@ -38,7 +38,7 @@ pytestmark = [
 
 @contextmanager
 def mounted(home):
-    """A small file system, on which a daemon of ``home`` has its state and its disk tier."""
+    """Mounts a small file system for the state and the disk tier of a daemon of ``home``."""
     image, root = home / "image", home / "mount"
     with image.open("wb") as file:
         file.truncate(BYTES)
@@ -56,7 +56,7 @@ def mounted(home):
 
 
 def fill(ballast: Path) -> None:
-    """Until not a byte is left."""
+    """Fills the file system until no byte is left."""
     with ballast.open("ab", buffering=0) as file:
         for piece in (1 << 20, 4096, 1):
             try:
@@ -106,7 +106,7 @@ async def test_a_full_disk_costs_no_byte(short_dir, found):
 
 
 async def work(address, seed):
-    """How many blocks were read and compared."""
+    """Runs the load. Returns the number of blocks read and compared."""
     async with Load(address, "c", chains=12, workers=3, seed=random.Random(seed).getrandbits(32)) as load:
         await eventually(load.done.total, lambda done: done > OPERATIONS)
         load.check()

@@ -1,5 +1,5 @@
-"""Every RPC, with messages that nobody would send: each is answered or refused as the caller's fault, and the daemon
-goes on as if nothing had been."""
+"""Calls every RPC with senseless messages: the daemon answers each call, or refuses it as the caller's fault, and keeps
+serving other clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A_SESSION = 400
 AT_ONCE = 40
 CALL_S = 0.2
 OURS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
-"""What only a bug is answered with."""
+"""Status codes that only a bug of the daemon returns."""
 KEYS = chain("bystander", 6)
 
 pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
@@ -48,7 +48,7 @@ async def test_every_rpc(start_fresh, found):
         f"fuzzed {len(rpcs)} RPCs with {codes.total():,} calls: {most}; 0 told as a bug; 0 wrong of {read:,} blocks "
         f"that another client read meanwhile, its slowest session {slowest * 1000:.0f} ms"
     )
-    daemon.disturbed = True  # others' sessions may have been kicked
+    daemon.disturbed = True  # calls may have kicked sessions of other clients
 
 
 async def fuzz_session(daemon, rpcs, fuzzer, rng, codes):
@@ -69,11 +69,11 @@ async def fuzz_session(daemon, rpcs, fuzzer, rng, codes):
 
 
 async def call(channel, rpc, token, fuzzer):
-    """How a call ends."""
+    """Makes a call. Returns its status code."""
     messages = fuzzer.messages(rpc)
     metadata = ((SESSION_METADATA_KEY, token),) if token else ()
     kind = f"{'stream' if rpc.sends_many else 'unary'}_{'stream' if rpc.gets_many else 'unary'}"
-    method = getattr(channel, kind)(rpc.path)  # of bytes, since some are no message
+    method = getattr(channel, kind)(rpc.path)  # sends bytes, since some are no valid message
     running = method(iter(messages) if rpc.sends_many else messages[0], metadata=metadata, timeout=CALL_S)
     try:
         if rpc.gets_many:
@@ -83,7 +83,7 @@ async def call(channel, rpc, token, fuzzer):
             fuzzer.learn(rpc.reply.FromString(await running))
     except grpc.aio.AioRpcError as error:
         return fault_of(error).code
-    except asyncio.CancelledError:  # so gRPC tells a client's stream what the server cancelled
+    except asyncio.CancelledError:  # gRPC raises this in a client's stream that the server cancels
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         return grpc.StatusCode.CANCELLED
@@ -91,7 +91,8 @@ async def call(channel, rpc, token, fuzzer):
 
 
 async def stand_by(address):
-    """Another client, who may be refused for what the calls have done to its cache, and never finds a wrong byte."""
+    """Another client reads its blocks. It may be refused after a call has changed its cache, but never finds a wrong
+    byte. Returns the number of blocks read."""
     async with await connect(address, timeout=20) as client:
         try:
             cache = await client.open_cache("bystander", SPEC, budgets=sizes(device=4, host=8, disk=16))

@@ -1,4 +1,4 @@
-"""kill -9 under mixed load: no byte is wrong, nothing that was acknowledged is lost, no event is missing."""
+"""kill -9 under mixed load: no byte is wrong, no acknowledged block is lost, no event is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long chain and a wide fan: whatever one client does to all of it comes in slices, and others are served."""
+"""A long chain and a wide fan: calls on all their blocks are done in slices, and other clients are served."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from tests.integration.raw import attached, channel_to
 from tests.torture.runs import scaled
 
 DEPTH = scaled(200_000, 20_000)
-"""Of the chain. Each commit under it is a use of all of it, so ten times as many take more than ten times as long."""
+"""Blocks of the chain. Each commit under it uses the whole chain, so the time grows faster than the depth."""
 WIDTH = scaled(150_000, 5_000)
 """Children of one parent."""
 A_COMMIT, A_CALL = 1_024, 16_384
-"""The most keys of each."""
+"""Maximum number of keys in a commit, and in another call."""
 SPARE = 4 * A_COMMIT
 ALONE_S = 2.0
 LONGEST = 25
-"""A callback takes at most so many times the work of ``slow_callbacks``. Beside others on both cores the longest took
-17 times as long; without slices each of these calls takes some 150."""
+"""Limit of a callback in multiples of the CPU time of ``slow_callbacks``. Without slices each call exceeds it."""
 
 SPEC = CacheSpec.single("large", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=256, kv_factor=1)
 SLOT = SPEC.record_bytes(0)
@@ -69,7 +68,8 @@ async def test_what_one_client_does_to_a_large_tree_keeps_nobody_waiting(short_d
 
 @asynccontextmanager
 async def bystander(address):
-    """Asks for a match and for health over and over. Gives what tells, and forgets, the slowest of each in seconds."""
+    """Asks for a match and for health over and over. Gives a function that returns, and resets, the slowest time of
+    each in seconds."""
     worst = [0.0, 0.0]
     keys = chain("few", 64)
 
@@ -106,7 +106,7 @@ async def bystander(address):
 
 
 async def all_verbs(address):
-    """Gives the name of each verb when it is over."""
+    """Makes all calls. Yields the name of each verb when it is done."""
     async with await connect(address, timeout=120) as client, attached(address) as raw:
         deep = await client.open_cache("deep", SPEC, budgets=DEEP)
         deep_id = (await raw.open("deep", SPEC)).cache_id
@@ -135,7 +135,7 @@ async def all_verbs(address):
         wide = await client.open_cache("wide", SPEC, budgets=WIDE, options=CacheOptions(eviction="lfuda"))
         wide_id = (await raw.open("wide", SPEC)).cache_id
         root, *leaves = chain("wide", 1 + WIDTH)
-        for _ in range(2):  # what comes back is what lfuda keeps longer
+        for _ in range(2):  # lfuda keeps blocks longer that come back
             await commit(wide, [root, *leaves], [None, *[root] * WIDTH])
             yield "commit to a fan"
             await touch(raw, wide_id, leaves)
@@ -164,7 +164,7 @@ async def touch(raw, cache_id, keys):
 
 
 async def passed_on(cache, priority):
-    """Returns when the first block of the cache has got the priority of the last."""
+    """Waits until the first block of the cache has got the priority of the last."""
     while True:
         async for page in cache.pages(page_blocks=1):
             if page.blocks[0].priority == priority:

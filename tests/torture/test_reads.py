@@ -10,7 +10,7 @@ from tests.integration.test_torture import PARTS, supervised, unsupervised
 from tests.torture.runs import scaled
 
 CHECKED = ("--debug-checks",)
-"""They take most of the daemon's time, so that fewer blocks are evicted."""
+"""Flags for the daemon's own checks, which take most of its time, so that fewer blocks are evicted."""
 
 pytestmark = [
     pytest.mark.long,
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("variant", "flags"), [(supervised, CHECKED), (unsupervised, ())])
 def test_every_byte_is_right_for_a_long_time(short_dir, found, variant, flags):
-    """Once with all of the daemon's own checks after each of its steps, once with many more steps."""
+    """Runs once with the daemon's own checks after each step, and once without them, with many more steps."""
     ends, seconds = scaled(4, 2), scaled(75)
     report = variant(
         short_dir, SEED + 1, parts=PARTS + PARTS, turns=scaled(200, 15), ends=ends, seconds=seconds, flags=flags

@@ -1,4 +1,4 @@
-"""kill -9 and upgrades under ``kvtierd --supervise``: memory is adopted, and no byte of it is wrong."""
+"""kill -9 and upgrades under ``kvtierd --supervise``: the next daemon adopts the memory, and no byte is wrong."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]
 
 @pytest.mark.parametrize("number", range(1, 1 + scaled(6)))
 async def test_ends_under_load(short_dir, found, number):
-    """Not more ends a run: the supervisor pauses twice as long after each kill."""
+    """A run has few ends, since the supervisor pauses twice as long after each kill."""
     found(await end_again_and_again(short_dir, 7, SEED + number))

@@ -1,4 +1,4 @@
-"""Clients that keep the daemon busy, or read no answer: another client of the same user has its turn."""
+"""Clients that keep the daemon busy, or read no answer, do not starve another client of the same user."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.torture.runs import scaled
 READERS = 10
 DEAF = 60
 ROUNDS = scaled(6, 2)
-"""With and without a crowd, in turn."""
+"""Rounds without and with a crowd, in turn."""
 CALLS = 200
 PROBES = 20
 MOST_TIMES = 100
-"""In turns by arrival, a call beside the readers takes 3,000 times as long as the median alone."""
+"""Limit of a call's time beside the readers, in medians of a call alone. Without fair turns it is far exceeded."""
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ async def crowd(kind, size, address):
 
 
 def matches(raw, request, times):
-    """Calls of the other client, one after another."""
+    """Makes calls of the other client, one after another."""
     for number in range(CALLS):
         began = time.perf_counter()
         raw.socket.send(match_call(number, request))

@@ -1,5 +1,5 @@
-"""Writers that are stopped, killed or kicked, and write on into slots that they do not have any more, or whose forked
-children do. Nobody else's block has their bytes."""
+"""Writers that are stopped, kicked or killed go on writing into slots that they no longer have, or their forked
+children do. No other client's block gets their bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.torture.runs import scaled
 from tests.torture.writer import SLOTS
 
 FATES = ("stopped", "kicked", "killed")
-"""Of a killed one, a forked child writes on."""
+"""A forked child of a killed writer goes on writing."""
 ROUNDS = scaled(20, 2)
-"""Of each."""
+"""Rounds for each fate."""
 OTHERS, LENGTH = 4, 3
 
 pytestmark = [pytest.mark.long, pytest.mark.limit(1800)]

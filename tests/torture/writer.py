@@ -1,4 +1,4 @@
-"""A client that has reserved slots, and writes on into them whatever has become of them; see :class:`Actor`."""
+"""A client that reserves slots, and goes on writing into them after it has lost them; see :class:`Actor`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SCRIBBLES_S: Final = 0.1
 
 
 def write(address: str, cache: str, forks: bool) -> None:
-    """Says its session and its process, waits for a line, scribbles and ends. ``forks``: a child does all of that."""
+    """Prints its session and its process, waits for a line, scribbles and ends. ``forks``: a forked child does this."""
     client = Client(address)
     lease = client.open_cache(cache).reserve(SLOTS, Tier.HOST)
     views = [lease.view(index) for index in range(SLOTS)]
     if forks and (child := os.fork()):
-        os.waitpid(child, 0)  # killed meanwhile; the child lives on with the pipes
+        os.waitpid(child, 0)  # the parent is killed here; the child lives on with the pipes
     print(json.dumps({"session": client.session_id, "pid": os.getpid()}), flush=True)
     sys.stdin.readline()
     end = time.monotonic() + _SCRIBBLES_S

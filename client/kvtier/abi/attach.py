@@ -1,23 +1,23 @@
-"""The attach socket's conversation: who am I, and give me the memory.
+"""The protocol of the attach socket: a client begins a session and gets the memory of caches.
 
-A ``SOCK_SEQPACKET`` unix socket beside the gRPC socket, because gRPC can neither pass file descriptors nor say who its
-client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly the fields below::
+A ``SOCK_SEQPACKET`` unix socket beside the gRPC socket, because gRPC can neither pass file descriptors nor identify its
+client. Each message is one UTF-8 JSON object of at most 64 KiB with exactly the fields below::
 
     -> {"op": "hello", "version": 1, "token": <32 hex digits of an earlier session, or absent>}
     <- {"ok": true, "token": <hex>, "session_id": n, "resumed": bool, "epoch": n, "boot": n, "pid": n, "history": n}
     -> {"op": "map", "cache_id": n, "write": bool}
-    <- {"ok": true, "fds": ["control", "host", "device"]}    and those descriptors, in that order, by SCM_RIGHTS
+    <- {"ok": true, "fds": ["control", "host", "device"]}    and these descriptors, in this order, by SCM_RIGHTS
     or <- {"ok": true, "fds": ["control", "host", "cuda"], "cuda": {"uuid": <32 hex digits>, "bytes": n}}
     or <- {"ok": true, "fds": ["control", "host"], "unmapped": {"device": "<why not>"}}
     either <- {"ok": false, "reason": "...", "message": "..."}
-    -> {"op": "forget", "token": <of a session of an earlier life>}    its memory is not touched any more; not answered
-    -> {"op": "bye"}    ends the session with all that it holds; the daemon hangs up
+    -> {"op": "forget", "token": <of an earlier session>}    the client no longer touches its memory; not answered
+    -> {"op": "bye"}    ends the session and its leases; the daemon hangs up
 
 The token goes as metadata on every gRPC call. After a refused hello the daemon closes the connection.
 
-``cuda`` is memory of the GPU with that uuid, ``bytes`` long: a handle for ``cuMemImportFromShareableHandle`` instead of
-something to mmap. Such a handle has no read-only form, so a map without ``write`` does not get it. ``unmapped`` says
-for which of the cache's tiers no descriptor came, and why; both fields are absent where they have nothing to say.
+``cuda`` is memory of the GPU with this uuid, ``bytes`` long. Its descriptor is a handle for
+``cuMemImportFromShareableHandle``, not for mmap. The handle has no read-only form, so a map without ``write`` does not
+get it. ``unmapped`` gives the reason for each tier of the cache without a descriptor. Both fields may be absent.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from typing import Any, Final
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 * 1024
-"""Bytes. Receive with room for one more: a longer answer is then seen to be too long instead of cut."""
+"""Bytes. Receive with room for one more byte, to detect a longer answer instead of cutting it."""
 
 RPC_SOCKET: Final = "kvtierd.sock"
 ATTACH_SOCKET: Final = "attach.sock"
 SESSION_METADATA_KEY: Final = "kvtier-session"
 TRACE_METADATA_KEY: Final = "traceparent"
-"""W3C Trace Context: the client's span, whose child the daemon's is."""
+"""W3C Trace Context: the client's span, the parent of the daemon's span."""
 ADDRESS_VARIABLE: Final = "KVTIER_ADDRESS"
 DEFAULT_ADDRESS: Final = "/run/kvtier"
 MAX_SOCKET_PATH: Final = 107
@@ -49,8 +49,8 @@ HOST: Final = "host"
 DEVICE: Final = "device"
 CUDA: Final = "cuda"
 SEGMENTS: Final = (CONTROL, HOST, DEVICE, CUDA)
-"""Names of the descriptors, in the order they are sent. Segments that a cache lacks are left out: of its device tier it
-has at most one, ``device`` (shared memory that stands in for a GPU's) or ``cuda``."""
+"""Names of the descriptors, in the order they are sent. Segments that a cache lacks are left out. A device tier has one
+segment: ``device`` (shared memory that stands in for a GPU's) or ``cuda``."""
 DATA_TIERS: Final = (HOST, DEVICE)
 """Names of the tiers whose slots a client can map."""
 
@@ -59,12 +59,12 @@ _MAX_U64: Final = 2**64 - 1
 
 
 def lease_secret(token: str, cache_id: int, lease_id: int) -> bytes:
-    """What a ticket proves that its lease's session made it, without telling the session's token."""
+    """Returns a ticket's proof that the session of its lease made it. Does not reveal the session's token."""
     return hashlib.blake2b(b"%d %d" % (cache_id, lease_id), key=bytes.fromhex(token), digest_size=16).digest()
 
 
 class AttachProtocolError(ValueError):
-    """A message that is not part of the conversation. ``reason`` is stable and machine readable."""
+    """A message that breaks the protocol. ``reason`` is stable and machine readable."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -73,12 +73,12 @@ class AttachProtocolError(ValueError):
 
 
 class AddressError(ValueError):
-    """A runtime directory that no socket can live in."""
+    """A runtime directory whose path is too long for a socket."""
 
 
 @dataclass(slots=True, frozen=True)
 class Hello:
-    """First message of a connection. ``token`` resumes that session if its process is the same."""
+    """First message of a connection. ``token`` resumes an earlier session of the same process."""
 
     token: str | None = None
     version: int = VERSION
@@ -86,7 +86,7 @@ class Hello:
 
 @dataclass(slots=True, frozen=True)
 class Map:
-    """Asks for a cache's segments. ``write``: the data segments writable; ``control`` never is."""
+    """Asks for a cache's segments. ``write``: with writable data segments; ``control`` is never writable."""
 
     cache_id: int
     write: bool
@@ -94,15 +94,15 @@ class Map:
 
 @dataclass(slots=True, frozen=True)
 class Forget:
-    """A daemon that restarted lent this process slots, and keeps them from others while the process may still copy to
-    or from them. ``token``, of the session that had them: that is over. Not answered."""
+    """Tells a restarted daemon that this process no longer copies to or from slots of an earlier session. Until then
+    the daemon keeps the slots from other clients. ``token``: of the earlier session. Not answered."""
 
     token: str
 
 
 @dataclass(slots=True, frozen=True)
 class Bye:
-    """Ends the session. Hanging up without it only ends the connection: the session waits for its process to return."""
+    """Ends the session. Without this message a hang-up ends the connection only: the session waits for its process."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,12 +114,12 @@ class Welcome:
     boot: int
     pid: int
     history: int
-    """Names the daemon's sequence of event ids: another one has other events under the same ids."""
+    """Identifies the daemon's sequence of event ids: another history has other events under the same ids."""
 
 
 @dataclass(slots=True, frozen=True)
 class CudaMemory:
-    """What a descriptor named ``cuda`` is a handle of: so many bytes of the GPU whose uuid, 32 hex digits, this is."""
+    """The memory of a descriptor named ``cuda``: ``nbytes`` of the GPU with this uuid, 32 hex digits."""
 
     uuid: str
     nbytes: int
@@ -129,7 +129,7 @@ class CudaMemory:
 class Mapped:
     """Names of the descriptors that came with the message, in their order.
 
-    ``cuda``: of the descriptor of that name. ``unmapped``: by tier why it did not come, where the cache has the tier.
+    ``cuda``: the memory of the descriptor ``cuda``. ``unmapped``: the reason for each tier without a descriptor.
     """
 
     fds: tuple[str, ...]
@@ -148,7 +148,7 @@ Reply = Welcome | Mapped | Failure
 
 
 def socket_path(address: str | os.PathLike[str], name: str) -> str:
-    """The path of a socket in a runtime directory. Raises :class:`AddressError` where the kernel could not take it."""
+    """Returns the path of a socket in a runtime directory. Raises :class:`AddressError` if it is too long."""
     path = os.path.join(os.path.abspath(address), name)
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH:
@@ -164,7 +164,7 @@ def default_address() -> str:
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The message's bytes. Raises :class:`AttachProtocolError` where they would be too long."""
+    """Returns the message's bytes. Raises :class:`AttachProtocolError` if they are too long."""
     return _checked_length(json.dumps(_fields(message), separators=(",", ":")).encode())
 
 
@@ -195,14 +195,14 @@ def _said_of_data(message: Mapped) -> dict[str, Any]:
 
 
 def decode_request(data: bytes) -> Request:
-    """The daemon's side.
+    """Decodes a client's message, for the daemon.
 
     Raises :class:`AttachProtocolError`, reason BAD_MESSAGE, TOO_LONG, UNKNOWN_OP, BAD_FIELD or BAD_VERSION.
     """
     fields = _object(data)
     op = fields.pop("op", None)
     if op == "hello":
-        # The version comes before all else, so that a client of the future learns what is wrong with it.
+        # The version is checked first, so that a newer client gets a clear error.
         if _is_u64(fields.get("version")) and fields["version"] != VERSION:
             side = "daemon" if fields["version"] > VERSION else "client"
             said = f"version {fields['version']}: this daemon speaks version {VERSION}; upgrade the {side}"
@@ -218,13 +218,13 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_welcome(data: bytes) -> Welcome | Failure:
-    """The client's side: the answer to a hello. Raises :class:`AttachProtocolError`."""
+    """Decodes the answer to a hello, for the client. Raises :class:`AttachProtocolError`."""
     fields, failure = _reply(data)
     return failure or Welcome(**_checked(fields, _WELCOME_FIELDS))
 
 
 def decode_mapped(data: bytes) -> Mapped | Failure:
-    """The client's side: the answer to a map. Raises :class:`AttachProtocolError`."""
+    """Decodes the answer to a map, for the client. Raises :class:`AttachProtocolError`."""
     fields, failure = _reply(data)
     if failure is not None:
         return failure

@@ -1,4 +1,4 @@
-"""What a window group needs of a sequence, counted in blocks: one rule for the daemon and its clients."""
+"""The blocks of a sequence that a window group needs: one rule for the daemon and its clients."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Needed(NamedTuple):
     stop: int = 0
 
     def pick(self, items: Sequence[T]) -> Sequence[T]:
-        """Of items, one a block of the chain, those of the blocks needed."""
+        """Picks the items of the needed blocks. ``items``: one per block of the chain."""
         window = items[self.first : self.stop]
         return [*items[: self.sinks], *window] if self.sinks else window
 
     def cut(self, packed: bytes, each: int = 1) -> bytes:
-        """As :meth:`pick`, of packed items of so many bytes each."""
+        """Like :meth:`pick`, for packed items of ``each`` bytes."""
         return packed[: self.sinks * each] + packed[self.first * each : self.stop * each]
 
     def spread(self, items: Sequence[T]) -> list[T | None]:
-        """Items, one a block needed, at their places in the chain; None at the others."""
+        """Returns items, one per needed block, at their places in the chain; None at other places."""
         return [*items[: self.sinks], *[None] * (self.first - self.sinks), *items[self.sinks :]]
 
 
@@ -36,8 +36,8 @@ NOTHING: Final = Needed()
 
 @dataclass(slots=True, frozen=True)
 class Attention:
-    """``span``: how many last blocks of a sequence a sliding window covers, 0 = all; ``sinks``: how many first ones it
-    keeps besides. ``chained``: a block stands on the one before it, and is not there without."""
+    """``span``: number of last blocks of a sequence in a sliding window, 0 = all; ``sinks``: number of first blocks
+    that it keeps, too. ``chained``: a block needs the block before it, and is not stored without it."""
 
     span: int = 0
     sinks: int = 0
@@ -50,10 +50,10 @@ class Attention:
         return cls(span, sinks, chained=not flat and not span)
 
     def first_block(self, blocks: int) -> int:
-        """Where the window of a prefix of so many begins."""
+        """Returns the first block in the window of a prefix of ``blocks`` blocks."""
         return max(0, blocks - self.span) if self.span else 0
 
     def needs(self, blocks: int) -> Needed:
-        """What a prefix of so many blocks needs."""
+        """Returns the blocks that a prefix of ``blocks`` blocks needs."""
         first = self.first_block(blocks)
         return Needed(min(self.sinks, first), first, blocks)

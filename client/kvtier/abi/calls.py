@@ -1,16 +1,16 @@
-"""Unary calls over the attach socket: the same messages as over gRPC, for a tenth of the time.
+"""Unary calls over the attach socket: the same messages as over gRPC, in less time.
 
-Beside its JSON messages the socket carries calls, any number at a time, one packet each, little-endian::
+Besides JSON messages the socket carries calls, any number at a time, one packet each, little-endian::
 
     -> 1, number (u32), length of the method's path (u8), path, request     a call of the session
-    -> 2, number (u32)                                                      whoever called has given up
+    -> 2, number (u32)                                                      the caller has given up
     -> 3, number (u32), length of the path (u8), path, traceparent, request as 1, with 55 bytes of W3C Trace Context
     <- 1, number (u32), status (u8), reply                                  status 0
     <- 1, number (u32), status (u8), google.rpc.Status                      gRPC's number of the status
     <- 1, number (u32), 255                                                 the reply is too long for a packet
 
-A call that is too long for a packet goes over gRPC. So does one whose reply was too long, again: under its sequence
-number it is done once.
+A call that is too long for a packet goes over gRPC. A call whose reply was too long is repeated over gRPC: its sequence
+number prevents a second execution.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHORT_HEAD: Final = struct.Struct("<BI")
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """``path``: of the method, such as ``/kvtier.v1.Blocks/Match``. ``trace``: of the client's span, or empty."""
+    """``path``: of the method, like ``/kvtier.v1.Blocks/Match``. ``trace``: traceparent of the client, or empty."""
 
     number: int
     path: bytes
@@ -47,7 +47,7 @@ class GiveUp:
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """``body``: a reply where ``status`` is 0, else a google.rpc.Status."""
+    """``body``: a reply if ``status`` is 0, else a google.rpc.Status."""
 
     number: int
     status: int
@@ -55,12 +55,12 @@ class Answer:
 
 
 def is_call(packet: bytes) -> bool:
-    """Whether a packet is of a call, and not one of the JSON messages."""
+    """Returns whether a packet is of a call, not a JSON message."""
     return packet[0] in (_CALL, _GIVE_UP, _TRACED_CALL)
 
 
 def encode_call(number: int, path: bytes, request: bytes, trace: bytes = b"") -> bytes | None:
-    """None where it is too long for a packet."""
+    """Returns the packet of a call, or None if it would be too long."""
     packet = _HEAD.pack(_TRACED_CALL if trace else _CALL, number, len(path)) + path + trace + request
     return packet if len(packet) <= MAX_MESSAGE else None
 
@@ -70,13 +70,13 @@ def encode_give_up(number: int) -> bytes:
 
 
 def encode_answer(number: int, status: int, body: bytes) -> bytes:
-    """Says TOO_LONG where it is too long for a packet."""
+    """Returns the packet of an answer, with status TOO_LONG instead of a body that does not fit."""
     packet = _HEAD.pack(_CALL, number, status) + body
     return packet if len(packet) <= MAX_MESSAGE else _HEAD.pack(_CALL, number, TOO_LONG)
 
 
 def decode_request(packet: bytes) -> Call | GiveUp:
-    """The daemon's side. Raises :class:`AttachProtocolError`, reason BAD_MESSAGE."""
+    """Decodes a client's packet, for the daemon. Raises :class:`AttachProtocolError`, reason BAD_MESSAGE."""
     try:
         if packet[0] == _GIVE_UP:
             return GiveUp(_SHORT_HEAD.unpack(packet)[1])
@@ -89,7 +89,7 @@ def decode_request(packet: bytes) -> Call | GiveUp:
 
 
 def decode_answer(packet: bytes) -> Answer:
-    """The client's side. Raises :class:`AttachProtocolError`, reason BAD_MESSAGE."""
+    """Decodes the daemon's packet, for the client. Raises :class:`AttachProtocolError`, reason BAD_MESSAGE."""
     try:
         _, number, status = _HEAD.unpack_from(packet)
     except struct.error as error:

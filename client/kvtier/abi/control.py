@@ -1,4 +1,4 @@
-"""An arena's ``control`` segment: its header, and the records of what its slots hold.
+"""An arena's ``control`` segment: its header, and the records of its slots' contents.
 
 The header has 4096 bytes at offset 0. Integers are unsigned and little-endian, bytes not named are zero. Only the
 daemon writes::
@@ -29,8 +29,8 @@ by these records; only the daemon reads and writes them::
        0   32  key
       32   32  parent              zero if it has none
       64   32  event_hash          zero-padded
-      96  u64  generation          the even one for which the record holds
-     104  u64  deadline_ns         wall time at which its priority falls; 0 = its clock stands
+      96  u64  generation          the even generation for which the record is true
+     104  u64  deadline_ns         wall time at which its priority falls; 0 = the time does not run
      112  u64  order               rises with every slot that is written in the cache
      120  u32  duration_ms
      124  u8   flags               bit 0: it has a parent
@@ -41,8 +41,8 @@ by these records; only the daemon reads and writes them::
      144  u32  crc                 CRC-32 (zlib) of the 144 bytes before
      148  12   (zero)
 
-The daemon writes the record before the slot's generation becomes the one that the record names. It makes the generation
-odd before the slot's bytes change. So a record is true if its generation is even and is the slot's. If the daemon dies
+The daemon writes the record before it sets the slot's generation to the record's. The daemon makes the generation odd
+before the slot's bytes change. A record is true if its generation is even and equals the slot's. If the daemon dies
 while it writes a record, the sum or the generation is wrong.
 
 A new priority, duration or deadline is written over the record of a READY slot, in one copy, with the same generation
@@ -67,7 +67,7 @@ MAGIC: Final = b"KVTARENA"
 HEADER_BYTES: Final = 4096
 INDEX_SEED_BYTES: Final = 32
 MAX_SLOTS: Final = 2**31 - 1
-"""Of one group in one tier: slot numbers travel as u32."""
+"""Slots of one group in one tier: slot numbers travel as u32."""
 
 EVENT_EPOCH_OFFSET: Final = 4032
 LAST_EVENT_OFFSET: Final = 4040
@@ -83,7 +83,7 @@ Segment = NDArray[np.uint8]
 """A mapped segment: ``numpy.frombuffer(mapping, numpy.uint8)``."""
 
 Slots = tuple[int, int, int]
-"""Of a window group: on the device, host and disk tier."""
+"""Slots of a window group on the device, host and disk tier."""
 
 SLOT_RECORD_BYTES: Final = 160
 
@@ -133,7 +133,7 @@ class Shown(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ArenaIdentity:
-    """Whose segments these are; the process ``pid`` made them."""
+    """The cache and the daemon of the segments. The process ``pid`` made them."""
 
     fingerprint: bytes
     epoch: int
@@ -143,7 +143,7 @@ class ArenaIdentity:
 
 @dataclass(slots=True, frozen=True)
 class Header:
-    """What does not change while the arena lives. ``slots``: by window group."""
+    """The fields that do not change while the arena lives. ``slots``: by window group."""
 
     identity: ArenaIdentity
     slots: tuple[Slots, ...]
@@ -151,7 +151,7 @@ class Header:
     index_seed: bytes
 
     def write(self, control: Segment) -> None:
-        """Writes it into a zeroed segment. Each word of the seed becomes odd, as a multiplier that loses nothing."""
+        """Writes the header into a zeroed segment. Makes each word of the seed odd: a multiplier that loses no bits."""
         seed = bytes(byte | 1 if at % _WORD == 0 else byte for at, byte in enumerate(self.index_seed))
         counts = [count for group in self.slots for count in group]
         counts += [0] * (3 * MAX_GROUPS - len(counts))
@@ -163,16 +163,16 @@ class Header:
 
     @classmethod
     def read(cls, control: Segment, groups: int) -> Self:
-        """The header of the arena of a cache with so many window groups.
+        """Reads the header of a cache with ``groups`` window groups.
 
         Raises:
-            AbiError: the segment is not one of this ABI version, or its bytes are damaged.
+            AbiError: the segment is not of this ABI version, or its bytes are damaged.
         """
         if len(control) < HEADER_BYTES:
             raise AbiError("control", f"{len(control)} bytes", f"at least {HEADER_BYTES} bytes")
         fixed, (crc,) = bytes(control[: _FIXED.size]), _CRC.unpack_from(control.data, _FIXED.size)
         magic, version, indexed, fingerprint, epoch, boot, pid, seed, *counts = _FIXED.unpack(fixed)
-        # Magic and version first: no other field means anything before they are right.
+        # Magic and version first: other fields have a meaning only if these are right.
         if magic != MAGIC:
             raise AbiError("header.magic", magic, repr(MAGIC))
         if version != ABI_VERSION:
@@ -186,17 +186,17 @@ class Header:
 
 
 def write_state(control: Segment, state: ArenaState) -> None:
-    """For the daemon only."""
+    """Writes the arena's state. For the daemon only."""
     control[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = state
 
 
 def words_of(control: Segment) -> memoryview:
-    """The segment as u64, each read and written by one aligned access."""
+    """Returns the segment as u64, each read and written by one aligned access."""
     return control[: len(control) // _WORD * _WORD].data.cast("Q")
 
 
 def read_shown(words: memoryview) -> Shown:
-    """Reads from :func:`words_of` the segment. While the epoch changes, the event is 0: none is shown."""
+    """Reads the last shown event from :func:`words_of` the segment. While the epoch changes, the event is 0."""
     epoch = words[EVENT_EPOCH_OFFSET // _WORD]
     for _ in range(_TRIES):
         before, event = epoch, words[LAST_EVENT_OFFSET // _WORD]
@@ -207,7 +207,7 @@ def read_shown(words: memoryview) -> Shown:
 
 
 def write_shown(words: memoryview, shown: Shown) -> None:
-    """For the daemon only."""
+    """Writes the last shown event. For the daemon only."""
     if words[EVENT_EPOCH_OFFSET // _WORD] != shown.epoch:
         words[LAST_EVENT_OFFSET // _WORD] = 0
         words[EVENT_EPOCH_OFFSET // _WORD] = shown.epoch
@@ -215,17 +215,17 @@ def write_shown(words: memoryview, shown: Shown) -> None:
 
 
 def read_unindexed(words: memoryview) -> int:
-    """Blocks for which the key index has no place."""
+    """Returns the number of blocks for which the key index has no place."""
     return int(words[UNINDEXED_OFFSET // _WORD])
 
 
 def write_unindexed(words: memoryview, count: int) -> None:
-    """For the daemon only."""
+    """Writes the number of blocks for which the key index has no place. For the daemon only."""
     words[UNINDEXED_OFFSET // _WORD] = count
 
 
 class SlotRecord(NamedTuple):
-    """What a slot holds. Key and parent are 32 bytes; ``parent`` None: the block is a root."""
+    """The contents of a slot. Key and parent are 32 bytes; ``parent`` None: the block is a root."""
 
     key: bytes
     parent: bytes | None
@@ -238,7 +238,7 @@ class SlotRecord(NamedTuple):
     checksum: bytes
 
     def pack(self) -> bytes:
-        """The record without its last zeros."""
+        """Returns the record without its trailing zeros."""
         body = _BODY.pack(
             self.key,
             self.parent or b"",
@@ -256,14 +256,14 @@ class SlotRecord(NamedTuple):
 
 
 def order_of(records: memoryview, slot: int) -> int:
-    """The ``order`` in a slot's record. ``records``: ``SLOT_RECORD_BYTES`` a slot."""
+    """Returns the ``order`` in a slot's record. ``records``: ``SLOT_RECORD_BYTES`` per slot."""
     order: int = _ORDER.unpack_from(records, slot * SLOT_RECORD_BYTES)[0]
     return order
 
 
 @dataclass(slots=True, frozen=True)
 class SlotContents:
-    """What many slots hold: a column for each field of :class:`SlotRecord`."""
+    """The contents of many slots: a column for each field of :class:`SlotRecord`."""
 
     slots: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)

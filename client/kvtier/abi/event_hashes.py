@@ -1,23 +1,23 @@
-"""TensorRT-LLM's names for blocks, so that routers which know them can read kvtier's events.
+"""TensorRT-LLM's hashes of blocks, for routers that know blocks by these hashes.
 
-kvtier finds blocks by their keys alone (:mod:`kvtier.abi.keys`); these hashes only stand beside the keys in events.
-Packed they are big-endian: ``int.from_bytes(hash, "big")`` is the number that TensorRT-LLM shows.
+kvtier finds blocks by their keys alone (:mod:`kvtier.abi.keys`); the hashes stand beside the keys in events. Packed
+hashes are big-endian: ``int.from_bytes(hash, "big")`` is the number that TensorRT-LLM shows.
 
 ``v1_block_key`` (64 bits)
-    seed = number of tokens XOR parent * 0xbf58476d1ce4e5b9, the parent of a chain's first block being 0. Then each of
-    these is mixed into the seed: the salt's id (first block only), every token id and its extra id if the prompt has
-    any, the LoRA id, and for each item that covers the block its digest's eight words and the place in the item.
-    Arithmetic modulo 2^64, but a token's or word's own part is modulo 2^32.
+    seed = number of tokens XOR parent * 0xbf58476d1ce4e5b9; the parent of a chain's first block is 0. Then these values
+    are mixed into the seed: the salt's id (first block only), every token id and its extra id if the prompt has any,
+    the LoRA id, and for each item that covers the block its digest's eight words and the place in the item. Arithmetic
+    is modulo 2^64, but a token's or word's own part is modulo 2^32.
 ``v2_sha256`` (256 bits)
     root = SHA-256(u8 bit 0: LoRA, bit 1: salt ‖ the LoRA id and the salt's id, if present, u64 each); then
-    SHA-256(parent ‖ token ids, u32 each), little-endian. Of an item's tokens the first is hashed as the item's 32
-    bytes of digest, the n-th as the id ``vocab_size + n``.
+    SHA-256(parent ‖ token ids, u32 each), little-endian. The first token of an item is hashed as the item's 32 bytes
+    of digest, the n-th token as the id ``vocab_size + n``.
 ``v2_sha256_64`` (64 bits)
     The first eight bytes of ``v2_sha256``.
 
-The encodings are those of TensorRT-LLM in 2026 (``cpp/tensorrt_llm/batch_manager/blockKey.cpp``,
+The encodings are TensorRT-LLM's in 2026 (``cpp/tensorrt_llm/batch_manager/blockKey.cpp``,
 ``tensorrt_llm/runtime/kv_cache_hash.py`` and ``kv_cache_manager_v2/_block_radix_tree.py``), compared with the answers
-of those Python functions. Extra ids and items under ``v1_block_key`` exist in C++ only and are unverified.
+of these Python functions. Extra ids and items under ``v1_block_key`` exist in C++ only and are unverified.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def event_hashes(
     """The hashes of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x ``HASH_BYTES``.
 
     Args:
-        partial: the tokens that are left have a hash of their own.
+        partial: the remaining tokens get a hash of their own.
         salt_id: TensorRT-LLM's number for ``scope.salt``, as its ``get_cache_salt_id`` makes it.
         vocab_size: needed by the v2 algorithms if the scope has multimodal items.
 
     Raises:
         KeyChainError: for an unknown algorithm, a missing ``salt_id`` or ``vocab_size``, extra ids with a v2 algorithm,
-            and as :func:`kvtier.abi.keys.chain_keys` does.
+            and for the same reasons as :func:`kvtier.abi.keys.chain_keys`.
     """
     if algorithm not in HASH_BYTES:
         raise KeyChainError("event_hash", algorithm, " or ".join(HASH_BYTES))
@@ -126,7 +126,7 @@ def _item_parts(item: Covered) -> list[int]:
 
 
 def _parts32(values: NDArray[Any]) -> U64:
-    """What each 32-bit value adds when it is mixed in."""
+    """Returns the number that each 32-bit value adds when it is mixed in."""
     mixed = values.astype(np.uint32)
     for _ in range(2):
         mixed = ((mixed >> np.uint32(16)) ^ mixed) * np.uint32(0x45D9F3B)
@@ -135,7 +135,7 @@ def _parts32(values: NDArray[Any]) -> U64:
 
 
 def _parts64(values: U64) -> U64:
-    """What each 64-bit value adds when it is mixed in."""
+    """Returns the number that each 64-bit value adds when it is mixed in."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (mixed ^ (mixed >> np.uint64(31))) + np.uint64(_COMBINE)
@@ -158,7 +158,7 @@ def _v2(
 
 
 def _item_tokens(item: Covered, vocab_size: int | None) -> bytes:
-    """The digest for the item's first token, ids above the vocabulary for the others."""
+    """Returns the digest for the item's first token, and ids above the vocabulary for the others."""
     most = MAX_TOKEN_ID - item.offset - item.tokens
     first = require_int("vocab_size", vocab_size, 1, most, KeyChainError) + item.offset
     ids = np.arange(first, first + item.tokens, dtype="<u4")

@@ -1,4 +1,4 @@
-"""The key index: which blocks a cache has and where they are, in the ``control`` segment.
+"""The key index in the ``control`` segment: the blocks of a cache and their slots.
 
 Buckets of 512 bytes, 8 blocks in each::
 
@@ -29,19 +29,19 @@ The key and the window group give the two buckets and the tag. All arithmetic is
     second bucket = (h mod 2^32) * buckets >> 32
     tag           = (h ^ h >> 32) mod 2^32
 
-The seed is random, so that nobody can choose keys that all fall into one bucket. Its words are odd, so that no
+The seed is random, so that clients cannot choose keys that all fall into one bucket. Its words are odd, so that no
 multiplication loses a bit of a key.
 
-**Reading.** A reader reads the sequence, the bucket, and the sequence again. If the sequence was odd or has changed, it
-tries again. If that goes on for some 10 us, the block's place is *unsure*: ask the daemon. Compare all bytes of the
-key. An answer was true at one moment during the call. To use a slot without a lease, copy its bytes and then compare
-its generation with the entry's. A block that is not found may be written at this moment; it is *unsure* if
+**Reading.** A reader reads the sequence, the bucket, and the sequence again. If the sequence was odd or has changed,
+the reader tries again. After some 10 us of failed tries the block's place is *unsure*: ask the daemon. Compare all
+bytes of the key. An answer was true at one moment during the call. To use a slot without a lease, copy its bytes and
+then compare its generation with the entry's. A block that is not found may be written at this moment; it is *unsure* if
 ``unindexed`` is not 0.
 
 **Writing.** The daemon makes the sequence odd, writes the bytes, and makes the sequence even, by single aligned stores.
 Up to 32 buckets are odd at once, for some 2 us. x86-64 keeps the order of these loads and stores; on other machines
-there is no index. To remove a block the daemon clears its tier bits, a store of one byte, and leaves the sequence as it
-is.
+there is no index. To remove a block the daemon clears its tier bits, a store of one byte, and does not change the
+sequence.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ _BUCKET_WORDS: Final = BUCKET_BYTES // 8
 _BUCKET_LINES: Final = BUCKET_BYTES // ENTRIES_OFFSET
 
 _TRIES: Final = 100
-"""Some 10 us where a bucket stays odd: a daemon that has not been interrupted is done with its buckets by then."""
+"""Some 10 us if a bucket stays odd: a daemon that is not interrupted has written its buckets by then."""
 _FEW: Final = 12
-"""Below so many keys the overhead of numpy's calls is more than what they save."""
+"""Below this number of keys, numpy's calls cost more than they save."""
 _MANY: Final = 1024
 """Keys looked up at a time: their buckets stay in the processor's caches."""
 
@@ -92,7 +92,7 @@ Asked = TypeVar("Asked", bound="Presence")
 
 
 class Homes(NamedTuple):
-    """The buckets and tags of many keys. Buckets are signed like numpy's indices, five times as fast to look up."""
+    """The buckets and tags of many keys. Buckets are signed like numpy's indices, which makes lookups faster."""
 
     first: I64
     second: I64
@@ -124,8 +124,8 @@ class KeyMix:
         return high * self._buckets >> 32, low * self._buckets >> 32, low ^ high
 
     def many(self, keys: U64, group: int) -> Homes:
-        """The same for ``keys``, [n, 4]."""
-        words = keys.T.copy()  # numpy is several times as fast on long rows
+        """Like :meth:`one`, for ``keys``, [n, 4]."""
+        words = keys.T.copy()  # numpy is faster on long rows
         words *= self._seeds
         words ^= words >> _HALF
         words *= self._seeds
@@ -150,7 +150,7 @@ class KeyMix:
 
 
 class Entry(NamedTuple):
-    """Where a block is; ``residency``: its tier bits, 0 = absent. Slots and generations of other tiers are void."""
+    """The place of a block. ``residency``: its tier bits, 0 = absent. Slots and generations of other tiers are void."""
 
     residency: int = 0
     host_slot: int = 0
@@ -164,7 +164,7 @@ ABSENT: Final = Entry()
 
 @dataclass(slots=True, frozen=True)
 class Presence:
-    """Which of many blocks are there: the residency of each, 0 = absent; ``sure`` False: ask the daemon."""
+    """The residency of each of many blocks, 0 = absent; ``sure`` False: ask the daemon."""
 
     residency: NDArray[np.uint8]
     sure: NDArray[np.bool_]
@@ -176,7 +176,7 @@ class Presence:
 
 @dataclass(slots=True, frozen=True)
 class Found(Presence):
-    """Where many blocks are, as in :class:`Entry`, one element each."""
+    """The places of many blocks, as in :class:`Entry`, one element per block."""
 
     host_slots: NDArray[np.uint32]
     host_generations: U64
@@ -196,10 +196,10 @@ class Found(Presence):
 
 
 class Buckets:
-    """The index's memory in the shapes that it is read and written in. None of it is copied."""
+    """Views of the index's memory for reading and writing, without copies."""
 
     def __init__(self, layout: ArenaLayout, control: NDArray[np.uint8]) -> None:
-        """The arena has an index: ``layout.index_bytes`` is not 0."""
+        """The arena must have an index: ``layout.index_bytes`` is not 0."""
         self.count = layout.index_bytes // BUCKET_BYTES
         self.base = layout.index_offset
         self.bytes = control.data
@@ -212,7 +212,7 @@ class Buckets:
         self.groups: NDArray[np.uint16] = self._rows(control, "<u2", BUCKET_ENTRIES, GROUPS_OFFSET)
         self.tiers: NDArray[np.uint8] = self._rows(control, "u1", BUCKET_ENTRIES, TIERS_OFFSET)
         self.entries = self.whole[:, ENTRIES_OFFSET // 8 :].reshape(self.count, BUCKET_ENTRIES, ENTRY.size // 8)
-        # Items as a whole are gathered twice as fast as rows of words.
+        # numpy gathers whole items faster than rows of words.
         self.head_items: NDArray[np.void] = np.ndarray(
             self.count, f"V{ENTRIES_OFFSET}", control, self.base, BUCKET_BYTES
         )
@@ -230,10 +230,10 @@ class Buckets:
 
 
 class IndexReader:
-    """Looks blocks up in a mapped ``control`` segment. Many threads and processes may, and nobody notices them."""
+    """Looks blocks up in a mapped ``control`` segment, from any number of threads and processes, without writing."""
 
     def __init__(self, layout: ArenaLayout, control: NDArray[np.uint8]) -> None:
-        """The arena has an index: ``layout.index_bytes`` is not 0."""
+        """The arena must have an index: ``layout.index_bytes`` is not 0."""
         self._buckets = Buckets(layout, control)
         self._mix = self._buckets.mix
         self._bytes = self._buckets.bytes
@@ -252,7 +252,7 @@ class IndexReader:
         return read_shown(self._words)
 
     def entry(self, key: bytes, group: int, unindexed: int | None = None) -> Entry | None:
-        """Where the block is. None: unsure. ``unindexed``: the count before, if the caller has read it."""
+        """Returns the block's place; None: unsure. ``unindexed``: the count read before, if the caller has one."""
         if unindexed is None:
             unindexed = read_unindexed(self._words)
         first, second, tag = self._mix.one(key, group)
@@ -266,12 +266,12 @@ class IndexReader:
         return found
 
     def prefix_length(self, keys: bytes | memoryview, group: int) -> int | None:
-        """Counts the blocks of a declared chain that there are, from its first on, by bisection.
+        """Counts the present blocks of a declared chain, from its first block on, by bisection.
 
         Args:
-            keys: packed, each standing under the one before. In a full-attention group no block is there without its
-                ancestors.
-        Returns: None where the index cannot tell.
+            keys: packed, each block the child of the block before. In a full-attention group no block is present
+                without its ancestors.
+        Returns: None if the index is unsure.
         """
         present, absent, sure = 0, len(keys) // KEY_BYTES, True
         while present < absent:
@@ -284,11 +284,11 @@ class IndexReader:
         return present if sure else None
 
     def find(self, keys: bytes | memoryview, group: int) -> Found:
-        """Where many blocks are. ``keys``: packed."""
+        """Returns the places of many blocks. ``keys``: packed."""
         return self._find(Found, keys, group)
 
     def presence(self, keys: bytes | memoryview, group: int) -> Presence:
-        """Which of many blocks are there. ``keys``: packed."""
+        """Returns the residency of many blocks. ``keys``: packed."""
         return self._find(Presence, keys, group)
 
     def _find(self, asked: type[Asked], keys: bytes | memoryview, group: int) -> Asked:
@@ -314,7 +314,7 @@ class IndexReader:
         return found
 
     def _find_some(self, found: Presence, words: U64, group: int, start: int) -> list[int]:
-        """Looks for the keys from ``start`` on, in their second bucket only where they are not in the first.
+        """Looks for the keys from ``start`` on, in the second bucket only if a key is not in the first.
 
         Returns: rows whose bucket was being written.
         """
@@ -330,9 +330,9 @@ class IndexReader:
     def _probe_many(
         self, found: Presence, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int
     ) -> list[int]:
-        """Looks for each key in one bucket; ``rows``: where its answer goes. Returns those that were being written."""
+        """Looks for each key in one bucket. ``rows``: the rows of the answers. Returns rows that were being written."""
         starts = at * _BUCKET_WORDS
-        # What first touches a line of memory does nothing else: so many of these wait for memory at once.
+        # The first access to a line of memory does nothing else, so that many accesses wait for memory at once.
         before = self._whole[starts]
         heads = self._lines.take(at * _BUCKET_LINES)
         (hits,) = (heads.view("<u4").reshape(-1, 16)[:, _TAGS] == tags[:, None]).reshape(-1).nonzero()
@@ -342,7 +342,7 @@ class IndexReader:
         places = starts[some] + numbers * _ENTRY_WORDS
         its, wanted = self._keys[places], keys.view(_KEY).reshape(-1)[some]
         right = (groups == group) & (tiers != 0)
-        if its.tobytes() != wanted.tobytes():  # a tag is not a key
+        if its.tobytes() != wanted.tobytes():  # equal tags do not mean equal keys
             right &= (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
         to, words = rows[some], self._entry_words
         where = [word[places] for word in words] if isinstance(found, Found) else []
@@ -362,7 +362,7 @@ class IndexReader:
         return unstable
 
     def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> Entry | None:
-        """The block's entry in one bucket. None: the bucket does not stand still."""
+        """Returns the block's entry in one bucket; None: the bucket keeps changing."""
         start = self._base + bucket * BUCKET_BYTES
         word = start // 8
         words = self._words
@@ -390,7 +390,7 @@ _KEY: Final = np.dtype(f"V{KEY_BYTES}")
 _ONE: Final = np.uint64(1)
 _TAGS: Final = slice(TAGS_OFFSET // 4, TAGS_OFFSET // 4 + BUCKET_ENTRIES)
 
-# Arrays without dimensions: numpy is twice as fast with these as with its scalars.
+# Arrays without dimensions: numpy is faster with them than with its scalars.
 _HALF: Final = np.array(32, np.uint64)
 _LOW_U64: Final = np.array(_LOW, np.uint64)
 _FINAL_U64: Final = np.array(_FINAL, np.uint64)

@@ -9,21 +9,20 @@ Encoding, integers little-endian::
                    ‖ u8 has_salt ‖ u32 length ‖ salt in UTF-8
                    ‖ u32 0)
 
-The extension is empty for most blocks. One whose tokens have an extra id other than 0, or that an image or a sound
-covers in part, has::
+The extension is empty for most blocks. A block with an extra id other than 0, or with tokens of an image or a sound,
+has::
 
     extension = b"kvtier.block" ‖ u8 has_extra_ids ‖ the extra ids, u64 each, if it has
                 ‖ u32 number of items ‖ each: 32 bytes digest ‖ u64 place in the item of its first token in the block
-                                            ‖ u32 place in the block of that token ‖ u32 how many tokens it has here
+                                            ‖ u32 place in the block of this token ‖ u32 number of tokens in the block
 
-So blocks before an item are shared by prompts that differ only in it. A partial block, which has fewer tokens than a
-block has room for, ends the extension with::
+Prompts that differ only in an item share the blocks before it. A partial block, which has fewer tokens than a full
+block, ends the extension with::
 
     b"kvtier.partial" ‖ u32 number of tokens
 
-so no other block, longer or shorter, is hashed from the same bytes: their lengths modulo 4 and these last bytes differ.
-A root is never a block: it only separates
-scopes. Keys travel packed, 32 bytes each, without separator.
+No other block, longer or shorter, is hashed from the same bytes: the lengths modulo 4 and the last bytes differ. A root
+is never a block: it only separates scopes. Keys travel packed, 32 bytes each, without separator.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _PARTIAL: Final = b"kvtier.partial"
 
 
 class KeyChainError(FieldError):
-    """Tokens or a scope that name no blocks: ``field``, ``value``, ``limit``."""
+    """Invalid tokens or an invalid scope: ``field``, ``value``, ``limit``."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +65,7 @@ class MultimodalItem:
 
 @dataclass(slots=True, frozen=True)
 class Scope:
-    """What decides a block's bytes besides the tokens. Blocks of different adapters or salts never share a key.
+    """The inputs that decide a block's bytes besides the tokens. Blocks of different adapters or salts share no key.
 
     ``lora_id``: the adapter, 0 to 2^64-1. ``salt``: keeps tenants apart. ``multimodal``: the prompt's items in the
     order of their tokens, which do not overlap. Prompts share the blocks before the first item in which they differ.
@@ -82,7 +81,7 @@ PLAIN: Final = Scope()
 
 @dataclass(slots=True, frozen=True)
 class Covered:
-    """The part of an item that lies in a block: ``tokens`` of them, from ``offset`` in the item and ``position`` in the
+    """The part of an item that lies in a block: ``tokens`` tokens, from ``offset`` in the item and ``position`` in the
     block on."""
 
     digest: bytes
@@ -92,7 +91,7 @@ class Covered:
 
 
 def root(scope: Scope) -> bytes:
-    """The 32 bytes that stand as parent of a chain's first block. Raises :class:`KeyChainError`."""
+    """Returns the 32 bytes that stand as parent of a chain's first block. Raises :class:`KeyChainError`."""
     lora = 0 if scope.lora_id is None else require_int("scope.lora_id", scope.lora_id, 0, 2**64 - 1, KeyChainError)
     try:
         salt = b"" if scope.salt is None else scope.salt.encode()
@@ -113,13 +112,13 @@ def chain_keys(
     *,
     partial: bool = False,
 ) -> bytes:
-    """The keys of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x 32 bytes.
+    """Returns the keys of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x 32 bytes.
 
-    The keys of a prefix are a prefix of the keys. ``partial``: the tokens that are left have a key of their own.
+    The keys of a prefix are a prefix of the keys. ``partial``: the remaining tokens get a key of their own.
 
     Args:
         token_ids: integers from 0 to 2^32-1.
-        extra_ids: one a token, 0 to 2^64-1, for tokens whose id alone does not say what they stand for (virtual tokens
+        extra_ids: one per token, 0 to 2^64-1, for tokens whose id alone does not identify their content (virtual tokens
             of prompt tuning); 0 = none.
     Raises: :class:`KeyChainError`, which names the argument at fault.
     """
@@ -141,7 +140,10 @@ def chain_keys(
 
 
 def covered_blocks(scope: Scope, tokens: int, tokens_per_block: int) -> dict[int, list[Covered]]:
-    """What multimodal items cover of a prompt's first ``tokens`` tokens, by block. Raises :class:`KeyChainError`."""
+    """Returns the parts of multimodal items in a prompt's first ``tokens`` tokens, by block.
+
+    Raises :class:`KeyChainError`.
+    """
     found: dict[int, list[Covered]] = {}
     free = 0
     for number, item in enumerate(scope.multimodal):
@@ -165,7 +167,7 @@ def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
 
 
 def extra_id_array(extra_ids: TokenIds, tokens: int) -> NDArray[np.uint64]:
-    """Extra ids as one-dimensional little-endian u64, one a token. Raises :class:`KeyChainError`."""
+    """Extra ids as one-dimensional little-endian u64, one per token. Raises :class:`KeyChainError`."""
     ids = _as_unsigned("extra_ids", extra_ids, MAX_EXTRA_ID).astype("<u8")
     if len(ids) != tokens:
         raise KeyChainError("extra_ids", f"{len(ids)} ids", f"{tokens}, one a token")
@@ -175,7 +177,7 @@ def extra_id_array(extra_ids: TokenIds, tokens: int) -> NDArray[np.uint64]:
 def _extensions(
     tokens: int, counted: int, tokens_per_block: int, scope: Scope, extra_ids: TokenIds | None
 ) -> dict[int, bytes]:
-    """The extensions, by block. ``counted``: how many tokens are in blocks."""
+    """Returns the extensions by block. ``counted``: number of tokens in blocks."""
     covered = covered_blocks(scope, counted, tokens_per_block) if scope.multimodal else {}
     extra: dict[int, bytes] = {}
     if extra_ids is not None:
@@ -205,7 +207,7 @@ def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[
     if ids.size == 0:
         return np.empty(0, dtype=np.uint64)
     if ids.dtype.kind not in "iu":
-        # Floats, bools and integers too large for numpy, but also small integers beside some from 2^63 on.
+        # Floats, bools, integers too large for numpy, and small integers in one list with integers from 2^63 on.
         _refuse_first_bad(field, ids.tolist() if isinstance(values, np.ndarray) else values, most)
         return np.array(values, dtype=np.uint64)
     if (ids.dtype.kind == "i" and ids.min() < 0) or ids.max() > most:

@@ -1,8 +1,8 @@
-"""Where everything is in an arena: a function of the cache's specification, its slots, and whether it has a key index.
+"""The layout of an arena, computed from the cache's specification, its slots, and whether it has a key index.
 
-An arena is up to three sealed memory segments. ``control`` has what is known of the slots, ``host`` and ``device`` have
-the slots. Sizes never change. In each segment, parts follow each other in this order, each at the next multiple of its
-alignment; what is empty takes no place::
+An arena is up to three sealed memory segments. ``control`` describes the slots, ``host`` and ``device`` have the slots.
+Sizes never change. In each segment, parts follow each other in this order, each at the next multiple of its alignment;
+empty parts take no place::
 
     control   the header                                4096 bytes: kvtier.abi.control
               by group:                                 each 64-byte aligned
@@ -17,17 +17,16 @@ A host slot is one record: the block's part in each pool, padded to 4096 bytes, 
 same index in every pool; its part there is padded to 4096 bytes. The control segment's size is padded to 4096 bytes.
 The key index has 1.5 places for every slot of all tiers, in whole buckets of 8 places and 512 bytes.
 
-**Generations.** One u64 a slot, changed by single aligned 8-byte stores, that only ever rises. It is even exactly
-while the slot's bytes are READY, odd while they are being written or mean nothing. A fresh segment starts at
+**Generations.** One u64 per slot, changed by single aligned 8-byte stores, which only rises. It is even exactly while
+the slot's bytes are READY, odd while they are being written or are meaningless. A fresh segment starts at
 ``(boot << 32) + 1``, so that no two segments of a cache share a value. To use bytes without a lease: read the
-generation (odd: a miss), use the bytes, read it again; a change is a miss and what was read is void. This order of
-loads and stores holds by itself on x86-64; other processors need a barrier on either side of the copy.
+generation (odd: a miss), use the bytes, read it again; a change is a miss, and the bytes are void. x86-64 keeps this
+order of loads and stores; other processors need a barrier before and after the copy.
 
-**Owners.** One u64 a slot: the id of the session that leases it, to write or, the last of several, to read; 0 = nobody,
-2^64 - 1 = several to write.
-A restarted daemon reads them.
+**Owners.** One u64 per slot: the id of the session that leases it to write, or of the last session that leases it to
+read; 0 = no session, 2^64 - 1 = several sessions to write. A restarted daemon reads the owners.
 
-**Records.** What each slot holds, for a restarted daemon. Clients find blocks by the key index or ask the daemon.
+**Records.** The contents of each slot, for a restarted daemon. Clients find blocks by the key index or ask the daemon.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MEMORY_TIERS: Final = (DEVICE, HOST)
 
 BUCKET_BYTES: Final = 512
 BUCKET_ENTRIES: Final = 8
-"""Of the key index: places of a bucket."""
+"""Places in a bucket of the key index."""
 INDEXES_HERE: Final = platform.machine() in ("x86_64", "AMD64")
 """Whether this machine's processor keeps loads and stores in the order that the key index relies on."""
 
@@ -61,18 +60,18 @@ _WORD: Final = 8
 
 
 def first_generation(boot: int) -> int:
-    """Where the generations of a fresh segment start: odd, and above all that earlier boots gave out."""
+    """Returns the first generation of a fresh segment: odd, and above all generations of earlier boots."""
     return (boot << 32) + 1
 
 
 def is_ready(generation: int) -> bool:
-    """Whether a slot with this generation holds a block's bytes."""
+    """Returns whether a slot with this generation holds a block's bytes."""
     return generation % 2 == 0
 
 
 @dataclass(slots=True, frozen=True)
 class PoolLayout:
-    """One pool of a group. ``record_offset`` is inside a host slot, ``device_offset`` inside the device segment."""
+    """A pool of a group. ``record_offset`` is inside a host slot, ``device_offset`` inside the device segment."""
 
     block_bytes: int
     padded_bytes: int
@@ -82,7 +81,7 @@ class PoolLayout:
 
 @dataclass(slots=True, frozen=True)
 class GroupLayout:
-    """One window group. Tuples by tier have device first; ``slots`` counts the disk's too."""
+    """A window group. Tuples by tier have device first; ``slots`` counts the disk's too."""
 
     slots: Slots
     record_bytes: int
@@ -95,7 +94,7 @@ class GroupLayout:
 
 @dataclass(slots=True, frozen=True)
 class ArenaLayout:
-    """Where everything is in a cache's segments."""
+    """The layout of a cache's segments."""
 
     groups: tuple[GroupLayout, ...]
     index_offset: int
@@ -130,7 +129,7 @@ class ArenaLayout:
 
     @classmethod
     def read(cls, control: Segment, spec: CacheSpec) -> Self:
-        """The layout of an arena of a cache with this specification, from its control segment.
+        """Reads the layout of a cache with this specification from its control segment.
 
         Raises:
             AbiError: the segment is damaged, of another specification, or shorter than its slots need.
@@ -174,29 +173,29 @@ class ArenaLayout:
         return _rows(data, place.slots[HOST], place.record_bytes, place.record_bytes, place.host_offset)
 
     def generations(self, control: Segment, tier: int, group: int) -> NDArray[np.uint64]:
-        """The generations of a group's slots in a memory tier: a view, writable where the segment is."""
+        """The generations of a group's slots in a memory tier: a view, writable if the segment is."""
         place = self.groups[group]
         return np.frombuffer(control, dtype="<u8", count=place.slots[tier], offset=place.generations[tier])
 
     def owners(self, control: Segment, tier: int, group: int) -> NDArray[np.uint64]:
-        """The owners of a group's slots in a memory tier, likewise."""
+        """The owners of a group's slots in a memory tier: a view, writable if the segment is."""
         place = self.groups[group]
         return np.frombuffer(control, dtype="<u8", count=place.slots[tier], offset=place.owners[tier])
 
     def slot_records(self, control: Segment, tier: int, group: int) -> NDArray[np.uint8]:
-        """The records of a group's slots in a memory tier, [slots, ``SLOT_RECORD_BYTES``], likewise."""
+        """The records of a group's slots in a memory tier, [slots, ``SLOT_RECORD_BYTES``], as a view."""
         place = self.groups[group]
         return _rows(control, place.slots[tier], SLOT_RECORD_BYTES, SLOT_RECORD_BYTES, place.records[tier])
 
 
 class _End:
-    """The end of what is laid out of a segment so far."""
+    """The end of the parts that are laid out in a segment so far."""
 
     def __init__(self, end: int = 0) -> None:
         self.end = end
 
     def take(self, size: int, alignment: int) -> int:
-        """The place of the next part; 0 for an empty one."""
+        """Returns the offset of the next part; 0 for an empty part."""
         if not size:
             return 0
         start = -(-self.end // alignment) * alignment

@@ -1,6 +1,6 @@
-"""Memory mapped so that huge pages fit, and with its pages there before they are asked for.
+"""Maps memory so that huge pages fit, and allocates its pages before their first use.
 
-A page fault costs as much as to copy five pages. A huge page has one fault for 512 pages.
+A page fault costs as much as the copy of several pages. A huge page has one fault for 512 pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def mapped(fd: int, size: int, *, write: bool) -> Bytes:
-    """The first ``size`` bytes of a file, shared, from a multiple of :data:`HUGE_PAGE` on.
+    """Maps the first ``size`` bytes of a file, shared, at a multiple of :data:`HUGE_PAGE`.
 
     Returns: an array whose ``base`` is the mapping, which ends with the last array over it.
     Raises: :class:`OSError`.
@@ -47,17 +47,17 @@ def mapped(fd: int, size: int, *, write: bool) -> Bytes:
     if _libc.mmap(array.ctypes.data, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != array.ctypes.data:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     if write:
-        place.madvise(mmap.MADV_DONTFORK)  # the slots are this process's: a child writes into others' once it is gone
+        place.madvise(mmap.MADV_DONTFORK)  # a child may outlive this process, whose slots go to others
         _unforked.add(place)
     return array
 
 
 _unforked: Final[WeakSet[mmap.mmap]] = WeakSet()
-"""Writable mappings, which a forked child does not have."""
+"""Writable mappings, which a forked child does not inherit."""
 
 
 def _bar_the_gaps() -> None:
-    """In a forked child: nothing else is mapped where views of its parent's slots point, and unmapped with them."""
+    """Reserves, in a forked child, the addresses of its parent's slots: inherited views point there, and unmap them."""
     for place in list(_unforked):
         start = np.frombuffer(place, np.uint8).ctypes.data
         _libc.mmap(start, len(place), _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)
@@ -67,12 +67,12 @@ os.register_at_fork(after_in_child=_bar_the_gaps)
 
 
 def allocate(fd: int, array: Bytes, start: int) -> None:
-    """Makes the pages of ``array``, which maps a memfd from ``start`` on: huge ones as far as the kernel has them.
+    """Allocates the pages of ``array``, which maps a memfd from ``start`` on: huge pages as far as the kernel has them.
 
-    Raises: :class:`OSError` where memory is short.
+    Raises: :class:`OSError` if memory is short.
     """
-    # The kernel makes a huge page of whatever pages there are, if at least one is: whether or not huge pages are on for
-    # shared memory, unless they are denied. What it refuses stays small pages.
+    # The kernel makes a huge page from a range with at least one page, even if huge pages are off for shared memory,
+    # unless they are denied. A range that the kernel refuses keeps small pages.
     for place in range(start, start + len(array) - HUGE_PAGE + 1, HUGE_PAGE):
         os.posix_fallocate(fd, place, mmap.PAGESIZE)
     _libc.madvise(array.ctypes.data, len(array), _COLLAPSE)
@@ -80,10 +80,10 @@ def allocate(fd: int, array: Bytes, start: int) -> None:
 
 
 def touch(array: ref[Bytes]) -> None:
-    """Maps every page, so that no copy pays for it, until the array is gone. For a thread; it may be in use meanwhile.
+    """Maps every page, so that no copy pays for it, until the array is gone. For a thread, beside users of the array.
 
-    To read a byte a page suffices, also for later writes, and cannot undo one. numpy lets go of the interpreter's lock
-    in each of the bounded pieces.
+    One read byte per page suffices, also for later writes, and changes nothing. numpy releases the interpreter lock in
+    each of the bounded pieces.
     """
     start = 0
     while (whole := array()) is not None and start < len(whole):
@@ -93,12 +93,12 @@ def touch(array: ref[Bytes]) -> None:
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
-    """An array like :func:`numpy.empty`, page-aligned and with its pages there: the first copy into it is as fast as
-    any later one.
+    """Returns an array like :func:`numpy.empty`, page-aligned and with its pages allocated: the first copy into it is
+    as fast as later copies.
 
     Args:
         shape: elements along each axis.
-    Raises: :class:`OSError` where memory is short.
+    Raises: :class:`OSError` if memory is short.
     """
     count, kind = math.prod(np.atleast_1d(shape).tolist()), np.dtype(dtype)
     mapping = mmap.mmap(-1, max(1, count * kind.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -3,7 +3,7 @@
 Fingerprint: SHA-256 over, without padding, integers little-endian::
 
     16 bytes  b"kvtier.cachespec"
-    u32       version: 1 if every pool has the cache's dtype, else 2; 3 where the specification has what only 3 encodes
+    u32       version: 1 if every pool has the cache's dtype, else 2; 3 if the specification has fields of version 3
     u32 + n   length of the model name in UTF-8, the name
     u32 + n   length of the dtype name, the name
     u32 x 4   tokens_per_block, rank, world_size, number of groups
@@ -13,7 +13,7 @@ Fingerprint: SHA-256 over, without padding, integers little-endian::
               in versions 2 and 3 also u32 + n, length of the pool's dtype name, the name; in 3 also u64 block_bytes
     version 3 ends with the identity: u32 number of pairs; by name, u32 + n and the name, u32 + n and the value
 
-Two caches may exchange bytes only if their fingerprints are equal. A specification has one fingerprint for ever.
+Two caches may exchange bytes only if their fingerprints are equal. The fingerprint of a specification never changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 from kvtier.abi.attention import Attention
 
 PAGE: Final = 4096
-"""Alignment of every part on host and disk: what direct I/O asks of addresses, offsets and lengths."""
+"""Alignment of every part on host and disk: direct I/O requires it of addresses, offsets and lengths."""
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "float16": 2,
@@ -44,7 +44,7 @@ MAX_BLOCK_BYTES: Final = 1 << 30
 
 MAX_GROUPS: Final = 16
 MAX_POOLS: Final = 64
-"""Of one window group."""
+"""Pools of one window group."""
 
 _ONE_DTYPE: Final = 1
 _DTYPE_A_POOL: Final = 2
@@ -101,11 +101,11 @@ def padded(nbytes: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class PoolSpec:
-    """What the layers of one KV-head configuration keep of a token, or an extra of it, such as block scales.
+    """The data that the layers of one KV-head configuration keep of a token, or extra data like block scales.
 
-    ``kv_factor`` 2 = keys and values, 1 = keys only (MLA). ``dtype`` "" = the cache's. Of 4-bit KV the data are a pool
-    of uint8 with half the head size, and their scales a pool of float8_e4m3 with a sixteenth.
-    ``block_bytes``: of an opaque pool, whose other fields are zero.
+    ``kv_factor`` 2 = keys and values, 1 = keys only (MLA). ``dtype`` "" = the cache's. 4-bit KV has a pool of uint8
+    with half the head size for the data, and a pool of float8_e4m3 with a sixteenth of it for the scales.
+    ``block_bytes``: bytes of a block in an opaque pool, whose other fields are zero.
     """
 
     layers: int
@@ -117,7 +117,7 @@ class PoolSpec:
 
     @classmethod
     def opaque(cls, block_bytes: int) -> Self:
-        """``block_bytes`` of every block, whose meaning is the engine's: :attr:`CacheSpec.identity` names it."""
+        """Returns a pool of ``block_bytes`` per block. The engine defines the bytes: see :attr:`CacheSpec.identity`."""
         return cls(0, 0, 0, 0, block_bytes=block_bytes)
 
 
@@ -125,8 +125,8 @@ class PoolSpec:
 class WindowGroupSpec:
     """Pools whose blocks come and go together. ``window_tokens`` 0 = full attention, else a sliding window.
 
-    ``flat``: its keys form no chains; each block is stored, found and evicted by itself. ``sink_tokens``: so many first
-    tokens of a sequence stay in a sliding window.
+    ``flat``: its keys form no chains; each block is stored, found and evicted by itself. ``sink_tokens``: number of
+    first tokens of a sequence that stay in a sliding window.
     """
 
     window_tokens: int = 0
@@ -136,15 +136,16 @@ class WindowGroupSpec:
 
     @property
     def opaque(self) -> bool:
-        """Its blocks are an engine's pages, each of which may be where the next sequence goes on."""
+        """Whether the blocks are an engine's pages. A later sequence may continue after any page."""
         return all(pool.block_bytes for pool in self.pools)
 
 
 @dataclass(slots=True, frozen=True)
 class CacheSpec:
-    """What a cache's bytes mean. Sizes and fingerprint are defined for specifications that pass :meth:`validate`.
+    """The meaning of a cache's bytes. Sizes and fingerprint are defined for specifications that pass :meth:`validate`.
 
-    ``identity``: whatever else two caches must agree on to exchange bytes, by name: layout, attention backend, engine.
+    ``identity``: other properties that two caches must share to exchange bytes, by name: layout, attention backend,
+    engine.
     """
 
     model: str
@@ -166,7 +167,7 @@ class CacheSpec:
         head_size: int,
         kv_factor: int = 2,
     ) -> Self:
-        """One full-attention group with one pool, validated."""
+        """Returns a validated specification of one full-attention group with one pool."""
         pool = PoolSpec(layers=layers, kv_heads=kv_heads, head_size=head_size, kv_factor=kv_factor)
         spec = cls(model, dtype, tokens_per_block, groups=(WindowGroupSpec(pools=(pool,)),))
         spec.validate()
@@ -223,7 +224,7 @@ class CacheSpec:
         return sum(self.pool_bytes(group, pool) for pool in range(len(self.groups[group].pools)))
 
     def attention(self, group: int) -> Attention:
-        """What the group needs of a sequence, in blocks."""
+        """Returns the window and the sinks of a group, in blocks."""
         shape = self.groups[group]
         return Attention.of(self.tokens_per_block, shape.window_tokens, shape.sink_tokens, flat=shape.flat)
 
@@ -271,7 +272,7 @@ class CacheSpec:
 
     @classmethod
     def of(cls, message: Any) -> Self:
-        """The specification in a message of the same fields, not yet validated."""
+        """Returns the specification in a message of the same fields, not yet validated."""
         groups = (
             WindowGroupSpec(
                 group.window_tokens,
@@ -289,7 +290,7 @@ class CacheSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The validated specification. Raises :class:`SpecError` for unknown, missing or wrong fields."""
+        """Returns the validated specification. Raises :class:`SpecError` for unknown, missing or wrong fields."""
         try:
             groups = tuple(
                 WindowGroupSpec(**{**group, "pools": tuple(PoolSpec(**pool) for pool in group["pools"])})

@@ -1,6 +1,6 @@
-"""How the bytes of blocks travel in a stream: one block after another, cut into chunks anywhere.
+"""The bytes of blocks in a stream: one block after another, cut into chunks at any byte.
 
-The rules stand in ``proto/kvtier/v1/transfer.proto``. Sender and receiver follow the same :class:`Progress`.
+The rules are in ``proto/kvtier/v1/transfer.proto``. Sender and receiver use the same :class:`Progress`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Final, NamedTuple
 from kvtier.abi.spec import FieldError
 
 MAX_CHUNK_BYTES: Final = 1 << 20
-"""In one message: well under gRPC's default limit of 4 MiB, and copied in a fraction of a millisecond."""
+"""Bytes in one message: well under gRPC's default limit of 4 MiB, and copied in a fraction of a millisecond."""
 
 CHECKSUM_BYTES: Final = 16
 """xxh3-128, big-endian."""
 
 GO_AHEAD_KEY: Final = "kvtier-go-ahead"
-"""In the initial metadata of an upload: its slots are there, its bytes may come."""
+"""Key in the initial metadata of an upload: the slots are reserved, the client may send the bytes."""
 
 
 class StreamError(FieldError):
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Progress:
-    """Where a transfer of ``blocks`` blocks of ``block_bytes`` bytes stands."""
+    """The position in a transfer of ``blocks`` blocks of ``block_bytes`` bytes."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -55,14 +55,14 @@ class Progress:
         return self._position % self._block_bytes
 
     def take(self, nbytes: int = MAX_CHUNK_BYTES) -> list[Span]:
-        """The next ``nbytes`` bytes, or what is left, by block."""
+        """Advances over the next ``nbytes`` bytes, or all bytes left. Returns them by block."""
         stop = min(self._position + nbytes, self._total)
         spans = list(self._spans(self._position, stop))
         self._position = stop
         return spans
 
     def accept(self, block: int, offset: int, nbytes: int) -> list[Span]:
-        """A chunk that came. Raises :class:`StreamError` where it is not what must come next."""
+        """Advances over a received chunk. Raises :class:`StreamError` if it is not the next part."""
         if not 1 <= nbytes <= MAX_CHUNK_BYTES:
             raise StreamError("bytes.data", f"{nbytes} bytes", f"1 to {MAX_CHUNK_BYTES} bytes")
         if self.finished:
@@ -77,7 +77,7 @@ class Progress:
         return self.take(nbytes)
 
     def require_finished(self) -> None:
-        """At the end of the stream. Raises :class:`StreamError` where bytes are missing, and says of which block."""
+        """Checks the end of the stream. Raises :class:`StreamError` if bytes are missing, and names their block."""
         if not self.finished:
             raise StreamError("bytes", f"ended at byte {self.offset} of block {self.block}", "all bytes of all blocks")
 

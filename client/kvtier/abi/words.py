@@ -1,4 +1,4 @@
-"""The words of the wire: tiers, causes, types of events, results. Values are the wire's unless said otherwise."""
+"""The enumerations of the wire: tiers, causes, event types, results. Values are the wire's unless noted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _NAMES: Final[tuple[str, ...]] = ("device", "host", "disk", "remote")
 
 
 class Tier(IntEnum):
-    """Where bytes live, the fastest first. The value is TensorRT-LLM's cache level, one less than the wire's."""
+    """Tiers, the fastest first. The value is TensorRT-LLM's cache level, one less than the wire's."""
 
     DEVICE = 0
     HOST = 1
     DISK = 2
     REMOTE = 3
-    """A store beyond the host. No residency set names it: what is there is known only by asking."""
+    """A remote store. No residency set contains it, since its contents are known only by asking."""
 
     @property
     def bit(self) -> int:
@@ -27,15 +27,15 @@ class Tier(IntEnum):
         return _NAMES[self]
 
     __hash__ = int.__hash__
-    """An enum's own is a Python call, and tiers are in the keys of tables that every block's every step looks into."""
+    """Faster than the hash of an enum, which is a Python call: tiers are in the keys of hot tables."""
 
 
 TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-"""Those of a host, which have slots."""
+"""The tiers of a host, which have slots."""
 
 
 class Cause(IntEnum):
-    """Why a residency, a priority or an existence changed."""
+    """The cause of a change of residency, priority or existence."""
 
     COMMIT = 1
     WRITE_THROUGH = 2
@@ -54,14 +54,14 @@ class Cause(IntEnum):
     SHUTDOWN = 15
     RECOVERED = 16
     REMOTE = 17
-    """A block went to, or came from, a store beyond the host."""
+    """A block went to, or came from, a remote store."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class EventType(IntEnum):
-    """What happened to blocks. ``str()`` gives TensorRT-LLM's name for it."""
+    """The type of an event. ``str()`` gives TensorRT-LLM's name for it."""
 
     CREATED = 1
     STORED = 2
@@ -74,7 +74,7 @@ class EventType(IntEnum):
 
 
 class BlockResult(IntEnum):
-    """One block's answer inside a call that was accepted as a whole."""
+    """The result for one block in a call that was accepted as a whole."""
 
     OK = 0
     EXISTS = 1
@@ -84,7 +84,7 @@ class BlockResult(IntEnum):
     NOT_FOUND = 3
     """move, drop: the key is not indexed."""
     HELD = 4
-    """drop: it, or a block below it, is leased or pinned."""
+    """drop: the block, or a block below it, is leased or pinned."""
     NO_ROOM = 5
     """move: the tier could not make room, or not before the deadline; a copy that has begun goes on."""
     FAILED = 6
@@ -92,11 +92,11 @@ class BlockResult(IntEnum):
     PARENT_CONFLICT = 7
     """commit: an equal key is indexed under another parent; the slot stays blank and leased."""
     NOT_READY = 8
-    """pin: it has no READY copy in the tier."""
+    """pin: the block has no READY copy in the tier."""
     OVER_CAP = 9
     """pin: too many slots of the tier are pinned."""
     NOT_PINNED = 10
-    """unpin: nobody pinned it in the tier."""
+    """unpin: the block has no pin in the tier."""
 
     def __str__(self) -> str:
         return self.name.lower()

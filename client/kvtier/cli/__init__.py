@@ -1,7 +1,7 @@
 """The ``kvtier`` command.
 
-Exit status, of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = the command
-line makes no sense. `explain` and `watch` have more: see there.
+Exit status of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = usage error.
+`explain` and `watch` have more codes: see their help.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MODULES: Final[Mapping[str, str]] = {
     "unpin": "blocks",
     "watch": "watch",
 }
-"""Of this package: where each command is, under its own name."""
+"""Maps each command to its module in this package."""
 
 
 class _Commands(Group):
-    """Imports a command when it is asked for: `kvtier status` does not wait for what `kvtier bench` needs."""
+    """Imports a command on first use: `kvtier status` does not wait for the imports of `kvtier bench`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -52,7 +52,7 @@ class _Commands(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _MODULES:
             return None
-        # gRPC's own lines on standard error, dozens of a connection that is refused: what they mean is in our message.
+        # gRPC logs dozens of lines on standard error for a refused connection. Our message says the same.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         command: click.Command = getattr(import_module(f"kvtier.cli.{_MODULES[cmd_name]}"), cmd_name.replace("-", "_"))
         return command
@@ -66,8 +66,8 @@ class _Commands(Group):
 @connection_options
 @click.version_option(package_name="kvtier")
 def main() -> None:
-    """Look at a kvtier daemon, follow what it does, step in by hand, and put it under real load.
+    """Look at a kvtier daemon, follow its events, step in by hand, and put it under real load.
 
     Exit status: 0 done; 1 refused, failed, partly done, or no daemon answers; 2 usage error. `kvtier watch` and
-    `kvtier explain` have more: see their help.
+    `kvtier explain` have more codes: see their help.
     """

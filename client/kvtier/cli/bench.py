@@ -41,13 +41,13 @@ _DISK_DIR: Final = click.option(
 def bench() -> None:
     """Compare kvtier with plain memcpy and the raw disk.
 
-    Every figure is the median of rounds in a private daemon. Its floor, the same work without kvtier, is measured in
-    turn with it; the ratio is value / floor. Of a rate more is better, of a time or a size less.
+    Every figure is the median of rounds in a private daemon. The floor is the same work without kvtier, measured in
+    alternating rounds; the ratio is value / floor. More is better for a rate, less for a time or a size.
     """
 
 
 def tell(results: AsyncIterator[Result], form: str) -> None:
-    """Measures, and prints all figures at the end."""
+    """Runs the measurements, and prints all figures at the end."""
 
     async def collect() -> list[Result]:
         return [result async for result in results]
@@ -73,7 +73,7 @@ def _table(results: list[Result]) -> Table:
 
 
 def _figure(number: float) -> str:
-    """Four digits or more, without an exponent."""
+    """Formats a number to four significant digits, or to a whole number from 1000 up."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
@@ -90,7 +90,7 @@ def _shown(name: str, value: Any) -> str:
 def client(block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
     """Fill, store, get and look up blocks of host memory.
 
-    64 blocks are stored and read, and one by itself; the prefix looked up has 8,192 keys.
+    Calls store and read 64 blocks, or one block; the prefix looked up has 8,192 keys.
     """
     tell(host.client(block_bytes, rounds, keys=8192), form)
 
@@ -101,7 +101,7 @@ def client(block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
 @_DISK_DIR
 @_OUTPUT
 def tiers(block_bytes: tuple[int, ...], rounds: int, disk_dir: Path | None, form: str) -> None:
-    """Move 64 blocks between host and disk. The disk tier has 2 GiB: a smaller one would measure the disk's caches."""
+    """Move 64 blocks between host and disk. The disk tier has 2 GiB: a smaller tier would measure the disk's caches."""
     tell(host.tiers(block_bytes, rounds, 2 << 30, disk_dir), form)
 
 
@@ -120,7 +120,7 @@ def events(rounds: int, form: str) -> None:
 def scale(rounds: int, disk_dir: Path | None, form: str) -> None:
     """Measure many blocks: memory, calls and a restart.
 
-    A block of 4 KiB among 10^4 and 10^6, and a restart with 10^5. Takes 5 GiB of memory.
+    Blocks have 4 KiB. Calls run among 10^4 and 10^6 blocks, a restart with 10^5. Takes 5 GiB of memory.
     """
     tell(host.scale((10_000, 1_000_000), rounds, 100_000, disk_dir), form)
 
@@ -130,7 +130,7 @@ def scale(rounds: int, disk_dir: Path | None, form: str) -> None:
 @_ROUNDS
 @_OUTPUT
 def gpu(device: str, rounds: int, form: str) -> None:
-    """Move blocks between a GPU and host memory. Wants CUDA's bindings (kvtier[cuda])."""
+    """Move blocks between a GPU and host memory. Needs CUDA's bindings (kvtier[cuda])."""
     tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
 
 
@@ -152,7 +152,7 @@ def gpu(device: str, rounds: int, form: str) -> None:
 @_ROUNDS
 @_OUTPUT
 def engine(blocks: int, rounds: int, form: str, **shape: Any) -> None:
-    """Time an engine's scheduler and worker. A step, saves and loads, and the prefix from which on a load wins."""
+    """Time an engine's scheduler and worker. Measures a step, saves, loads, and the shortest prefix worth a load."""
 
     async def results() -> AsyncIterator[Result]:
         async for result in engine_bench.steps(blocks, rounds):

@@ -1,4 +1,4 @@
-"""Blocks by hand: ``kvtier blocks``, ``move``, ``drop`` and ``unpin``, and what a KEY is on the command line."""
+"""``kvtier blocks``, ``move``, ``drop`` and ``unpin``, and block keys on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.types import TIERS, BlockResult, Tier, tiers_of
 from kvtier.wire import ListedBlock
 
 PIECE: Final = 256
-"""Keys of one call: each of them gets its slots in one step, so a piece must be small beside any tier worth having."""
+"""Keys per call. A call takes all its slots in one step, so a piece must be much smaller than any realistic tier."""
 
 
 class KeyType(click.ParamType[bytes]):
@@ -44,9 +44,9 @@ class KeyType(click.ParamType[bytes]):
 
 
 async def whole_key(client: AsyncClient, cache: str, key: bytes) -> bytes:
-    """The one key of a block of ``cache`` that begins with ``key``. A whole key is not looked for.
+    """Completes ``key`` to the key of a block of ``cache`` that begins with it. A whole key is returned unchecked.
 
-    Raises: :class:`NotFound`, and :class:`click.ClickException` where several begin so.
+    Raises: :class:`NotFound`, or :class:`click.ClickException` if several keys begin with ``key``.
     """
     if len(key) == KEY_BYTES:
         return key
@@ -60,7 +60,7 @@ async def whole_key(client: AsyncClient, cache: str, key: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of blocks that were asked for. ``besides``: what else the verb says, such as subtrees dropped."""
+    """The results of a verb, block by block. ``besides``: further counts, for example ``dropped``."""
 
     verb: str
     cache: str
@@ -96,7 +96,7 @@ class Outcome:
         return "\n".join([*lines, *(f"  {key.hex()}  {result}" for key, result in self.not_done)])
 
     def tell(self, form: str) -> None:
-        """Prints it; exit status 1 where any block was refused."""
+        """Prints the outcome, and ends the command with status 1 if any block was refused."""
         show(form, self.to_json(), self.in_words())
         if self.not_done:
             raise SystemExit(1)
@@ -122,8 +122,8 @@ def move(
 ) -> None:
     """Make blocks ready in a tier (device, host or disk).
 
-    Up is a prefetch; down is a demotion, which frees the copies above. A KEY is 64 hexadecimal digits, or the first 8
-    or more. Exit status 1 where any block could not be moved.
+    A move up is a prefetch; a move down is a demotion, which frees the copies above. A KEY is 64 hexadecimal digits, or
+    the first 8 or more. Exit status 1 if any block could not be moved.
     """
     if bool(keys) == everything:
         raise click.UsageError("name the blocks in one way: KEYs or --all")
@@ -147,10 +147,10 @@ def move(
 @dry_run_option
 @yes_option
 def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_run: bool, yes: bool, form: str) -> None:
-    """Forget blocks of a cache and everything below them.
+    """Forget blocks of a cache and all blocks below them.
 
-    They go from every tier; `kvtier reset` forgets all. A KEY is 64 hexadecimal digits, or the first 8 or more. What is
-    leased or pinned, or has such a block below it, stays. Exit status 1 where any block was not dropped.
+    The blocks leave every tier; `kvtier reset` forgets all. A KEY is 64 hexadecimal digits, or the first 8 or more. A
+    block stays if it, or a block below it, is leased or pinned. Exit status 1 if any block was not dropped.
     """
 
     def dropped(outcome: Outcome) -> Outcome:
@@ -178,11 +178,11 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
 @GROUP_OPTION
 @_OUTPUT
 def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> None:
-    """Undo every pin in a tier of a cache, whoever made it. Exit status 1 where any could not be undone."""
+    """Undo every pin in a tier of a cache, of any client. Exit status 1 if any could not be undone."""
     place, outcome = Tier[tier.upper()], Outcome("unpin", cache)
 
     async def unpinned(_: AsyncClient, at: Cache) -> None:
-        """Round after round: a listing says that a block is pinned, not how often."""
+        """Repeats until no block is pinned: a listing says that a block is pinned, not how often."""
         while pinned := [block.key async for block in at.blocks() if block.pinned & place.bit]:
             for piece in _pieces(pinned):
                 outcome.add(piece, await at.unpin(piece, place))
@@ -202,7 +202,7 @@ def blocks() -> None:
 @GROUP_OPTION
 @output_option()
 def list_blocks(daemon: DaemonAt, cache: str, group: int, form: str) -> None:
-    """List the blocks of CACHE: key and tiers, and where a block is pinned."""
+    """List the blocks of CACHE: their keys, tiers and pins."""
     found: list[ListedBlock] = []
 
     async def listed(_: AsyncClient, at: Cache) -> None:
@@ -232,7 +232,7 @@ def _names(tiers: int) -> list[str]:
 
 
 async def _whole(client: AsyncClient, cache: str, keys: Iterable[bytes]) -> Iterable[bytes]:
-    """Each key once, in order."""
+    """Completes the keys, and returns each key once, in order."""
     return dict.fromkeys([await whole_key(client, cache, key) for key in keys])
 
 
@@ -243,7 +243,7 @@ async def _in_group(
 
 
 def _pieces(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Of :data:`PIECE` keys at most."""
+    """Yields the keys in lists of at most :data:`PIECE`."""
     left = iter(keys)
     while piece := list(islice(left, PIECE)):
         yield piece

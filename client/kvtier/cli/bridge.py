@@ -67,9 +67,9 @@ def bridge(
 ) -> None:
     """Publish the events of caches over ZeroMQ, as vLLM does.
 
-    Routers such as Dynamo's, llm-d's and AIBrix's read them. Begins with the present blocks, goes on over restarts of
-    the daemon, and publishes after a gap what it changed. Readers that missed batches get them from the last 64 MiB, or
-    else the present blocks. Says on standard output where it listens, on standard error what was lost.
+    For the routers of Dynamo, llm-d and AIBrix. Begins with the present blocks, goes on over restarts of the daemon,
+    and publishes the changes after a gap. Readers that missed batches get them from the last 64 MiB, or else the
+    present blocks. Prints its endpoints on standard output, and gaps on standard error.
     """
     try:
         options = Options(encoding=Encoding(encoding), lora_names=dict(loras), **others)

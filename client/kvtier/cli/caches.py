@@ -1,4 +1,4 @@
-"""``kvtier cache`` and ``kvtier reset``: the caches there are, a new one, and an end for one or for its blocks."""
+"""``kvtier cache`` and ``kvtier reset``: lists, creates, removes and empties caches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache() -> None:
 @address_option
 @output_option()
 def list_caches(daemon: DaemonAt, form: str) -> None:
-    """List the caches and what they have of each tier."""
+    """List the caches and their bytes in each tier."""
     found = daemon.ask(lambda client: client.caches())
     show(form, [as_object(info) for info in found], _table(found))
 
@@ -43,8 +43,8 @@ def list_caches(daemon: DaemonAt, form: str) -> None:
 def create_cache(daemon: DaemonAt, name: str, block_bytes: int, form: str, **sizes: int | None) -> None:
     """Create a cache of plain blocks, for `kvtier put` and `get`.
 
-    Each block stands for itself: it has no parent. Without sizes the cache takes what the daemon gives a cache that
-    asks for none. Engines create their own caches.
+    The blocks have no parents. Without sizes the cache gets the daemon's default budgets. Engines create their own
+    caches.
     """
     budgets = {tier: nbytes for tier in TIERS if (nbytes := sizes[f"{tier}_bytes"]) is not None}
     group = WindowGroupSpec(pools=(PoolSpec.opaque(block_bytes),), flat=True)
@@ -70,7 +70,7 @@ def create_cache(daemon: DaemonAt, name: str, block_bytes: int, form: str, **siz
 def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, form: str) -> None:
     """Remove a cache: its blocks, its budgets and its bytes on disk.
 
-    Refused while any session has it open, unless forced; in any case while anybody holds a lease there.
+    Refused while any session has the cache open, unless forced. Always refused while a lease in the cache exists.
     """
     report = daemon.ask(lambda client: client.remove_cache(name, force=force, dry_run=True))
     if not dry_run:
@@ -97,7 +97,7 @@ def _gone(name: str, report: RemovalReport) -> str:
 def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, form: str) -> None:
     """Forget all blocks of a cache, but not the cache.
 
-    While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
+    Forgets nothing while any block is leased or pinned, unless forced: then these blocks and their ancestors stay.
     """
 
     async def done(client: AsyncClient, *, dry_run: bool) -> ResetReport:
@@ -113,7 +113,7 @@ def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, fo
 
 
 def as_object(info: CacheInfo) -> dict[str, Any]:
-    """Sizes in bytes; the specification as `model`, `dtype`, tokens a block and bytes a block of each group."""
+    """Converts a cache for JSON, with sizes in bytes. Includes the specification's model, dtype and block sizes."""
     return {
         "cache_id": info.cache_id,
         "name": info.name,

@@ -1,4 +1,4 @@
-"""What the commands share: the daemon, running a coroutine, and errors as a person wants to read them."""
+"""Helpers of all commands: the connection to the daemon, running a coroutine, and readable errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvtier.transport import TlsFiles, is_tcp
 T = TypeVar("T")
 
 CONNECT_WAIT_S = 2.0
-"""A daemon that is just starting is waited for."""
+"""Seconds to wait for a daemon that is just starting."""
 
 
 @dataclass(slots=True, frozen=True)
 class DaemonAt:
-    """Where the daemon is, and what it takes to get in."""
+    """The daemon's address, and the TLS options of a connection to it."""
 
     address: str
     tls: TlsFiles | None = None
@@ -40,7 +40,7 @@ class DaemonAt:
         return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=CONNECT_WAIT_S)
 
     def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T:
-        """The answer to one question, asked on a connection of its own; errors as of :func:`run`."""
+        """Asks one question on a new connection, and returns the answer. Handles errors like :func:`run`."""
 
         async def asked() -> T:
             async with await self.connect() as client:
@@ -50,7 +50,7 @@ class DaemonAt:
 
 
 def address_option(command: Decorated) -> Decorated:
-    """:func:`connection_options`, of which the command gets a :class:`DaemonAt` as ``daemon``."""
+    """Adds :func:`connection_options`, and passes the command a :class:`DaemonAt` as ``daemon``."""
 
     @wraps(command)
     def with_place(**others: Any) -> Any:
@@ -60,7 +60,7 @@ def address_option(command: Decorated) -> Decorated:
 
 
 def _place() -> DaemonAt:
-    """Where the kept options say that the daemon is. Raises :class:`click.UsageError`."""
+    """Reads the daemon's address from the kept options. Raises :class:`click.UsageError`."""
     kept: dict[str, tuple[Any, bool]] = dict(click.get_current_context().meta[KEPT])
     address, _ = kept.pop("address")
     files = {name: value for name, (value, _) in kept.items()}
@@ -68,11 +68,11 @@ def _place() -> DaemonAt:
         return DaemonAt(address, _tls(**files), files["insecure"])
     if any(typed for _, typed in kept.values()):
         raise click.UsageError(f"{address} is a runtime directory: the options of TLS are for tcp://host:port")
-    return DaemonAt(address)  # the environment speaks of another daemon
+    return DaemonAt(address)  # TLS options from the environment belong to another daemon
 
 
 def _tls(*, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, insecure: bool) -> TlsFiles | None:
-    """All three files, or None with ``insecure``. Raises :class:`click.UsageError` for anything else."""
+    """Returns all three files, or None with ``insecure``. Raises :class:`click.UsageError` for anything else."""
     files = {"--tls-ca": tls_ca, "--tls-cert": tls_cert, "--tls-key": tls_key}
     given = [flag for flag, path in files.items() if path is not None]
     if insecure and given:
@@ -86,13 +86,13 @@ def _tls(*, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, in
 
 
 def confirmed(question: str, yes: bool) -> None:
-    """Asks, on a terminal; ends the command where the answer is no."""
+    """Asks the question if standard input is a terminal. Ends the command if the answer is no."""
     if not yes and sys.stdin.isatty():
         click.confirm(question, abort=True, err=True)
 
 
 def run(work: Coroutine[Any, Any, T], *, no_daemon: int = 1) -> T:
-    """Runs a command's coroutine. What kvtier refuses becomes a message and exit status 1, or ``no_daemon``."""
+    """Runs a coroutine. A kvtier error becomes a message and exit status 1, or ``no_daemon`` if no daemon answers."""
     try:
         return asyncio.run(work)
     except KvtierError as error:
@@ -101,10 +101,10 @@ def run(work: Coroutine[Any, Any, T], *, no_daemon: int = 1) -> T:
 
 
 class Interrupts:
-    """In a ``with`` block, SIGINT and SIGTERM cancel the task that entered it. ``caught``: the signal, 0 = none came.
+    """In a ``with`` block, SIGINT and SIGTERM cancel the task that entered it. ``caught``: the signal's number, or 0.
 
-    A signal in the middle of a write that nobody reads ends the process at once, and so does a second signal. A signal
-    that the shell made this process ignore, as of a background job, is ignored.
+    A signal during :meth:`writing` ends the process at once, since the write may block; so does a second signal. A
+    signal that the shell set to be ignored, for example for a background job, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status that tells which signal it was."""
+        """The exit status for the caught signal: 128 + its number, or 0."""
         return 128 + self.caught if self.caught else 0
 
     def __enter__(self) -> Interrupts:
@@ -131,7 +131,7 @@ class Interrupts:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around a write that may wait for a reader."""
+        """Marks a write that may wait for a reader."""
         self._writing = True
         try:
             yield
@@ -139,7 +139,7 @@ class Interrupts:
             self._writing = False
 
     def end_task(self) -> None:
-        """As a signal does, with exit status 0."""
+        """Cancels the task like a signal, but with exit status 0."""
         if self._task is not None:
             self._task.cancel()
 

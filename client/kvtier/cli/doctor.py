@@ -1,6 +1,6 @@
-"""``kvtier doctor``: whether this machine gives the daemon what its configuration needs, and what to do about it.
+"""``kvtier doctor``: checks this machine against the daemon's configuration, and gives advice.
 
-The checks read the machine as the user who runs them. A check that may not look is a warning, never a guess.
+The checks have the rights of the user who runs the command. A check without permission is a warning, never a guess.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 """The configuration file of the systemd unit."""
 
 FLOOR_BYTES: Final = 1 << 30
-"""The daemon leaves this much free on the file system, or a twentieth of it where that is less."""
+"""Bytes that the daemon leaves free on the file system, or a twentieth of its size if that is less."""
 
 _STAND_IN: Final = "stand-in"
 _PAGE: Final = 4096
@@ -50,7 +50,7 @@ print(json.dumps([driver.name, *driver.memory()]))
 
 
 class Level(StrEnum):
-    """``WARN``: it works worse than it could, or it could not be seen. ``FAIL``: it does not work."""
+    """The verdict of a check. ``WARN``: works worse than it could, or was not checked. ``FAIL``: does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -59,7 +59,7 @@ class Level(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """What a check found. ``advice``: what to do, empty where there is nothing to do."""
+    """The result of a check. ``advice``: a remedy, or empty."""
 
     check: str
     level: Level
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """What the configuration asks of the machine. ``devices``: bytes by name, 0 for a share of what is free."""
+    """The configuration's demands on the machine. ``devices``: bytes by name, 0 for a share of the free memory."""
 
     runtime_dir: Path
     disk_dir: Path
@@ -85,7 +85,7 @@ class Needs:
 
 
 class Refused(Exception):
-    """A program that was asked failed; the text is its last word."""
+    """A program that doctor ran has failed. The text is its error output, or the reason why it did not run."""
 
 
 def examine(flags: Sequence[str]) -> list[Finding]:
@@ -97,7 +97,7 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     except Refused as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
         beside = is_running(Path(os.environ.get("KVTIER_ADDRESS", DEFAULT_ADDRESS)))
-        # Whose daemon runs has a configuration, which this user may not see.
+        # A running daemon has a configuration, but this user may not be allowed to read it.
         return [Finding("configuration", Level.WARN if beside else Level.FAIL, str(refused), advice)]
     stats = stats_of(needs.runtime_dir)
     pid = 0 if stats is None else stats.pid
@@ -125,7 +125,7 @@ def examine(flags: Sequence[str]) -> list[Finding]:
 
 
 def read_needs(flags: Sequence[str]) -> Needs:
-    """Asks ``kvtierd``, which alone knows its defaults and its units. Raises :class:`Refused`."""
+    """Asks ``kvtierd`` for its configuration with all defaults applied. Raises :class:`Refused`."""
     answer = _asked("-m", "kvtierd.main", "--print-config", *flags)
     keys: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(answer).items()}
     return Needs(
@@ -139,7 +139,7 @@ def read_needs(flags: Sequence[str]) -> Needs:
 
 
 def _asked(*arguments: str) -> str:
-    """What a Python program prints. It runs in a process of its own. Raises :class:`Refused`."""
+    """Runs Python in a child process, and returns its standard output. Raises :class:`Refused`."""
     try:
         command_line = [sys.executable, *arguments]
         answer = subprocess.run(command_line, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -151,7 +151,7 @@ def _asked(*arguments: str) -> str:
 
 
 def stats_of(runtime_dir: Path) -> DaemonStats | None:
-    """What the daemon says of itself; None where no daemon answers."""
+    """Returns the daemon's statistics, or None if no daemon gives them."""
 
     async def ask() -> DaemonStats:
         async with await aio.connect(str(runtime_dir)) as client:
@@ -164,7 +164,7 @@ def stats_of(runtime_dir: Path) -> DaemonStats | None:
 
 
 def is_running(runtime_dir: Path) -> bool:
-    """Whether a daemon answers there, be it that it does not serve this user."""
+    """Returns whether a daemon answers, even if it refuses this user."""
 
     async def ask() -> None:
         async with await aio.connect(str(runtime_dir)):
@@ -180,7 +180,7 @@ def is_running(runtime_dir: Path) -> bool:
 
 
 def check_locked_memory(limits: str, needs: Needs) -> Finding:
-    """``limits``: ``/proc/<pid>/limits`` of the daemon, or of this shell where none runs. The hard limit counts."""
+    """Checks the hard limit. ``limits``: ``/proc/<pid>/limits`` of the daemon, or of this process if none runs."""
     limit = next(line for line in limits.splitlines() if line.startswith("Max locked memory")).split()[-2]
     wanted = size(needs.memory_bytes)
     if limit == "unlimited" or int(limit) >= needs.memory_bytes:
@@ -206,7 +206,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_disk_space(directory: Path, needed: int) -> Finding:
-    """Counts what the directory has already as room for the tier."""
+    """Counts free bytes and the bytes that the directory has already as room for the tier."""
     status = os.statvfs(_nearest(directory))
     free, floor = status.f_bavail * status.f_frsize, min(FLOOR_BYTES, status.f_blocks * status.f_frsize // 20)
     taken = sum(
@@ -223,7 +223,7 @@ def check_disk_space(directory: Path, needed: int) -> Finding:
 
 
 def check_direct(directory: Path) -> Finding:
-    """Writes one page past the page cache, to a file of its own that it removes."""
+    """Writes one page past the page cache to a temporary file."""
     place = _nearest(directory)
     with tempfile.NamedTemporaryFile(prefix=".kvtier-doctor-", dir=place) as file, mmap.mmap(-1, _PAGE) as page:
         try:
@@ -238,8 +238,8 @@ def check_direct(directory: Path) -> Finding:
 
 
 def check_driver(device: str, nbytes: int, *, running: bool) -> Finding:
-    """Opens the device in a process of its own, since a broken driver may crash or hang. A daemon that is ``running``
-    may have the device's memory already."""
+    """Opens the device in a child process, since a broken driver may crash or hang. A ``running`` daemon may have the
+    device's memory already."""
     check = f"driver {device}"
     advice = "nvidia-smi says whether the driver works; of a service see also systemd/kvtierd.service.d/gpu.conf"
     try:
@@ -254,7 +254,7 @@ def check_driver(device: str, nbytes: int, *, running: bool) -> Finding:
 
 
 def check_remote(stats: RemoteStats | None) -> Finding:
-    """Asks the daemon, which alone has the store's credentials. ``stats``: None where no daemon runs."""
+    """Judges by the daemon's statistics: only the daemon has the credentials. ``stats``: None without a daemon."""
     if stats is None or not stats.url:
         advice = "start the daemon with this configuration, and run kvtier doctor again"
         return Finding("remote store", Level.WARN, "no daemon runs that uses it", advice)
@@ -268,7 +268,7 @@ def check_remote(stats: RemoteStats | None) -> Finding:
 
 
 def is_there(file: Path) -> bool:
-    """A file that this user may not see counts: kvtierd then says that it cannot be read."""
+    """Returns whether a file exists. An inaccessible file counts: kvtierd then reports that it cannot be read."""
     try:
         return file.is_file()
     except PermissionError:
@@ -276,7 +276,7 @@ def is_there(file: Path) -> bool:
 
 
 def _nearest(directory: Path) -> Path:
-    """The directory, or its nearest ancestor that exists."""
+    """Returns the directory, or its nearest ancestor that exists."""
     return next(each for each in (directory.absolute(), *directory.absolute().parents) if os.path.isdir(each))
 
 
@@ -294,11 +294,11 @@ _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold re
 def doctor(flags: tuple[str, ...], form: str) -> None:
     """Check this machine against the daemon's configuration.
 
-    Says what to do where the machine does not give what the configuration needs. All other options are those of
-    kvtierd: --config FILE, or single keys, such as --device cuda=80%. Without --config the file is
-    /etc/kvtier/kvtierd.toml, where there is one. Run it as root or as the daemon's user.
+    Gives advice if the machine does not meet the configuration. All other options are kvtierd's: --config FILE, or
+    single keys, for example --device cuda=80%. Without --config the file is /etc/kvtier/kvtierd.toml, if it exists. Run
+    it as root or as the daemon's user.
 
-    Exit status 1 where any check fails.
+    Exit status 1 if any check fails.
     """
     findings = examine(flags)
     show(form, [dataclasses.asdict(finding) for finding in findings], _report(findings))

@@ -1,4 +1,4 @@
-"""``kvtier explain``: where one block is, what holds it, and its past."""
+"""``kvtier explain``: the place, the leases and the past of one block."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _REMOTE: Final[Mapping[bool | None, str]] = {
 @click.option("--cache", metavar="NAME", help="Only in this cache.  [default: all that you may see]")
 @output_option()
 def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
-    """Say where a block is, what holds it, and its past.
+    """Say where a block is, which leases hold it, and its past.
 
-    KEY is in hex; its first 8 digits or more suffice if no other key begins like that. Looking is no use of the block.
+    KEY is in hex; its first 8 digits or more suffice if no other key begins with them. The command does not count as a
+    use of the block.
 
-    Exit status: 0 it is stored, here or in the store beyond the host; 3 it is gone, and the log knows why; 4 nothing is
-    known of it: it was never stored, or that is longer ago than the log goes back; 1 several keys begin like that, or
-    as for every command.
+    Exit status: 0 the block is stored, here or in a remote store; 3 it is gone, and the log has the cause; 4 it is
+    unknown: never stored, or longer ago than the log goes back; 1 several keys begin with KEY, or as for every command.
     """
     told = daemon.ask(lambda client: client.explain(key, cache=cache))
     show(form, told.to_json(), Text("\n").join(page(told)))
@@ -55,7 +55,7 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
 
 
 def page(told: Explanation) -> Iterator[Text]:
-    """The lines for a person."""
+    """Yields the explanation as lines for people."""
     if told.state == "ambiguous":
         yield Text(f"several keys begin with {told.asked.hex()}:")
         yield from (Text(f"  {key.hex()}") for key in told.keys)

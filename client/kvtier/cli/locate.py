@@ -1,4 +1,4 @@
-"""``kvtier locate``: which daemons have a block, or how much of a prompt."""
+"""``kvtier locate``: the daemons that have a block, or blocks of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtier.types import TIERS, Holdings, PeerStats, clean
 
 
 def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | list[int]:
-    """A block key in hex, or its beginning; or token ids: ``1,2,3``, or ``@FILE`` with such."""
+    """Parses a block key in hex, or its beginning, or token ids: ``1,2,3``, or ``@FILE`` with token ids."""
     text = value
     if value.startswith("@"):
         try:
@@ -47,12 +47,12 @@ def _wanted(ctx: click.Context, param: click.Parameter, value: str) -> bytes | l
 def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form: str) -> None:
     """Say which daemons have a block, or how much of a prompt.
 
-    These are this one, and its peers as it knows them. KEY is in hex; its first 8 digits or more suffice if no other
-    key begins like that. PROMPT is token ids: 1,2,3 or @FILE with such, which keeps them out of command lines and logs;
-    its keys are those of a prompt without adapter, salt and images. No peer is asked, and looking is no use of
-    the blocks.
+    Asks this daemon, which knows the blocks of its peers; no peer is asked. KEY is in hex; its first 8 digits or more
+    suffice if no other key begins with them. PROMPT is token ids: 1,2,3, or @FILE, which keeps them out of command
+    lines and logs. The prompt's keys are computed without adapter, salt and images. The command does not count as a use
+    of the blocks.
 
-    Exit status: 1 several keys begin like that, or as for every command.
+    Exit status: 1 several keys begin with KEY, or as for every command.
     """
     if isinstance(wanted, list) and cache is None:
         raise click.UsageError("a prompt has other keys in each cache: say which by --cache")
@@ -73,7 +73,7 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form:
 
 
 def peer_line(peer: PeerStats) -> Text:
-    """A peer, its state, and why that is not exact."""
+    """Returns a line with a peer, its state and its problem."""
     why = f": {clean(peer.problem)}" if peer.problem else ""
     style = "green" if peer.state == "exact" and not why else "yellow"
     return Text(f"peer {peer.address}: {peer.state}, {peer.blocks} blocks of caches here{why}", style=style)

@@ -1,4 +1,4 @@
-"""Options and values that several commands take, and where their help shows them. Nothing here needs gRPC."""
+"""Options and value types of several commands, and their place in the help. Imports no gRPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.abi import attach
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 KEPT: Final = "kvtier.connection"
-"""In ``context.meta``, which a command shares with its groups: by option, its value and whether it was typed."""
+"""Key in ``context.meta``, shared by a command and its groups. Maps an option to its value and whether it was typed."""
 
 FORMS: Final = ("table", "json", "yaml")
 
@@ -26,21 +26,21 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECA
 
 
 class ConnectionOption(click.Option):
-    """Says where the daemon is, before the verb or after it, where it wins. The help shows it last."""
+    """An option of the connection, before or after the verb; the value after the verb wins. The help shows it last."""
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         others |= {"show_envvar": True, "expose_value": False, "callback": _keep}
         super().__init__(*arguments, **others)
 
     def get_help_record(self, ctx: click.Context) -> None:
-        """Not among the others: see :class:`Command`."""
+        """Keeps the option out of the list of options: :class:`Command` shows it at the end."""
 
     def help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         return super().get_help_record(ctx)
 
 
 class Command(click.Command):
-    """One whose help ends with the options of the connection."""
+    """A command whose help ends with the options of the connection."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [option for option in self.get_params(ctx) if isinstance(option, ConnectionOption)]
@@ -51,7 +51,7 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """As :class:`Command`, and so are its commands."""
+    """A group whose help, and whose commands, are like :class:`Command`."""
 
     command_class = Command
 
@@ -68,7 +68,7 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 def connection_options(command: Decorated) -> Decorated:
-    """``--address`` and what it takes to get in."""
+    """Adds ``--address`` and the options of TLS."""
     option = partial(click.option, cls=ConnectionOption)
     file = partial(option, metavar="FILE", type=click.Path(path_type=Path))
     place: dict[str, Any] = {"envvar": attach.ADDRESS_VARIABLE, "default": attach.DEFAULT_ADDRESS, "show_default": True}
@@ -85,7 +85,7 @@ def connection_options(command: Decorated) -> Decorated:
 
 
 def output_option(*more: str) -> Callable[[Decorated], Decorated]:
-    """``-o``, which the command gets as ``form``: one of :data:`FORMS`, or of ``more``."""
+    """Adds ``-o``, which the command gets as ``form``: one of :data:`FORMS` or ``more``."""
     kind = click.Choice([*FORMS, *more], case_sensitive=False)
     return click.option(
         "-o", "--output", "form", type=kind, default="table", show_default=True, help="What the answer is printed as."
@@ -103,13 +103,13 @@ def yes_option(command: Decorated) -> Decorated:
 
 
 def ago_ns(text: str) -> int | None:
-    """Nanoseconds of ``30s``, ``5m``, ``2h`` or ``1.5d``; None for anything else."""
+    """Converts ``30s``, ``5m``, ``2h`` or ``1.5d`` to nanoseconds; None for anything else."""
     found = _AGO.fullmatch(text)
     return None if found is None else int(float(found[1]) * _NANOSECONDS[found[2]])
 
 
 class SizeType(click.ParamType[int]):
-    """Bytes, from text such as ``500GiB``."""
+    """A number of bytes, written like ``500GiB``."""
 
     name = "size"
 

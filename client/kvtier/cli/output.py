@@ -1,4 +1,4 @@
-"""How the commands print an answer: as tables for people, as JSON or YAML for programs."""
+"""Prints answers: tables for people, JSON or YAML for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN: Final = "–"
 KEPT: Final = "; kept in the store, which does not answer: the daemon tells the store later"
 
 _UNCUT: Final = 1 << 16
-"""Columns of an output that is no terminal: no line is longer."""
+"""Width in columns of an output that is no terminal: longer than any line."""
 
 
 def show(form: str, value: Any, text: RenderableType) -> None:
@@ -31,7 +31,7 @@ def show(form: str, value: Any, text: RenderableType) -> None:
 
 
 def yaml_lines(value: Any) -> Iterator[str]:
-    """A JSON value in YAML's block style. Texts are quoted as in JSON, which YAML reads alike."""
+    """Yields a JSON value in YAML's block style. Strings are quoted as in JSON, which YAML accepts."""
     if isinstance(value, dict) and value:
         parts = [(f"{key if key.isidentifier() else json.dumps(key)}:", each) for key, each in value.items()]
     elif isinstance(value, list | tuple) and value:
@@ -50,7 +50,7 @@ def yaml_lines(value: Any) -> Iterator[str]:
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them; tiers by name."""
+    """Converts a dataclass to a dictionary for JSON, with tiers by name."""
     named = dataclasses.asdict(
         value, dict_factory=lambda pairs: {name: str(each) if isinstance(each, Tier) else each for name, each in pairs}
     )
@@ -58,7 +58,7 @@ def plain(value: Any) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Standard output. Where it is no terminal nothing is cut."""
+    """Returns a console on standard output. Lines are cut on a terminal only."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
 
 
@@ -69,9 +69,9 @@ def table(
     left: Collection[str] = (),
     clip: str = "",
 ) -> Table:
-    """Numbers stand to the right, the columns of ``left`` to the left. A column that is empty in every row is left out.
+    """Builds a table. Columns in ``left`` are aligned left, others right; a column without any text is left out.
 
-    Where a terminal is too narrow the column ``clip`` is cut first; then those of ``left`` fold.
+    On a terminal that is too narrow the column ``clip`` is cut first; then the columns of ``left`` fold.
     """
     cells = list(rows)
     shown = [at for at in range(len(columns)) if any(row[at] != "" for row in cells)]
@@ -92,12 +92,12 @@ def table(
 
 
 def compact(nbytes: int) -> str:
-    """Bytes as a person types them: ``64KiB``."""
+    """Formats bytes without spaces, as on a command line: ``64KiB``."""
     return size(nbytes).replace(".0 ", "").replace(" ", "")
 
 
 def nonzero(number: int) -> str:
-    """A cell that is empty for 0."""
+    """Formats a cell that is empty for 0."""
     return str(number) if number else ""
 
 

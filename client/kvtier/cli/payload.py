@@ -1,4 +1,4 @@
-"""``kvtier put`` and ``get``: the bytes of one block, from and to a shell."""
+"""``kvtier put`` and ``get``: store and read the bytes of one block from a shell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEX: Final = re.compile(r"[0-9a-fA-F]{8,64}")
 
 
 class NameType(KeyType):
-    """A key or its beginning in hex, or any other text, of which the SHA-256 is the key."""
+    """A key or its beginning in hex, or any other text, whose SHA-256 is the key."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
         if _HEX.fullmatch(value):
@@ -42,8 +42,8 @@ class NameType(KeyType):
 def put(daemon: DaemonAt, cache: str, key: bytes, file: BinaryIO, group: int, form: str) -> None:
     """Store a file, or standard input, as one block.
 
-    KEY is 64 hexadecimal digits, or any text: its SHA-256 is the key. Blocks of a cache have one size: the rest of the
-    block is zeros, and more bytes are refused. A block never changes: exit status 1 if the key is stored already.
+    KEY is 64 hexadecimal digits, or any text, whose SHA-256 is then the key. A file shorter than a block is filled up
+    with zeros; a longer file is refused. A block never changes: exit status 1 if the key is stored already.
     """
     if len(key) != KEY_BYTES:
         raise click.UsageError(f"{key.hex()} is the beginning of a key: put takes 64 hexadecimal digits, or other text")

@@ -1,4 +1,4 @@
-"""``kvtier remote``: what an operator does to the store beyond the host."""
+"""``kvtier remote``: maintenance of the remote store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.types import RemoteGcReport, size
 
 
 class AgeType(click.ParamType[float]):
-    """Seconds, from text such as ``7d``."""
+    """An age in seconds, written like ``7d``."""
 
     name = "age"
 
@@ -28,7 +28,7 @@ class AgeType(click.ParamType[float]):
 
 @click.group(cls=Group)
 def remote() -> None:
-    """See to the store beyond the host."""
+    """Maintain the remote store."""
 
 
 @remote.command()
@@ -55,8 +55,9 @@ def gc(
 ) -> None:
     """Delete blocks of the store by age and by use.
 
-    Whichever daemon wrote them, they go. Use is the latest of a write by any daemon and a fetch by this one, as far as
-    it remembers: 131,072 blocks, and none over a restart. Objects whose names are not kvtier's stay.
+    Deletes blocks of every daemon. The last use of a block is its write, by any daemon, or a later fetch by this
+    daemon. The daemon remembers fetches of 131,072 blocks, until it restarts. Objects whose names are not kvtier's
+    stay.
     """
     if older_than is None and keep_bytes is None:
         raise click.UsageError("say what goes: --older-than, --keep-bytes, or both")
@@ -64,7 +65,7 @@ def gc(
     async def done(client: AsyncClient, *, dry_run: bool) -> RemoteGcReport:
         return await client.remote_gc(caches=caches, older_than=older_than, keep_bytes=keep_bytes, dry_run=dry_run)
 
-    if not dry_run and not yes:  # a store takes its time to say what would go
+    if not dry_run and not yes:  # a dry run takes time: only the question needs it
         report = daemon.ask(partial(done, dry_run=True))
         confirmed(f"{_blocks(report.objects, report.bytes)} would be gone for good. Go on?", yes)
     report = daemon.ask(partial(done, dry_run=dry_run))

@@ -1,4 +1,4 @@
-"""``kvtier replay``: a request trace against a daemon, with every byte and every event checked."""
+"""``kvtier replay``: replays a request trace against a daemon, and checks every byte and every event."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, b
 
 
 def table(report: Report) -> Table:
-    """The report as a person reads it."""
+    """Returns the report as a table for people."""
     rows = Table(show_header=False, box=None, padding=(0, 2))
     rows.add_column(style="bold")
     rows.add_column()

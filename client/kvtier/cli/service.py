@@ -1,4 +1,4 @@
-"""``kvtier install-service``: kvtierd as a systemd service of this environment's Python."""
+"""``kvtier install-service``: installs this environment's kvtierd as a systemd service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 _CLONE: Final = Path(__file__).parents[3]
 _HIDDEN: Final = (Path("/home"), Path("/root"), Path("/run/user"), Path("/tmp"), Path("/var/tmp"))
-"""Directories that the unit's sandbox does not show the daemon."""
+"""Directories that the unit's sandbox hides from the daemon."""
 _CONFIGURATION: Final = Path("etc/kvtier/kvtierd.toml")
 _FILES: Final = {
     "kvtierd.service": Path("etc/systemd/system/kvtierd.service"),
@@ -23,7 +23,7 @@ _FILES: Final = {
     "sysusers.d/kvtier.conf": Path("etc/sysusers.d/kvtier.conf"),
     "tmpfiles.d/kvtier.conf": Path("etc/tmpfiles.d/kvtier.conf"),
 }
-"""Where each file of systemd/ goes, below the root."""
+"""Maps each file of systemd/ to its target below the root."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +33,7 @@ class _File:
 
     @property
     def state(self) -> str:
-        """What an installation does with it. The configuration is the operator's once it is there."""
+        """The action that an installation takes on the file. An existing configuration belongs to the operator."""
         if not self.target.exists():
             return "install"
         if self.target.read_text() == self.text:
@@ -42,13 +42,13 @@ class _File:
 
 
 def _shared() -> Path:
-    """The files of the package, or of the clone that is run."""
+    """Returns the systemd directory of the installed package, or of the clone."""
     installed = Path(sysconfig.get_path("data"), "share", "kvtier", "systemd")
     return installed if installed.is_dir() else _CLONE / "systemd"
 
 
 def _daemon(root: Path) -> Path:
-    """As seen from below ``root``. Warns if the unit could not start it there."""
+    """Returns the path of kvtierd as seen from inside ``root``. Warns if the unit's sandbox hides it."""
     program, python = Path(sys.executable).with_name("kvtierd"), Path(sys.executable).resolve()
     if not program.exists():
         raise click.ClickException(f"{program}: no such file; install kvtier[daemon] into this environment")
@@ -60,13 +60,13 @@ def _daemon(root: Path) -> Path:
 
 
 def _adapted(text: str, program: Path) -> str:
-    """A packaged file is written for the prefix /usr."""
+    """Replaces the paths below /usr in a packaged file with the paths of ``program``."""
     documents = program.parents[1] / "share" / "doc" / "kvtier"
     return text.replace("/usr/bin/kvtierd", str(program)).replace("/usr/share/doc/kvtier", str(documents))
 
 
 def _commands(root: Path) -> list[list[str]]:
-    """What makes the user and the directories, and has a running systemd see the unit."""
+    """Returns the commands that create the user and the directories, and reload a running systemd."""
     commands = [
         ["systemd-sysusers", f"--root={root}", "kvtier.conf"],
         ["systemd-tmpfiles", f"--root={root}", "--create", "kvtier.conf"],

@@ -1,4 +1,4 @@
-"""``kvtier simulate``: a request trace through the daemon's core alone, in this process: no daemon, no bytes."""
+"""``kvtier simulate``: runs a request trace through the daemon's core, without a daemon and without bytes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _HOST_COUNT: Final = click.IntRange(1, 64)
 def simulate() -> None:
     """Run a request trace through the daemon's core alone.
 
-    There is no daemon and there are no bytes; a run takes seconds.
+    Starts no daemon and copies no bytes. A run takes seconds.
     """
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
-    """Numbers with commas in between."""
+    """Numbers separated by commas."""
 
     name = "N,..."
 
@@ -92,11 +92,12 @@ def fleet(
 ) -> None:
     """Send the request TRACE through a router to fleets of several sizes.
 
-    Each host is a real core with its own tiers. A request acquires what its host has, fetches from peers and the
-    remote store what follows, and stores the rest. A second row shows one host with the memory of all, and no store.
+    Each host is a real core with its own tiers. A request acquires the blocks that its host has, fetches the next ones
+    from peers and the remote store, and stores the rest. A second row shows one host with the memory of all hosts and
+    no store.
 
-    A prompt longer than --slots is cut. The prefix router takes the host with the longest known prefix, unless it has
-    much more load than the least loaded.
+    A prompt longer than --slots is cut. The prefix router takes the host with the longest known prefix, unless this
+    host has much more load than the least loaded host.
     """
     from kvtierd.simulate.fleet import FleetShape, policy_of, simulate  # nothing else here needs the daemon
 
@@ -126,9 +127,9 @@ def fleet(
 @_requests
 @output_option()
 def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str) -> None:
-    """Send the request TRACE to one host under each policy of eviction.
+    """Send the request TRACE to one host under each eviction policy.
 
-    Beside them, belady knows the future: no policy finds more. A prompt longer than the host is cut.
+    The policy belady knows the future: no other policy finds more. A prompt longer than the host is cut.
     """
     from kvtierd.simulate.policy import POLICIES, blocks_found  # nothing else here needs the daemon
 
@@ -148,10 +149,10 @@ def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str)
 
 
 async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
-    """The keys of every request's blocks.
+    """Returns the keys of every request's blocks.
 
     Raises:
-        InvalidArgument: a line cannot be read, or a block follows different blocks, so that its prefix is not one.
+        InvalidArgument: a line cannot be read, or a block follows different blocks in different places.
     """
     requests = await read(trace, limit)
     parents: dict[int, int | None] = {}
@@ -173,7 +174,7 @@ def _plain(name: str, report: Report, block_bytes: int) -> dict[str, Any]:
 
 
 def _table(reports: Mapping[str, Report], block_bytes: int) -> Table:
-    """Shares are of the blocks asked for. ``busiest``: requests of that host, as a multiple of the mean."""
+    """Ratios are shares of the blocks asked for. ``busiest``: requests of the busiest host divided by the mean."""
     columns = ("hosts", "hit ratio", "local", "peers", "remote", "put", "read", "evictions", "busiest")
     rows = []
     for name, report in reports.items():

@@ -1,4 +1,4 @@
-"""``kvtier status``, ``ping``, ``leases`` and ``kick``: what the daemon does, who holds what, an end for a session."""
+"""``kvtier status``, ``ping``, ``leases`` and ``kick``: show the daemon's state and its leases, and end a session."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvtier.types import (
 )
 
 _RARE: Final = ("blank", "filling", "retiring", "orphaned", "quarantined")
-"""States of slots of which most tiers have none."""
+"""States of slots that are shown only if a tier has slots in them."""
 
 
 @command()
@@ -47,7 +47,7 @@ _RARE: Final = ("blank", "filling", "retiring", "orphaned", "quarantined")
 def status(daemon: DaemonAt, form: str) -> None:
     """Show tiers, moves, hits, caches, sessions and problems.
 
-    What is zero is left out, and so is the session of this command; JSON and YAML have all.
+    Zeros and the session of this command are left out; JSON and YAML have everything.
     """
 
     async def asked(client: AsyncClient) -> tuple[DaemonStats, int]:
@@ -61,7 +61,7 @@ def status(daemon: DaemonAt, form: str) -> None:
 @address_option
 @output_option()
 def ping(daemon: DaemonAt, form: str) -> None:
-    """Ask the daemon for an answer, and say how long it took. Takes no right. Exit status 1 if no daemon answers."""
+    """Ask the daemon for an answer, and say how long it took. Needs no right. Exit status 1 if no daemon answers."""
 
     async def asked(client: AsyncClient) -> int:
         start = time.perf_counter_ns()
@@ -78,7 +78,7 @@ def ping(daemon: DaemonAt, form: str) -> None:
 @click.option("--session", "session_id", type=click.IntRange(min=1), metavar="ID", help="Only those of this session.")
 @output_option()
 def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, form: str) -> None:
-    """Show every lease, the oldest first, and whose it is."""
+    """Show every lease and its holder, the oldest first."""
     found = daemon.ask(lambda client: client.leases(cache=cache, session_id=session_id))
     show(form, [plain(lease) for lease in found], _leases(found))
 
@@ -90,14 +90,14 @@ def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, form: st
 @yes_option
 @output_option()
 def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, form: str) -> None:
-    """End a session: a number of `kvtier leases` or `status`.
+    """End a session, by its number from `leases` or `status`.
 
-    Its leases are taken from it. Its process is not touched: if it lives it finds its leases lost, and slots that it
-    may be writing stay out of use until it lets go of them or ends.
+    The session loses its leases. Its process is not touched: if it lives, it finds its leases lost. Slots that it may
+    be writing stay out of use until it releases them or ends.
     """
 
     async def kicked(client: AsyncClient, pid: int | None = None) -> tuple[SessionStats, KickReport]:
-        """``pid``: only if the session is this process's still; a restarted daemon gives its number to another."""
+        """Ends the session if process ``pid`` still has it: a restarted daemon reuses numbers. None: a dry run."""
         sessions = (await client.stats()).sessions
         holder = next((one for one in sessions if one.session_id == session_id and pid in (None, one.pid)), None)
         if holder is None:
@@ -115,7 +115,7 @@ def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, form: str)
 
 
 def report(stats: DaemonStats, address: str, own_session: int = 0) -> RenderableType:
-    """For a person; ``own_session`` is not shown."""
+    """Returns the status for people, without the session ``own_session``."""
     lines: list[RenderableType] = [head(stats, address), _past_events(stats)]
     for device in stats.devices:
         gpu = f"{device.name} {device.uuid}, {size(device.memory_bytes)}"
@@ -134,14 +134,14 @@ def report(stats: DaemonStats, address: str, own_session: int = 0) -> Renderable
 
 
 def spaced(parts: Collection[RenderableType]) -> Iterator[RenderableType]:
-    """An empty line before each of them; tables without rows are left out."""
+    """Yields the parts, each after an empty line, without tables that have no rows."""
     for part in parts:
         if not isinstance(part, Table) or part.row_count:
             yield from (Text(), part)
 
 
 def head(stats: DaemonStats, address: str, away: str = "") -> RenderableType:
-    """The daemon and how it is. ``away``: why it does not answer."""
+    """Returns the daemon's identity and health. ``away``: why it does not answer."""
     waiting = sum(cache.waiting for cache in stats.caches)
     behind = max((each.lag for each in stats.watcher_stats), default=0)
     up = timedelta(seconds=stats.uptime_ns // 10**9)
@@ -164,7 +164,7 @@ def head(stats: DaemonStats, address: str, away: str = "") -> RenderableType:
 
 
 def _remote_line(remote: RemoteStats) -> Text:
-    """The store beyond the host in one line: blocks, bytes and the mean time of a call since the daemon's start."""
+    """Returns the remote store in one line: blocks, bytes and the mean time of a call since the daemon's start."""
     blocks = ", ".join(f"{outcome} {remote.blocks.get(outcome, 0)}" for outcome in ("written", "fetched", "damaged"))
     calls = ", ".join(
         f"{each.operation} {size(each.bytes)} ({duration(each.seconds * 1e9 / max(each.calls, 1))})"
@@ -187,7 +187,7 @@ def _past_events(stats: DaemonStats) -> Text:
 
 
 def _budgets(found: Sequence[TierBytes]) -> Table:
-    """Who has which bytes of each tier, the largest first."""
+    """Returns the size of each tier and the caches that have its bytes, the largest first."""
     rows = (
         (
             f"{each.tier} of {each.device}" if each.device else str(each.tier),
@@ -202,7 +202,7 @@ def _budgets(found: Sequence[TierBytes]) -> Table:
 
 
 def tiers(caches: Sequence[CacheStats]) -> Table:
-    """The tiers, summed over the caches."""
+    """Returns the tiers, summed over the caches."""
     rows: list[Sequence[RenderableType]] = []
     for tier in TIERS:
         parts = [part for cache in caches for part in cache.tiers if part.tier is tier]
@@ -222,7 +222,7 @@ def tiers(caches: Sequence[CacheStats]) -> Table:
 
 
 def edges(caches: Sequence[CacheStats]) -> Iterator[EdgeStats]:
-    """The edges along which anything went, summed over the caches; a queue is the daemon's, the same in each cache."""
+    """Yields the edges in use, summed over the caches. The queue is the daemon's: each cache reports the same one."""
     found = [edge for cache in caches for edge in cache.edges]
     for name in sorted({edge.edge for edge in found}):
         parts = [edge for edge in found if edge.edge == name]
@@ -258,16 +258,16 @@ def _moves(caches: Sequence[CacheStats]) -> Table:
 
 
 def looked_for(cache: CacheStats | GroupStats) -> tuple[int, int, int, int, int]:
-    """Blocks read, by the fastest tier that had them; blocks of chains that were asked for, and of those the found."""
+    """Returns blocks read, by the fastest tier that had them; then blocks of chains asked for, and blocks found."""
     return cache.hits_device, cache.hits_host, cache.hits_disk, cache.queried, cache.found
 
 
 LOOKED_FOR: Final = ("read from", *map(str, TIERS), "asked for", "found", "hits")
-"""Columns of a table of such counts and their ratio."""
+"""Columns of a table with the counts of :func:`looked_for` and their ratio."""
 
 
 def hit_ratio(counts: Sequence[int]) -> str:
-    """Of the counts of :func:`looked_for`."""
+    """Formats the hit ratio of the counts of :func:`looked_for`."""
     return share(counts[-1], counts[-2])
 
 
@@ -278,7 +278,7 @@ def _found(caches: Sequence[CacheStats]) -> Table:
 
 
 def _caches(stats: DaemonStats) -> Table:
-    """A row for each window group, with its device where there are several."""
+    """Returns a row for each window group, with its device if the daemon has several."""
     rows: list[Sequence[str]] = []
     for cache in stats.caches:
         for group in cache.groups:
@@ -301,7 +301,7 @@ def _caches(stats: DaemonStats) -> Table:
 
 
 def _lookups(cache: CacheStats) -> str:
-    """Empty where all blocks can be looked up in shared memory."""
+    """Formats a cell that is empty if all blocks can be looked up in shared memory."""
     if not cache.index_places:
         return "by calls"
     return f"{cache.unindexed} by calls" if cache.unindexed else ""
@@ -325,7 +325,7 @@ def _sessions(sessions: Sequence[SessionStats]) -> Table:
 
 
 def state(orphaned: bool) -> RenderableType:
-    """A cell for a session, or for a lease."""
+    """Returns the state cell of a session or a lease."""
     return Text("orphaned", style="yellow") if orphaned else ""
 
 

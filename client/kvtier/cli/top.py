@@ -1,4 +1,4 @@
-"""``kvtier top``: tiers, moves, hits, caches and leases on one screen, painted anew after each look at the daemon."""
+"""``kvtier top``: tiers, moves, hits, caches and leases on one screen, repainted after each look at the daemon."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
 
 ROWS_SHOWN: Final = 8
-"""Caches, and leases; the screen has no room for all."""
+"""Rows of caches, and of leases, on the screen, which has no room for all."""
 
 INTERVAL_S: Final = 1.0
-"""Time from one look at the daemon to the next."""
+"""Seconds from one look at the daemon to the next."""
 
 PATIENCE_S: Final = 2.0
-"""A daemon that takes longer to answer is away."""
+"""Seconds after which a daemon that does not answer counts as away."""
 
 _LOOKED_FOR: Final[Sequence[Callable[[CacheStats], int]]] = [
     lambda cache: cache.hits_device,
@@ -43,14 +43,14 @@ _LOOKED_FOR: Final[Sequence[Callable[[CacheStats], int]]] = [
     lambda cache: cache.queried,
     lambda cache: cache.found,
 ]
-"""As :func:`looked_for`, a counter each."""
+"""The counts of :func:`looked_for`, each as a function of its own."""
 
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """What the daemon says of itself, now and at the look before.
+    """The daemon's statistics, now and at the previous look.
 
-    ``leases``: the oldest first. ``refused``: why there are none to see. ``away``: why no newer answer comes.
+    ``leases``: the oldest first. ``refused``: why the daemon does not list them. ``away``: why it does not answer.
     """
 
     stats: DaemonStats
@@ -60,7 +60,7 @@ class Look:
     away: str = ""
 
     def of_cache(self, name: str) -> Look:
-        """With the counters of this cache alone."""
+        """Returns the look with the counters of one cache."""
         return replace(
             self,
             stats=_of_cache(self.stats, name),
@@ -68,11 +68,11 @@ class Look:
         )
 
     def total(self, counter: Callable[[CacheStats], int]) -> int:
-        """A counter of the caches, summed."""
+        """Sums a counter over the caches."""
         return sum(map(counter, self.stats.caches))
 
     def rate(self, counter: Callable[[CacheStats], int]) -> float | None:
-        """How much a counter rose a second; None at the first look, after a restart and for a new cache."""
+        """Returns the rise of a counter per second; None at the first look, after a restart, or with other caches."""
         now, before = self.stats, self.before
         if before is None or (now.boot, now.pid) != (before.boot, before.pid) or now.uptime_ns == before.uptime_ns:
             return None
@@ -89,8 +89,8 @@ class Look:
 def top(daemon: DaemonAt, once: bool, form: str) -> None:
     """Follow tiers, moves, hits and leases on one screen.
 
-    q ends it. Goes on over restarts of the daemon. You see the caches that you may administer. JSON and YAML are one
-    look: the statistics, those of a second before, and the leases.
+    Press q to end. Goes on over restarts of the daemon. Shows the caches that you may administer. JSON and YAML print
+    one look: the statistics, the statistics of a second before, and the leases.
     """
     once = once or form != "table"
     terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout)) and os.environ.get("TERM") != "dumb"
@@ -98,7 +98,7 @@ def top(daemon: DaemonAt, once: bool, form: str) -> None:
 
 
 async def looks(daemon: DaemonAt) -> AsyncGenerator[Look, None]:
-    """One a second. The first refusal is raised; a later one is a look that says why nothing newer comes."""
+    """Yields a look every second. Raises an error of the first look; a later error yields the last look as ``away``."""
     last: Look | None = None
     while True:
         try:
@@ -120,7 +120,7 @@ async def looks(daemon: DaemonAt) -> AsyncGenerator[Look, None]:
 
 
 async def _print_one(daemon: DaemonAt, form: str) -> int:
-    """The second look, since rates take two."""
+    """Prints the second look, since rates need two looks."""
     async with aclosing(looks(daemon)) as following:
         await anext(following)
         look = await anext(following)
@@ -144,7 +144,7 @@ async def _follow(daemon: DaemonAt) -> int:
 
 @contextmanager
 def _keys(interrupts: Interrupts) -> Iterator[None]:
-    """Ends the task when q is pressed. What is typed is not shown."""
+    """Ends the task when q is pressed. The terminal does not echo keys."""
 
     def typed() -> None:
         if os.read(sys.stdin.fileno(), 64) in (b"", b"q"):
@@ -165,7 +165,7 @@ def _of_cache(stats: DaemonStats, name: str) -> DaemonStats:
 
 
 def screen(look: Look, address: str) -> RenderableType:
-    """All that is shown of a look."""
+    """Returns the whole screen for a look."""
     parts = (tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
     return Group(head(look.stats, address, look.away), *spaced(parts))
 
@@ -186,7 +186,7 @@ def _moves(look: Look) -> Table:
 
 
 def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
-    """The counter of a cache that says how much went along an edge."""
+    """Returns a counter of a cache: the sum of ``field`` over an edge."""
     return lambda cache: sum(getattr(each, field) for each in cache.edges if each.edge == edge)
 
 

@@ -1,17 +1,17 @@
-"""kvtier's events as TensorRT-LLM's: the JSON that its routers read.
+"""Converts kvtier's events to TensorRT-LLM's JSON, for its routers.
 
-What differs, and how it is bridged:
+Differences:
 
-- An ``updated`` of theirs is of one block, a ``stored`` of one chain; kvtier's events are cut up.
-- They have no ``cleared``: it comes as ``removed`` of all blocks that were known.
-- ``event_id`` counts from 0. Lost events leave a hole as large as they were.
-- ``updated`` has old values, which are remembered. Null stands where nothing is known of a block; begin with a snapshot
-  to know all of them.
-- A block may be in several tiers. ``cache_level`` is the fastest one (0 device, 1 host, 2 disk), and a change in slower
+- A TensorRT-LLM ``updated`` has one block, a ``stored`` one chain: kvtier's events are split.
+- TensorRT-LLM has no ``cleared``: it becomes a ``removed`` of all known blocks.
+- ``event_id`` counts from 0. Lost events leave a gap of the same length.
+- ``updated`` has old values, which the converter remembers. A value is null if the old value is unknown; begin with a
+  snapshot to know all blocks.
+- A block may be in several tiers. ``cache_level`` is the fastest tier (0 device, 1 host, 2 disk); a change in slower
   tiers alone is no event.
-- Full attention has no window: ``window_size`` is then the largest there can be, 2147483647.
-- Blocks are named by the cache's ``event_hash``; those without one are left out. A cache without that option has its
-  keys, in hex, under the name ``kvtier_key``.
+- Full attention has no window: ``window_size`` is then the largest value, 2147483647.
+- Blocks are named by the hash of the cache's option ``event_hash``; blocks without a hash are left out. A cache without
+  the option uses its keys in hex, with ``kvtier_key`` as ``hash_algo``.
 
 Shapes: TensorRT-LLM's ``KVCacheEventSerializer`` of 2026.
 """
@@ -38,7 +38,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class _Known:
-    """A block that was told of."""
+    """A block as the last event shows it."""
 
     hash: Hash
     level: int | None
@@ -47,7 +47,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Group:
-    """``algorithm`` and ``window``: as told last."""
+    """A window group and its known blocks. ``algorithm`` and ``window``: of the latest event."""
 
     number: int
     blocks: dict[bytes, _Known] = field(default_factory=dict)
@@ -56,9 +56,9 @@ class _Group:
 
 
 class TrtllmEvents:
-    """The events of one cache. Nothing of it may be filtered away: blocks that are not shown are not known.
+    """Converts the events of one cache, which must be unfiltered: a block without its events stays unknown.
 
-    ``attention_dp_rank``: in every event; None: there is no attention data parallelism.
+    ``attention_dp_rank``: the rank in every event; None without attention data parallelism.
     """
 
     def __init__(self, attention_dp_rank: int | None = None) -> None:
@@ -67,7 +67,7 @@ class TrtllmEvents:
         self._next_id = 0
 
     def of(self, item: WatchItem) -> Iterator[Json]:
-        """An item as TensorRT-LLM's events, in order."""
+        """Yields an item as TensorRT-LLM's events, in order."""
         match item:
             case Event() | SnapshotSlice():
                 group = self._groups.setdefault(item.group, _Group(item.group))
@@ -97,7 +97,7 @@ class TrtllmEvents:
                 yield self._envelope(group, {"type": "created", "num_blocks_per_cache_level": levels})
 
     def _stored(self, group: _Group, item: Event | SnapshotSlice) -> Iterator[Json]:
-        """One event a chain. A block that is known is at most updated: slices and events of a snapshot overlap."""
+        """Yields an event per chain, or an update for a known block: slices and events of a snapshot overlap."""
         parents = split_keys(item.packed_parents)
         above = _names(item.event_hash, item.packed_parent_hashes, parents)
         tokens = item.tokens or (_NO_TOKENS,) * len(parents)
@@ -124,7 +124,7 @@ class TrtllmEvents:
 
     def _updated(self, group: _Group, event: Event) -> Iterator[Json]:
         if event.cause is Cause.REMOTE:
-            return  # what is beyond the host is no cache level
+            return  # the remote store is no cache level
         moved_from = event.moved_from
         for key, hash, residency, priority in zip(
             event.keys, _hashes(event), event.residency, event.priorities, strict=True
@@ -133,7 +133,7 @@ class TrtllmEvents:
                 continue
             level = fastest(residency)
             if key not in group.blocks:
-                # Where an unknown block was is known only if it moved, or left, and nothing faster is left of it.
+                # The old level of an unknown block is known only if it moved or left, and no faster copy remains.
                 left = moved_from is not None and not residency & moved_from.bit
                 if event.moved_to is None and moved_from is not None and level is not None:
                     left = moved_from < level
@@ -173,7 +173,7 @@ def _hashes(item: Event | SnapshotSlice) -> list[Hash | None]:
 
 
 def _names(algorithm: str, packed: bytes, keys: Sequence[bytes]) -> list[Hash | None]:
-    """One hash a key; None for those that have none. 64 bits are a number, digests are in hex."""
+    """Returns a hash for each key, or None for a key without one. A hash of 64 bits is a number, a digest is in hex."""
     if not algorithm:
         return [key.hex() for key in keys]
     raw = split_hashes(packed, len(keys))

@@ -1,4 +1,4 @@
-"""``kvtier watch``: events as they happen, a line each."""
+"""``kvtier watch``: shows events as they happen, a line each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvtier.events import Event, SnapshotSlice, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
 
 NO_DAEMON: Final = 3
-"""Exit status, besides those of every command."""
+"""Exit status if no daemon answers at the start."""
 
 FORMS: Final = "[EPOCH:]ID, or how long ago (30s, 5m, 2h, 1.5d)"
 
@@ -100,10 +100,10 @@ def watch(
     """Follow every move, store and eviction as it happens.
 
     A line shows time, type, number of blocks, tiers, cause, bytes, time taken (waiting and copying), the cache, epoch
-    and id, and the first key. Goes on over restarts of the daemon, and says so; what was lost is shown as a gap.
+    and id, and the first key. Goes on over restarts of the daemon and reports them; lost events are shown as a gap.
 
-    JSON is an object a line, its fields named as TensorRT-LLM's; YAML is a document an event. trtllm is TensorRT-LLM's
-    own event JSON of one --cache, for routers that follow it: with the hashes that the cache was opened with, and its
+    JSON prints an object per line, with TensorRT-LLM's field names; YAML prints a document per event. trtllm prints
+    TensorRT-LLM's own event JSON of one --cache, for its routers: with the hashes that the cache was opened with, and
     token ids if you may see them. Begin with --snapshot.
 
     Exit status 3: no daemon answers at the start; 130 and 143: ended by Ctrl-C (SIGINT) and by SIGTERM.
@@ -127,7 +127,7 @@ def watch(
         "caches": caches,
         "keys": keys,
     }
-    if no_follow:  # it notices within a second that only filtered events are left
+    if no_follow:  # heartbeats show within a second that only filtered events are left
         options |= {"heartbeats": True, "heartbeat_s": 1.0}
     lines = {"json": json_lines, "yaml": yaml_documents, "trtllm": trtllm_lines(rank), "table": None}[form]
     work = _follow(daemon, lines, limit, not no_follow, options)
@@ -142,7 +142,7 @@ def watch(
 async def _follow(
     daemon: DaemonAt, lines: Lines | None, limit: int | None, follow: bool, options: dict[str, Any]
 ) -> int:
-    """Shows events to the end that was asked for. Returns the exit status."""
+    """Shows events until the requested end. Returns the exit status."""
     with Interrupts() as interrupts:
         try:
             async with await daemon.connect() as client:
@@ -158,7 +158,7 @@ async def _follow(
                             if last is not None and item.event_id > last:
                                 break
                             if options["keys"] and not item.packed_keys and item.cache not in concerned:
-                                continue  # a whole cache began or was emptied: none of these blocks was in it
+                                continue  # a cache was created or emptied, and had none of the blocks asked for
                             limit = limit - 1 if limit is not None else None
                         show(item)
                         if limit == 0 or (last is not None and watch.cursor is not None and watch.cursor.id >= last):
@@ -171,12 +171,12 @@ async def _follow(
 async def warn_of_silence(
     client: AsyncClient, caches: Collection[str], groups: Collection[int], *, tokens: bool = False
 ) -> None:
-    """Says on standard error what of the choice has no events now. ``tokens``: of these caches, with token ids."""
+    """Warns on standard error of chosen caches and groups without events. ``tokens``: also of missing token ids."""
     if not caches and not groups:
         return
     try:
         there = {info.name: info for info in await client.caches()}
-    except PermissionDenied:  # to watch takes another right
+    except PermissionDenied:  # listing caches and watching need different rights
         return
     for name in caches:
         if name not in there:
@@ -192,19 +192,19 @@ async def warn_of_silence(
 
 
 async def _newest(client: AsyncClient, caches: Collection[str]) -> int | None:
-    """The last event that there is now. Ids rise over all epochs."""
+    """Returns the id of the newest event. Ids rise over all epochs."""
     async with client.watch(caches=caches) as watch:
         return watch.cursor.id if watch.cursor is not None else None
 
 
 def _end_when_nobody_reads(interrupts: Interrupts) -> None:
-    """As soon as the other end of a pipe closes, not only at the next line."""
+    """Ends the task as soon as the reader of a pipe closes it, not only at the next line."""
     if stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode):
         asyncio.get_running_loop().add_reader(sys.stdout.fileno(), interrupts.end_task)
 
 
 def _shown(lines: Lines | None, interrupts: Interrupts) -> Callable[[WatchItem], None]:
-    """The function that shows an item. ``lines`` None: for people, coloured on a terminal and cut to its width."""
+    """Returns the function that shows an item. ``lines`` None: text for people, on a terminal coloured and cut."""
     if lines is not None or not sys.stdout.isatty():
         plain = lines or plain_lines
         return lambda item: write(sys.stdout.fileno(), plain(item), interrupts)

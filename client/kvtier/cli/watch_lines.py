@@ -1,4 +1,4 @@
-"""What ``kvtier watch`` shows: lines for people and one JSON object a line for programs."""
+"""The output of ``kvtier watch``: lines for people, JSON and YAML for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, Snap
 from kvtier.types import EventType, duration, size, tiers_of
 
 Lines = Callable[[WatchItem], Iterator[str]]
-"""What an item is shown as."""
+"""Converts an item to lines of output."""
 
 _COLOURS: Final = {
     EventType.CREATED: "cyan",
@@ -31,7 +31,7 @@ _COLOURS: Final = {
 
 
 def text_lines(item: WatchItem) -> Iterator[Text]:
-    """A line for people."""
+    """Yields the item as a line for people, or nothing."""
     match item:
         case Event():
             yield _event(item)
@@ -51,36 +51,36 @@ def text_lines(item: WatchItem) -> Iterator[Text]:
 
 
 def _lost(gap: Gap) -> str:
-    if gap.reason == "unclean-stop":  # nobody knows how many of the ids were used
+    if gap.reason == "unclean-stop":  # the number of ids in use is unknown
         return f"unlogged events from {gap.epoch}:{gap.first_id} on were lost: {gap.reason}; next id {gap.last_id + 1}"
     return f"events {gap.epoch}:{gap.first_id} to {gap.last_id} were lost: {gap.reason}"
 
 
 def plain_lines(item: WatchItem) -> Iterator[str]:
-    """As :func:`text_lines`, without colours."""
+    """Like :func:`text_lines`, without colours."""
     return (text.plain.rstrip() for text in text_lines(item))
 
 
 def json_lines(item: WatchItem) -> Iterator[str]:
-    """The item as one JSON object; nothing for a heartbeat."""
+    """Yields the item as one JSON object; nothing for a heartbeat."""
     if not isinstance(item, Heartbeat):
         yield _compact(item.to_json())
 
 
 def yaml_documents(item: WatchItem) -> Iterator[str]:
-    """As :func:`json_lines`, a document an item."""
+    """Like :func:`json_lines`, as one YAML document."""
     if not isinstance(item, Heartbeat):
         yield from ("---", *yaml_lines(item.to_json()))
 
 
 def trtllm_lines(attention_dp_rank: int | None = None) -> Lines:
-    """TensorRT-LLM's JSON, which remembers what it has shown."""
+    """Returns a function for one stream of items, which it shows as TensorRT-LLM's JSON."""
     events = TrtllmEvents(attention_dp_rank)
     return lambda item: map(_compact, events.of(item))
 
 
 def write(fd: int, lines: Iterator[str], interrupts: Interrupts) -> None:
-    """Whole lines, past any buffer: a signal can end a write that nobody reads, and nothing is left to be flushed."""
+    """Writes whole lines without a buffer: a signal can end a blocked write, and no bytes wait for a flush."""
     rest = "".join(f"{line}\n" for line in lines).encode()
     with interrupts.writing():
         while rest:

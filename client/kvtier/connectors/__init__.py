@@ -1,1 +1,1 @@
-"""What lets engines keep their KV cache in kvtier: a module for each, which imports its engine."""
+"""Connectors that let engines keep their KV cache in kvtier: a module per engine, which imports the engine."""

@@ -3,9 +3,9 @@
     lmcache server --l2-adapter '{"type": "native_plugin", "module_path": "kvtier.connectors.lmcache",
       "class_name": "KvtierL2", "adapter_params": {"address": "/run/kvtier", "block_bytes": 1048576}}'
 
-An object is cut into pieces; each is a block that ends with the length and the digest of the object, so that pieces of
-two objects under one key are a miss, as is an object of another length. The key of a piece is the SHA-256 of the
-object's key and the number of the piece. LMCache itself is not imported.
+An object is cut into pieces, each in a block of its own. A block ends with the length and the digest of the object:
+mixed pieces of two objects under one key are a miss, and so is an object of another length. The key of a piece is the
+SHA-256 of the object's key and the number of the piece. LMCache itself is not imported.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvtier.errors import InvalidArgument, KvtierError
 
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
 _END: Final = struct.Struct("<Q16s")
-"""Behind a piece: length and digest of its object."""
+"""End of a block, after the piece: length and digest of the object."""
 _MOST_PIECES: Final = 256
-"""A delete looks for this number of pieces, or for as many as the longest object had."""
+"""A delete looks for this number of pieces, or for the number of the longest object's pieces if it is greater."""
 _MOST_LENGTHS: Final = 1 << 16
-"""Most objects whose length is remembered."""
+"""Maximum number of objects whose length is remembered."""
 _STAGED_BYTES: Final = 32 << 20
-"""So many bytes of pieces lie between LMCache's buffers and kvtier at a time."""
+"""Bytes of pieces that an operation stages at a time between LMCache's buffers and kvtier."""
 _THREADS: Final = 4
 
 _log = logging.getLogger("kvtier.connectors")
 
 Completion: TypeAlias = tuple[int, bool, str, list[bool]]
-"""Number of the operation, whether all of it went well, what was wrong, and one result a key."""
+"""Number of the operation, its success as a whole, the text of an error, and one result per key."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,16 +56,17 @@ class _Piece:
 
 
 class KvtierL2:
-    """What LMCache's ``native_plugin`` asks for. Operations run in threads; LMCache polls :meth:`event_fd`."""
+    """The interface of LMCache's ``native_plugin``. Operations run in threads; LMCache polls :meth:`event_fd`."""
 
     def __init__(self, *, namespace: str = "", block_bytes: int = DEFAULT_BLOCK_BYTES, **settings: Any) -> None:
         """
         Args:
-            namespace: keys of another one are never found. Name what LMCache's keys leave out, such as the dtype.
-            block_bytes: of a piece. Objects whose size is a multiple of it waste nothing.
+            namespace: keys of another namespace are never found. Name properties that LMCache's keys leave out, like
+                the dtype.
+            block_bytes: size of a piece. Objects whose size is a multiple of it waste no space.
             settings: see ``docs/engines.md``.
 
-        Raises: :class:`kvtier.KvtierError` for wrong settings where ``on_error`` is not ``continue``.
+        Raises: :class:`kvtier.KvtierError` for wrong settings if ``on_error`` is not ``continue``.
         """
         self._store: Store | None = None
         self._block_bytes: Final = block_bytes
@@ -93,15 +94,15 @@ class KvtierL2:
         self._threads: Final = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-l2")
 
     def event_fd(self) -> int:
-        """Readable while there is something to drain."""
+        """Returns a file descriptor that is readable while completions wait."""
         return self._event
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
-        """An object is there if all of its pieces are."""
+        """Looks objects up. An object is stored if all its pieces are."""
         return self._submit(len(keys), lambda store: self._exist(store, keys))
 
     def submit_batch_get(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
-        """Fills each view, of the object's length."""
+        """Fills the views, each of its object's length."""
         return self._submit(len(keys), lambda store: self._load(store, keys, views))
 
     def submit_batch_set(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
@@ -114,7 +115,7 @@ class KvtierL2:
         return self._submit(len(keys), lambda store: [self._drop(store, key) for key in keys])
 
     def drain_completions(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """Returns the operations that have ended since the last call."""
         with self._lock:
             done, self._done = self._done, []
             if done:
@@ -122,14 +123,14 @@ class KvtierL2:
         return done
 
     def close(self) -> None:
-        """Ends what is under way first."""
+        """Waits for running operations, cancels the others, and closes the cache."""
         self._threads.shutdown(cancel_futures=True)
         if self._store is not None:
             self._store.close()
         os.close(self._event)
 
     def _submit(self, objects: int, work: Callable[[Store], list[bool]], *, whole: bool = False) -> int:
-        """``whole``: a store, which LMCache counts as a success only if every object was stored."""
+        """Queues an operation. ``whole``: for LMCache it is a success only if every object was stored."""
         number = next(self._numbers)
 
         def run() -> None:
@@ -161,7 +162,7 @@ class KvtierL2:
                 del self._lengths[next(iter(self._lengths))]
 
     def _exist(self, store: Store, keys: Sequence[str]) -> list[bool]:
-        """The length of an object that this process has not met is at the end of its first piece."""
+        """Looks objects up. An object that is new to this process has its length at the end of its first block."""
         first = dict(zip(keys, store.find(0, [_key_of(key, 0) for key in keys]), strict=True))
         unmet = [key for key, there in first.items() if there and key not in self._lengths]
         for start in range(0, len(unmet), self._staged_pieces):
@@ -202,7 +203,7 @@ class KvtierL2:
         return results
 
     def _load(self, store: Store, keys: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
-        """Returns whether each object is there, has the view's length, and has the pieces of a single set."""
+        """Fills the views. Returns whether each object is stored with the view's length, by a single set."""
         results, ends = [True] * len(keys), dict[int, bytes]()
         for batch in self._batches(keys, views):
             rows = self._rows(len(batch))
@@ -227,9 +228,9 @@ class KvtierL2:
         return set() if not others or store.drop(0, list(others)) else set(others.values())
 
     def _drop(self, store: Store, key: str) -> bool:
-        """Drops all pieces of an object. Returns whether there were any, and are no more."""
+        """Drops all pieces of an object. Returns whether pieces were stored and all are gone."""
         if key not in self._lengths:
-            self._exist(store, [key])  # which remembers how many there are
+            self._exist(store, [key])  # remembers the number of pieces
         pieces = [_key_of(key, number) for number in range(self._most_pieces)]
         there = [piece for piece, found in zip(pieces, store.probe(0, pieces), strict=True) if found]
         return store.drop(0, there)

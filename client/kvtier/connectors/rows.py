@@ -1,4 +1,4 @@
-"""The bytes of a page in torch tensors of any memory order: rows of uint8, each of them one run."""
+"""The bytes of pages in torch tensors of any memory order, as contiguous rows of uint8."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def page_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of the same memory that hold a page's bytes each.
+    """Returns views of the same memory, with the bytes of a page in each row.
 
     Args:
-        tensors: By name, ``[pages, ...]`` of any strides.
+        tensors: ``[pages, ...]`` of any strides, by name.
 
     Returns:
-        By name, uint8 ``[pages, nbytes]``. A tensor whose pages are not dense becomes several, split along its first
+        uint8 ``[pages, nbytes]``, by name. A tensor whose pages are not dense becomes several, split along its first
         axes: ``name.0``, ``name.1``, ...
     """
     return dict(row for name, pages in tensors.items() for row in _rows(name, pages))
 
 
 def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one run a page, where they lie one after another in memory: the block is outermost."""
+    """Joins rows that lie one after another in memory, with the block outermost. Returns None for other rows."""
     first, *others = sorted(rows, key=lambda row: row.data_ptr())
     end = first.data_ptr() + first.shape[1]
     for row in others:

@@ -4,8 +4,8 @@
     '{"backend_name": "kvtier", "module_path": "kvtier.connectors.sglang", "class_name": "KvtierHiCache",
       "interface_v1": 1, "kvtier": {"address": "/run/kvtier"}}'
 
-SGLang's threads for prefetch and backup call it, and may wait. The pool's own view of a page is stored, so every
-layout of the pool works; two engines whose pools differ in anything get two caches.
+SGLang's threads for prefetch and backup call the backend, and may wait. The backend stores the pool's own view of a
+page, so every layout of the pool works. Engines with different pools get different caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("kvtier.connectors")
 
 
 class HostPool(Protocol):
-    """What is asked of SGLang's host pools, whose sizes count tokens."""
+    """The part of SGLang's host pools that the backend uses. Sizes count tokens."""
 
     page_size: int
     size: int
@@ -67,7 +67,7 @@ class _StoredPool:
         return [False] * len(keys) if self.store is None else self.store.find(self.group, keys)
 
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
-        """``pages``: the index of each one's first token."""
+        """Fills pages. ``pages``: the index of each page's first token."""
         if self.store is None:
             return [False] * len(keys)
         if self._planes is not None:
@@ -91,7 +91,7 @@ class _StoredPool:
 
 
 def _planes(pool: HostPool) -> Planes | None:
-    """The pool's pages as pieces of its own memory; None: a page is gathered by the pool from several tensors."""
+    """Returns the pool's pages as parts of its own memory; None if the pool gathers a page from several tensors."""
     first, second = (pool.get_data_page(at, flat=False) for at in (0, pool.page_size))
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
         return None
@@ -106,10 +106,10 @@ def _planes(pool: HostPool) -> Planes | None:
 
 
 class KvtierHiCache(HiCacheStorage):
-    """Made by SGLang. ``extra_config["kvtier"]`` are the settings: see ``docs/engines.md``."""
+    """Made by SGLang. ``extra_config["kvtier"]`` has the settings: see ``docs/engines.md``."""
 
     def __init__(self, storage_config: Any, _: Mapping[str, Any]) -> None:
-        """Raises :class:`kvtier.KvtierError` for wrong settings where ``on_error`` is not ``continue``."""
+        """Raises :class:`kvtier.KvtierError` for wrong settings if ``on_error`` is not ``continue``."""
         self._config: Final = storage_config
         self._given: Final[Mapping[str, Any]] = storage_config.extra_config or {}
         self._settings: Final[Any] = self._given.get("kvtier", {})
@@ -129,7 +129,7 @@ class KvtierHiCache(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
         self._pools[host_pool_name] = host_pool
-        if self._attached:  # one that the engine adds later
+        if self._attached:  # the engine adds this pool later
             self._attach([host_pool_name])
 
     def on_host_pools_registered(self) -> None:
@@ -137,7 +137,7 @@ class KvtierHiCache(HiCacheStorage):
         self._attach(list(self._pools))
 
     def _attach(self, names: Sequence[str]) -> None:
-        """Opens a cache for the pools that are sharded over ranks, and one for those that all ranks have alike."""
+        """Opens a cache for pools that are sharded over ranks, and a cache for pools that are equal on all ranks."""
         try:
             if not self._given.get("interface_v1"):
                 limit = "1, so that SGLang hands over pages of its pool"
@@ -197,7 +197,7 @@ class KvtierHiCache(HiCacheStorage):
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How long a prefix of the pages is stored."""
+        """Returns the number of pages in the longest stored prefix."""
         return _leading(self._find(PoolName.KV, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -209,7 +209,7 @@ class KvtierHiCache(HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The lengths of prefixes that every pool can restore: all of its pages, or the last ones before the end."""
+        """Returns the lengths of prefixes that every pool can restore: with all its pages, or with the last pages."""
         stored = len(keys) if self._logical else self.batch_exists(keys)
         hits = {PoolName.KV: stored} if stored else {}
         ends = set(range(1, stored + 1))
@@ -220,7 +220,7 @@ class KvtierHiCache(HiCacheStorage):
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 needed = max(1, len(transfer.keys or ()))
                 own = {end for end in range(1, stored + 1) if all(there[max(0, end - needed) : end])}
-            else:  # no pool of BLOCK_GROUPS decides how long a prefix is
+            else:  # pools of BLOCK_GROUPS do not limit the length of a prefix
                 continue
             if own:
                 hits[transfer.name] = max(own)
@@ -248,7 +248,7 @@ class KvtierHiCache(HiCacheStorage):
         for store in self._stores:
             store.close()
 
-    # What SGLang asks instead where ``interface_v1`` is not set, which is refused.
+    # SGLang calls these methods if ``interface_v1`` is not set, which is refused.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None
@@ -265,7 +265,7 @@ class KvtierHiCache(HiCacheStorage):
         return False
 
     def _of(self, name: str) -> _StoredPool | None:
-        """The pages of a pool; None after an update of the weights. The caches belong to the weights of the start, and
+        """Returns the pages of a pool; None after an update of the weights. The caches belong to the first weights, and
         SGLang does not say which pages it computed before the update."""
         if not self._updated and _weight_version() != self._version:
             self._updated = True
@@ -283,7 +283,7 @@ class KvtierHiCache(HiCacheStorage):
         keys: Sequence[str] | None,
         indices: torch.Tensor | None,
     ) -> list[bool]:
-        """One result a key; all false where there is not a page of the pool for each."""
+        """Returns one result per key; all false if the pool does not have a page for each key."""
         pages, asked = self._of(name), keys or ()
         if pages is None or indices is None or len(indices) != len(asked) * self._pools[name].page_size:
             return [False] * len(asked)
@@ -291,15 +291,15 @@ class KvtierHiCache(HiCacheStorage):
 
 
 def _packed(keys: Sequence[str]) -> list[bytes]:
-    """SGLang's keys are SHA-256 in hexadecimal."""
+    """Decodes SGLang's keys, which are SHA-256 in hexadecimal."""
     return [bytes.fromhex(key) for key in keys]
 
 
 def _weight_version() -> object:
-    """Changes with an update of the weights that names a version."""
+    """Returns a value that changes with each update of the weights that names a version."""
     try:
         return runtime.get_serving().weight_version
-    except (AttributeError, ValueError):  # there is no server, only its parts
+    except (AttributeError, ValueError):  # SGLang's parts run without a server
         return None
 
 
@@ -308,6 +308,6 @@ def _leading(there: Sequence[bool]) -> int:
 
 
 def _text(value: object) -> str:
-    """Fit for a specification, whose texts are short."""
+    """Returns the value as text for a specification: a long text becomes its digest."""
     text = str(value)
     return text if text.isprintable() and 1 <= len(text.encode()) <= 200 else sha256(text.encode()).hexdigest()

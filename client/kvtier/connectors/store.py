@@ -1,7 +1,7 @@
 """A cache under an engine's own keys, for threads that may wait a little and must not see an error of kvtier.
 
-The daemon may be away, at the start and at any time later. What is in mapped memory is found and copied all the same;
-the rest is a miss, and what the engine wants to save is dropped until the daemon answers again.
+The daemon may be away, at the start and at any time later. Blocks in mapped memory are still found and copied. Other
+blocks are a miss, and the engine's saves are dropped, until the daemon answers again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SETTINGS: Final = (
     "write_policy",
 )
 _OPEN_S: Final = 5.0
-"""An attempt to open the cache takes at most so long; the next one begins as long after it."""
+"""Seconds that an attempt to open the cache may take, and seconds until the next attempt."""
 _STORED: Final = (BlockResult.OK, BlockResult.EXISTS)
 _MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
@@ -38,7 +38,7 @@ _log = logging.getLogger("kvtier.connectors")
 
 
 def options_of(settings: Mapping[str, Any]) -> EngineOptions:
-    """Raises :class:`InvalidArgument` for a setting that makes no sense here."""
+    """Makes options from settings. Raises :class:`InvalidArgument` for an invalid or unknown setting."""
     for name in settings:
         if name not in _SETTINGS:
             limit = f"left out: settings are {', '.join(_SETTINGS)}"
@@ -47,13 +47,13 @@ def options_of(settings: Mapping[str, Any]) -> EngineOptions:
 
 
 class Store:
-    """No method raises, and none waits longer than ``load_timeout`` seconds for a daemon that does not answer. A lookup
-    waits for ``remote_wait`` seconds where blocks could come from a store beyond the host."""
+    """A cache for an engine's threads. No method raises, or waits longer than ``load_timeout`` seconds for a silent
+    daemon. A lookup waits for ``remote_wait`` seconds if blocks could come from a remote store."""
 
     def __init__(self, options: EngineOptions, spec: CacheSpec, share: float = 1.0) -> None:
-        """``share``: of the budgets in the options that is this cache's.
+        """``share``: this cache's share of the budgets in the options.
 
-        Raises :class:`InvalidArgument` and whatever else waiting does not mend; with ``on_error = "fail"`` also
+        Raises :class:`InvalidArgument` and other errors that a retry does not mend; with ``on_error = "fail"`` also
         :class:`kvtier.errors.DaemonUnavailable` and :class:`TierFull`.
         """
         try:
@@ -80,7 +80,7 @@ class Store:
             threading.Thread(target=self._open_later, name="kvtier-open", daemon=True).start()
 
     def probe(self, group: int, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys have a block that a load would get."""
+        """Returns which keys have a block that a load would get."""
 
         def look(cache: Cache) -> list[bool]:
             tiers = 0xFF if self._reachable else _MAPPED
@@ -90,7 +90,7 @@ class Store:
         return self._tried(group, "a lookup failed", look, len(keys))
 
     def find(self, group: int, keys: Sequence[bytes]) -> list[bool]:
-        """As :meth:`probe`, once what is missing of a chain has come from a store beyond the host."""
+        """Like :meth:`probe`, after fetching missing blocks from a remote store."""
         there = self.probe(group, keys)
 
         def bring(cache: Cache) -> list[bool]:
@@ -107,8 +107,8 @@ class Store:
         return found
 
     def load(self, group: int, keys: Sequence[bytes], blocks: Sequence[Any] | Pages) -> list[bool]:
-        """Fills those of ``blocks``, one a key, that are stored, and says which. The others may hold any bytes
-        afterwards."""
+        """Fills ``blocks``, one per key, from the stored blocks. Returns which are filled; the others may hold any
+        bytes afterwards."""
         there = [at for at, found in enumerate(self.find(group, keys)) if found]
         loaded: set[int] = set()
 
@@ -125,7 +125,7 @@ class Store:
         return self._tried(group, "a load failed", get, len(keys))
 
     def save(self, group: int, keys: Sequence[bytes], blocks: Blocks) -> list[bool]:
-        """Stores blocks under keys; false for those that are not stored afterwards."""
+        """Stores blocks under keys. Returns for each key whether it is stored afterwards."""
 
         def put(cache: Cache) -> list[bool]:
             if not self._reachable:
@@ -141,11 +141,11 @@ class Store:
         return self._tried(group, "a save failed", put, len(keys))
 
     def has(self, group: int, key: bytes) -> bool:
-        """Whether :meth:`probe` finds one key."""
+        """Returns whether :meth:`probe` finds a key."""
         return self.probe(group, [key])[0]
 
     def drop(self, group: int, keys: Sequence[bytes]) -> bool:
-        """Forgets blocks. Whether all of them were there and are gone."""
+        """Forgets blocks. Returns whether all of them were stored and are gone."""
 
         def forget(cache: Cache) -> list[bool]:
             return [bool(keys) and all(result is BlockResult.OK for result in cache.drop(keys).results)]

@@ -1,4 +1,4 @@
-"""transformers: keys and values of prompts, kept in kvtier from one ``generate`` to the next, in whichever process.
+"""transformers: keeps keys and values of prompts in kvtier from one ``generate`` to the next, in any process.
 
 ::
 
@@ -48,7 +48,7 @@ _SUPPORTED: Final = (
 _SAMPLED: Final = 64
 """Values of each weight that go into the identity of a model."""
 _PAUSE_S: Final = 30.0
-"""Between a save that failed and the next attempt: each may wait for its whole timeout."""
+"""Seconds between a failed save and the next attempt: each may wait for its whole timeout."""
 
 log: Final = logging.getLogger("kvtier.connectors.transformers")
 
@@ -75,10 +75,10 @@ class States:
 
 
 class PrefixStore:
-    """The prefixes of one model in a kvtier cache of its own, whose name says which model, dtype and attention.
+    """The prefixes of one model in a kvtier cache of its own, whose name stands for model, dtype and attention.
 
-    Its methods raise only for arguments that make no sense. Where kvtier fails, a warning is logged, nothing is loaded
-    or saved, and the model computes what it lacks.
+    Its methods raise only for invalid arguments. If kvtier fails, a warning is logged, nothing is loaded or saved, and
+    the model computes the missing tokens.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class PrefixStore:
         budgets: Budgets | None = None,
         timeout: float = 2.0,
     ) -> None:
-        """Runs the model on one token, which shows what its layers keep.
+        """Runs the model on one token, to learn the shapes that its layers keep.
 
         Args:
             budgets: of a new cache, as in :meth:`kvtier.AsyncClient.open_cache`.
             timeout: seconds that a load or a save waits for the daemon.
-        Raises: :class:`InvalidArgument` for a model whose layers keep anything but keys and values, and what opening a
-            cache raises.
+        Raises: :class:`InvalidArgument` for a model whose layers keep anything but keys and values, and the errors of
+            opening a cache.
         """
         with torch.no_grad():
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
@@ -112,7 +112,7 @@ class PrefixStore:
         self.cache: Final = client.open_cache(layout.cache(), layout.spec, budgets=budgets, options=options)
 
     def load_prefix(self, ids: Ids, scope: Scope = PLAIN) -> tuple[transformers.DynamicCache, int]:
-        """The longest stored prefix of a prompt, of all its tokens but the last, and how many tokens it has.
+        """Loads the longest stored prefix of a prompt without its last token. Returns it and its number of tokens.
 
         Raises :class:`InvalidArgument`.
         """
@@ -136,13 +136,13 @@ class PrefixStore:
         return past, known
 
     def save_prefix(self, past: transformers.Cache, ids: Ids, scope: Scope = PLAIN) -> int:
-        """Stores the full blocks of a prompt that are not stored yet; returns how many tokens of it are stored now.
+        """Stores the full blocks of a prompt that are not stored yet. Returns the number of its tokens stored now.
 
         Args:
-            past: what the model kept of the prompt, after a prefill or after ``generate``.
-            ids: tokens from the prompt's first one on; those that ``past`` does not hold are left out.
-        Raises: :class:`InvalidArgument` for a ``past`` that lacks first tokens of the prompt, which a sliding window
-            drops unless the model was given a ``DynamicCache()``, or that is of several prompts or another model.
+            past: the model's keys and values of the prompt, after a prefill or after ``generate``.
+            ids: tokens from the prompt's first one on; tokens that ``past`` does not hold are left out.
+        Raises: :class:`InvalidArgument` for a ``past`` of several prompts or of another model, and for one without the
+            first tokens, which a sliding window drops unless the model was given a ``DynamicCache()``.
         """
         tensors = _tensors("past", past)
         if [States.of(tensor) for tensor in tensors] != self._states:
@@ -160,24 +160,24 @@ class PrefixStore:
         return stored * self._tokens
 
     def _put(self, prompt: Prompt, tensors: Sequence[torch.Tensor], first: int, last: int) -> int:
-        """Stores blocks [first, last) of a prompt; returns how many."""
+        """Stores blocks [first, last) of a prompt. Returns the number of stored blocks."""
         keys, parent = prompt.keys[first * KEY_BYTES :], prompt.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]
         pages = self._pages(tensors, first, last)
         results = self.cache.put(keys, pages, parent=parent or None, prompt=prompt, timeout=self._timeout)
         return sum(result is not BlockResult.PARENT_MISSING for result in results)
 
     def _pages(self, tensors: Sequence[torch.Tensor], first: int, last: int) -> Pages:
-        """Blocks [first, last) of tensors [1, heads, tokens, size]; each head of a block is one run of bytes."""
+        """Returns blocks [first, last) of tensors [1, heads, tokens, size]; each head of a block is contiguous."""
         tokens = slice(first * self._tokens, last * self._tokens)
         heads = [head[tokens] for tensor in tensors for head in tensor.detach().contiguous()[0]]
         return Planes([head.view(last - first, -1) for head in heads])[range(last - first)]
 
     def _layout(self, model: transformers.PreTrainedModel) -> Layout:
-        """What the bytes depend on is in its identity."""
+        """Returns the layout. Its identity has every property that the bytes depend on."""
         config = model.config
         digest = hashlib.sha256(config.to_json_string().encode())
         for name, weight in model.named_parameters():
-            if not weight.is_meta:  # where a part of the model is offloaded
+            if not weight.is_meta:  # a meta tensor stands for an offloaded part of the model
                 values = weight.detach().reshape(-1)
                 sample = values[:: max(1, len(values) // _SAMPLED)].contiguous().view(torch.uint8)
                 digest.update(name.encode() + sample.cpu().numpy().tobytes())
@@ -193,7 +193,7 @@ class PrefixStore:
 
 
 def _tensors(name: str, past: object) -> list[torch.Tensor]:
-    """Keys and values of every layer in turn. Raises :class:`InvalidArgument`, which names the argument."""
+    """Returns keys and values of every layer in turn. Raises :class:`InvalidArgument`, which names the argument."""
     tensors: list[torch.Tensor] = []
     for number, layer in enumerate(getattr(past, "layers", ())):
         where = f"{name}.layers[{number}]"

@@ -7,11 +7,11 @@ In the engine's YAML::
       connector_scheduler_class: KvtierScheduler
       connector_worker_class: KvtierWorker
 
-and :class:`kvtier.engine.EngineOptions` as JSON in the environment variable ``KVTIER_OPTIONS``. The two classes are
-made when they are first asked for, since their bases load the engine.
+The environment variable ``KVTIER_OPTIONS`` has the :class:`kvtier.engine.EngineOptions` as JSON. The two classes are
+made on first use, since their bases load the engine.
 
-A load that fails is fatal there: the engine has counted the tokens and has no way back. So blocks are pinned before
-they are offered. Keys are kvtier's own, over tokens and salt: the engine's are 64 bits or none.
+A failed load is fatal: the engine has counted the tokens and has no way back. Therefore blocks are pinned before they
+are offered. Keys are kvtier's own, over tokens and salt: the engine's keys have 64 bits, or do not exist.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ T = TypeVar("T")
 
 _BASES: Final = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 _IDLE_S: Final = 0.001
-"""A worker whose engine has nothing to compute waits so long for the end of a copy, instead of being asked again."""
+"""Seconds that the worker of an idle engine waits for the end of a copy, instead of being called again at once."""
 
 _log = logging.getLogger("kvtier.engine")
 
 
 def __getattr__(name: str) -> type:
-    """``KvtierScheduler`` and ``KvtierWorker``, on the engine's own base classes."""
+    """Makes ``KvtierScheduler`` and ``KvtierWorker``, with the engine's own base classes."""
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     mixin, base = _CLASSES[name]
@@ -80,7 +80,7 @@ class _Step:
 @dataclass(slots=True)
 class _Request:
     """``start``, ``end``: the offered tokens that the engine counts on. ``unseen``: the number of these tokens that the
-    engine's next position leaves out. ``loaded``: where a load ends whose request has not been scheduled yet.
+    engine's next position leaves out. ``loaded``: the end of a load whose request has not been scheduled yet.
     ``reached``: the engine's next position while it computes the prompt."""
 
     chain: KeyChain
@@ -100,7 +100,7 @@ class _Scheduler:
     """Plans loads and saves; on the leader only."""
 
     here: ClassVar[_Scheduler | None] = None
-    """This process's. The engine makes one, and tells it nothing of the memory that its worker is given."""
+    """The scheduler of this process. The engine makes it, but does not tell it the worker's memory."""
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg]
@@ -114,7 +114,7 @@ class _Scheduler:
         _Scheduler.here = self
 
     def open(self, layout: Layout, options: EngineOptions) -> bool:
-        """Before the first request: the leader's worker tells what its memory is. Returns whether there is a cache."""
+        """Opens the cache for the leader's worker, before the first request. Returns whether the cache is open."""
         self._layout = layout
         self._planner = Planner.open(layout, options)
         atexit.register(self.close)
@@ -131,11 +131,11 @@ class _Scheduler:
         if self._planner is None or self._layout is None or scope is None:
             return 0, False
         name, size, tokens = str(request.request_id), self._layout.tokens, request.get_tokens(0)
-        # A block that the engine has in part is loaded as a whole: the part is a copy of the request's own.
+        # A block that the engine has in part is loaded as a whole: the part is the request's own copy.
         first = num_computed_tokens - num_computed_tokens % size
         chain = KeyChain.of_tokens(size, scope)
         chain.extend(tokens)
-        # The engine asks once: what a store beyond the host has is fetched for the next request.
+        # The engine asks once: blocks of a remote store are fetched for the next request.
         offered = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0
         end = max(num_computed_tokens, first + offered)
         state = _Request(chain, len(tokens), len(tokens), num_computed_tokens, end, end - num_computed_tokens)
@@ -146,8 +146,8 @@ class _Scheduler:
         return state.unseen, state.asynchronous
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """The engine does not count on tokens ``[start, end)`` of an offer, nor on the tokens behind a hole. A block of
-        which it counts on a part is loaded as a whole."""
+        """Leaves tokens ``[start, end)`` out of an offer, and the tokens behind a hole. A block of which the engine
+        counts on a part is loaded as a whole."""
         state = self._requests.get(request.request_id)
         if state is None or self._planner is None or not state.unseen or start >= state.end or end <= state.start:
             return
@@ -177,7 +177,7 @@ class _Scheduler:
                 first = state.start - state.start % self._layout.tokens
                 self._planner.allocated(str(number), pages, state.end - first, sync=not state.asynchronous)
                 state.loaded = state.end
-            if state.asynchronous:  # the engine waits for its end, even if it took nothing of it
+            if state.asynchronous:  # the engine waits for the end of the load, even if it took no token of it
                 state.unseen = 0
                 (self._parked if taken else self._over[1]).add(number)
         self._allocated = {}
@@ -193,7 +193,7 @@ class _Scheduler:
     def _schedule(
         self, planner: Planner, layout: Layout, state: _Request, data: Any, leaving: defaultdict[int, list[int]]
     ) -> None:
-        """Tokens and pages come as what is new since the request's last step."""
+        """Notes a scheduled request. ``data`` has the tokens and pages that are new since its last step."""
         state.tokens += len(data.new_tokens)
         if (new := state.tokens - state.chained) > 0 and not self._drafts:
             state.chain.extend(data.new_tokens[-new:])
@@ -209,7 +209,7 @@ class _Scheduler:
                 table[:gone] = [NO_PAGE] * gone
                 stays = max(0, computed + count - window + 1) // layout.tokens
                 leaving[group] += [page for page in table[gone:stays] if page != NO_PAGE]
-        if self._drafts:  # the engine takes back pages of drafts without a word
+        if self._drafts:  # the engine takes back pages of drafts without telling
             count = min(count, max(0, state.prompt - computed))
         if count:
             planner.scheduled(str(data.request_id), computed, count, state.pages)
@@ -225,19 +225,20 @@ class _Scheduler:
         if self._drafts and state is not None and self._layout is not None:
             tokens = request.get_tokens(0)
             state.chain.extend(tokens[state.chained :])
-            computed = len(tokens) - 1  # the last one has no keys and values yet
+            computed = len(tokens) - 1  # the last token has no keys and values yet
             if computed >= state.prompt:
                 self._planner.scheduled(name, computed, 0, dict(enumerate(ids)))
         return self._planner.finished(name, dict(enumerate(ids)))
 
     def request_reset(self, request: Any) -> None:
-        """The pages are gone, and the request runs again from its start."""
+        """Notes that the request has lost its pages and runs again from its start."""
         self._allocated.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None and self._planner is not None:
             self._planner.aborted(str(request.request_id))
 
     def ended(self, outcomes: Sequence[Outcome]) -> tuple[set[int], set[int]]:
-        """Requests that all ranks have saved, and those that they have loaded; the caller takes out whom it tells."""
+        """Returns requests that all ranks have saved, and requests that all ranks have loaded. The caller removes each
+        request that it reports to the engine."""
         if self._planner is not None:
             completed = self._planner.completed(outcomes)
             loaded = self._parked & set(map(int, completed.loaded))
@@ -266,7 +267,7 @@ class _Worker:
         self._awaited: tuple[set[int], set[int]] = set(), set()
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        """V1: ``[blocks, layers, 2, heads * tokens * size]``; a block is one run of bytes."""
+        """V1: ``[blocks, layers, 2, heads * tokens * size]``; a block is contiguous."""
         if window := self._args.kv_cache_config.max_attention_window:
             # V1 does not say which pages a window has left.
             limit = "left out, unless use_kv_cache_manager_v2 is true"
@@ -280,7 +281,7 @@ class _Worker:
         self._open(self._args.kv_cache_config.tokens_per_block, (PageGroup(pages.shape),), [pages], identity)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """V2: a plane a region; a group's page numbers are its own."""
+        """V2: one plane per region; each group has its own page numbers."""
         groups, pages = [], []
         for number, group in enumerate(layout.groups):
             planes, tensors = [], {}
@@ -312,11 +313,11 @@ class _Worker:
             self._leader = _Scheduler.here
             made = self._leader.open(layout, self._options)
         if any(self._gathered(made)):
-            # A first load that has to ask the daemon for its memory could fail, though its blocks are pinned.
+            # If the first load had to ask the daemon for its memory, it could fail, though its blocks are pinned.
             self._mover.open()
 
     def _weights(self) -> Weights:
-        """The first rank looks at the weights for all ranks, which may be on other hosts."""
+        """Returns the weights. The first rank looks at them for all ranks, which may be on other hosts."""
         model, version, found = str(self._args.model), self._options.weights_version, None
         if self._rank == 0 or self._ranks == 1:
             found = weights_of(model, getattr(self._args, "revision", None), version=version)
@@ -324,7 +325,7 @@ class _Worker:
         return next(each for each in self._gathered(found) if each is not None)
 
     def _gathered(self, mine: T) -> Sequence[T]:
-        """Of all ranks."""
+        """Returns the values of all ranks."""
         return self._allgather(mine) if self._ranks > 1 else [mine]
 
     def close(self) -> None:
@@ -337,7 +338,8 @@ class _Worker:
         self._step = metadata
 
     def start_load_kv(self, stream: Any) -> None:
-        """Once a plan: the engine may call again without a new one. In a CUDA graph no layer can wait."""
+        """Begins the copies of a plan, once: the engine may call again without a new plan. Waits for synchronous loads,
+        since no layer can wait in a CUDA graph."""
         step, self._step = self._step, None
         if self._mover is None or step is None:
             return
@@ -346,20 +348,20 @@ class _Worker:
         self._leaving = step.leaving
         self._mover.start(step.work, stream=stream)
         self._mover.wait_loads()
-        if any(load.sync for load in step.work.loads):  # of the others get_finished tells
+        if any(load.sync for load in step.work.loads):  # get_finished reports the others
             for failed in self._gathered(self._mover.failed_pages()):
                 _require_loaded(failed)
-        if not step.computes:  # every request waits for a load, so nobody calls wait_for_save
+        if not step.computes:  # every request waits for a load, so the engine does not call wait_for_save
             self._mover.save(stream=stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """All layers are there since :meth:`start_load_kv`."""
+        """Does nothing: :meth:`start_load_kv` has waited for all layers."""
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """A block is saved with all of its layers, after the last of them."""
+        """Does nothing: a block is saved with all its layers, after the last layer."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Waits only for saves of pages that are another's with the next step."""
+        """Begins the saves. Waits only for saves of pages that another request may get with the next step."""
         self._computed = True
         if self._mover is not None:
             self._mover.save(stream=stream)
@@ -370,8 +372,8 @@ class _Worker:
     def get_finished(
         self, finished_gen_req_ids: Sequence[int], started_loading_req_ids: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """The leader names a request when all ranks are done with it. The engine waits for all ranks to name it, so the
-        others name each at once."""
+        """Returns the requests that are saved, and the requests that are loaded. The leader names a request when all
+        ranks are done with it. The engine waits for all ranks to name it, so other ranks name each request at once."""
         if self._mover is None:
             return list(finished_gen_req_ids), list(started_loading_req_ids)
         if self._leader is not None and any(self._awaited) and not self._computed:
@@ -399,7 +401,7 @@ _CLASSES: Final[Mapping[str, tuple[type, str]]] = {
 
 
 def _options() -> EngineOptions:
-    """From the environment, since the engine's configuration has no place for a connector's own settings."""
+    """Reads the options from the environment: the engine's configuration has no place for a connector's settings."""
     text = os.environ.get(OPTIONS, "{}")
     try:
         settings = json.loads(text)
@@ -409,14 +411,16 @@ def _options() -> EngineOptions:
 
 
 def _scope(request: Any) -> Scope | None:
-    """None: tokens and salt do not say what its blocks are. The next engine may give an adapter's number to another."""
+    """Returns the scope of a request's keys; None if tokens and salt do not identify its blocks. An adapter's number
+    does not identify it: the next engine may give the number to another adapter."""
     if request.lora_task_id is not None or request.multimodal_hashes or request.multimodal_positions:
         return None
     return Scope(salt=request.cache_salt)
 
 
 def _unbrought(state: _Request, position: int) -> str:
-    """Says where the engine counts on tokens that no load brings: attention would read unwritten memory."""
+    """Returns an error text if the engine counts on tokens that no load brings, else an empty text. Attention would
+    read unwritten memory."""
     fits = state.reached is None or position <= state.reached
     if state.loaded is not None:
         fits = position == state.start if state.unseen else position <= state.loaded
@@ -425,7 +429,7 @@ def _unbrought(state: _Request, position: int) -> str:
 
 
 def _require_loaded(failed: Mapping[int, Any]) -> None:
-    """The engine has counted these tokens as computed: there is nothing left but to stop."""
+    """Raises if loads have failed: the engine has counted their tokens as computed, so it must stop."""
     if any(failed.values()):
         pages = sum(map(len, failed.values()))
         raise RuntimeError(f"kvtier: {pages} pinned blocks could not be loaded; the daemon's log says why")

@@ -1,11 +1,11 @@
-"""kvtier under vLLM >= 0.32: the connector, its two halves and what crosses between them.
+"""kvtier under vLLM >= 0.32: the connector, its two halves and the messages between them.
 
 ``--kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
 "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'``; the settings of :class:`kvtier.engine.EngineOptions`
 go into its ``kv_connector_extra_config``.
 
 vLLM makes one object in the scheduler and one in each worker. The workers know the tensors: they hand the layout to the
-scheduler before the first request. Each step the scheduler's plan goes to the workers, and what has ended comes back.
+scheduler before the first request. In each step the scheduler's plan goes to the workers, and their outcomes come back.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger("vllm.kvtier")
 _NAMESPACE_BYTES: Final = 16
 _FLUSH_S: Final = 0.05
-"""The longest that a step waits for saves of pages that it writes anew. vLLM soon uses again what has left a window."""
+"""Seconds that a step waits for saves of pages that it overwrites. vLLM soon reuses pages that have left a window."""
 _IDLE_S: Final = 0.001
-"""A step that computes nothing waits so long for the end of a copy: else steps follow each other and take the CPU from
-who copies."""
+"""Seconds that a step without computation waits for the end of a copy. Otherwise idle steps follow each other and take
+the CPU from the copying threads."""
 _NULL_BLOCK: Final = 0
 """vLLM's block for positions outside of a window."""
 
 
 @dataclass(slots=True)
 class Step(KVConnectorMetadata):
-    """What the scheduler tells the workers of one step. ``idle``: it computes nothing.
+    """The scheduler's message to the workers for one step. ``idle``: the step computes nothing.
 
-    ``reused``: pages that are written anew from this step on. ``saved``: finished requests whose pages are free again;
+    ``reused``: pages that are overwritten from this step on. ``saved``: finished requests whose pages are free again;
     vLLM hears of them from its workers only.
     """
 
@@ -78,7 +78,7 @@ class Step(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Ended(KVConnectorWorkerMetadata):
-    """What has ended on the workers since the step before."""
+    """The workers' outcomes since the step before."""
 
     outcomes: list[Outcome]
 
@@ -94,11 +94,12 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class _Known:
-    """A request as the scheduler's half knows it. ``computed``: blocks that the engine itself had when it last asked.
+    """The state of a request in the scheduler's half. ``computed``: blocks that the engine itself had at its last
+    query.
 
-    ``waits``: it was told that its load is asynchronous; ``loading``: that load is under way. ``running``: it has
-    pages. ``stale``: its pages hold blocks of before a reset. ``adapter``: the digest of its LoRA adapter when its
-    first key was made.
+    ``waits``: vLLM was told that the load is asynchronous; ``loading``: this load is under way. ``running``: the
+    request has pages. ``stale``: its pages hold blocks from before a reset. ``adapter``: the digest of its LoRA adapter
+    when its first key was made.
     """
 
     request: Request
@@ -112,7 +113,7 @@ class _Known:
 
 
 class _Tables(Mapping[int, list[int]]):
-    """The block tables of a request by group, copied only if the planner looks. They hold until the step goes out."""
+    """The block tables of a request by group, copied only if the planner reads them. Valid until the step goes out."""
 
     def __init__(self, groups: int, resolve: Callable[[], Sequence[Sequence[int]]]) -> None:
         self._groups = groups
@@ -159,8 +160,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             told = published is not None and published.enable_kv_cache_events
             options = EngineOptions.of(self._settings, events=told)
             require_supported(vllm_config, kv_cache_config)
-            # A step planned ahead would compute on what failed in this one; and of several groups vLLM takes back only
-            # requests that wait for their load.
+            # A step planned ahead would compute on pages whose load failed in this step. With several groups, vLLM can
+            # take back only requests that wait for their load.
             waits = scheduler.async_scheduling or self._groups > 1
             self._options = replace(options, async_blocks=0) if waits else options
             self._tokens = tokens_per_block(kv_cache_config)
@@ -169,7 +170,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """One line says what is wrong with a setting; then the engine ends, or runs without kvtier."""
+        """Logs an invalid setting in one line; the engine then runs without kvtier, or ends if the settings say so."""
         try:
             yield
         except CallerError as error:
@@ -184,8 +185,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Asks for the block outermost, whose pages are one run of bytes. A backend without it keeps its own; vLLM's
-        backend for MLA on a CPU claims it and fails."""
+        """Asks for the layout with the block outermost, whose pages are contiguous. A backend without it keeps its own
+        layout; vLLM's backend for MLA on a CPU claims to have it, and fails."""
         return None if current_platform.is_cpu() else "BLHNC"
 
     # The workers' half.
@@ -206,7 +207,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Step)
         if self._mover is not None and kv_connector_metadata.reused:
-            # The groups of an engine share their blocks: a page of one is memory of all.
+            # The groups of an engine share their blocks: a page of one group is memory of all groups.
             pages = dict.fromkeys(range(self._groups), kv_connector_metadata.reused)
             self._mover.flush(pages, patience=_FLUSH_S)
 
@@ -220,7 +221,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._mover.wait_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # they were waited for before the forward pass: vLLM does not ask inside a CUDA graph
+        pass  # start_load_kv has waited for all layers: vLLM does not call this inside a CUDA graph
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         pass  # pages are copied whole, after the forward pass
@@ -272,7 +273,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._preempt(known)
         self._extend(known)
         known.computed = num_computed_tokens // self._tokens
-        # vLLM computes the last token into a page that was loaded whole, and so not the rest of its block.
+        # The last block may be loaded whole: vLLM then computes only the last token, into the loaded page.
         offered = self._planner.offer(
             request.request_id, known.chain, num_computed_tokens, total_tokens=request.num_tokens + 1
         )
@@ -297,7 +298,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return {}
         found = self._planner.sources(request.request_id)
         sources = {CacheHitSource(tier): tokens for tier, tokens in found.items() if tokens}
-        if sources:  # of the last block vLLM may take less
+        if sources:  # vLLM may take fewer tokens of the last block
             sources[max(sources, key=sources.__getitem__)] -= sum(sources.values()) - num_external_tokens
         return sources
 
@@ -314,10 +315,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         cached = scheduler_output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, computed, tables in rows:
-            # The tables are whole where the request was preempted, else what is new.
+            # The tables are whole after a preemption; otherwise they have the new blocks only.
             self._reuse(tables or (), computed // self._tokens if name in cached.resumed_req_ids else 0)
             self._compute(name, computed, scheduler_output)
-        self._complete(())  # vLLM does not come with an output in which nothing has ended
+        self._complete(())  # vLLM does not pass on an output without outcomes
         step = Step(self._planner.step(), frozenset(self._reused), frozenset(self._saved), idle=not scheduled)
         self._reused.clear()
         self._saved.clear()
@@ -342,7 +343,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         name = request.request_id
         self._extend(known)
         held = self._planner.finished(name, self._tables(lambda: block_ids))
-        if held and not known.loading:  # the pages of a load vLLM itself keeps until the load has ended
+        if held and not known.loading:  # vLLM itself keeps the pages of a load until the load has ended
             self._held.add(name)
             return True, None
         return False, None
@@ -351,14 +352,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return () if self._planner is None else list(self._events.of(self._planner.events()))
 
     def reset_cache(self) -> bool | None:
-        """Forgets what was stored, as after a change of the weights: this engine's keys are others from now on, whether
-        or not the daemon answers."""
+        """Forgets all stored blocks, for example after a change of the weights. This engine's keys change at once,
+        whether or not the daemon answers."""
         self._namespace = os.urandom(_NAMESPACE_BYTES)
         self._adapters = Adapters(_log)
         if self._planner is not None:
             self._planner.reset()
         for name, known in self._requests.items():
-            if self._planner is not None and known.loading:  # vLLM waits for its end, well or not
+            if self._planner is not None and known.loading:  # vLLM waits for the end of the load
                 self._planner.forsake(name)
             elif self._planner is not None:
                 self._planner.aborted(name)
@@ -383,7 +384,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._requests.setdefault(request.request_id, _Known(request))
 
     def _preempt(self, known: _Known) -> None:
-        """A request that ran and is asked for again has lost its pages, maybe in this very step."""
+        """Notes that a request that ran has lost its pages, maybe in this step."""
         if known.running:
             known.running = known.stale = False
             if self._planner is not None:
@@ -396,7 +397,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         new = known.request.block_hashes[(len(known.chain) + 1) * width - 1 :: width]
         namespace = self._namespace
         if new and (lora := known.request.lora_request) is not None:
-            # vLLM's hashes have an adapter's name and path: trained again, it has the same ones.
+            # vLLM's hashes have an adapter's name and path, which do not change when the adapter is trained again.
             adapter = self._adapters.digest(lora.lora_path)
             known.adapter = known.adapter or adapter
             if adapter is None or adapter != known.adapter:
@@ -409,7 +410,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._reused.update(table[first:])
 
     def _compute(self, name: str, computed: int, output: SchedulerOutput) -> None:
-        """The forward pass computes tokens of a request."""
+        """Notes that the forward pass computes tokens of a request."""
         planner, state, known = self._planner, output.kv_connector_block_state, self._requests[name]
         assert planner is not None and state is not None
         known.running = True

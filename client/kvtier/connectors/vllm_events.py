@@ -1,4 +1,4 @@
-"""What happened in kvtier's cache, as vLLM's routers are told it: by medium, under vLLM's hashes."""
+"""Events of kvtier's cache in the form of vLLM's routers: by medium, under vLLM's hashes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MEDIA: Final[Mapping[Tier, str]] = {Tier.HOST: MEDIUM_CPU, Tier.DISK: MEDIUM_ST
 
 
 class KvEvents:
-    """Remembers which tiers have a block: kvtier's events name those that have it now, vLLM's what has changed."""
+    """Remembers the tiers of each block: kvtier's events have the present tiers, vLLM's events the changes."""
 
     def __init__(self, tokens_per_block: int) -> None:
         self._tokens = tokens_per_block
         self._where: defaultdict[int, dict[bytes, int]] = defaultdict(dict)
 
     def of(self, events: Iterable[Event]) -> Iterator[KVCacheEvent]:
-        """A block is stored in its new medium before it is removed from the old one."""
+        """Yields vLLM's events. A block is stored in its new medium before it is removed from the old medium."""
         for event in events:
             known, keys = self._where[event.group], split_keys(event.packed_keys)
             if event.type is EventType.CLEARED:

@@ -1,7 +1,7 @@
-"""What a vLLM engine's KV cache looks like to kvtier: refusals, identity, and the pages of a worker.
+"""The layout of a vLLM engine's KV cache: refused settings, identity, and the pages of a worker.
 
-Planes come from the tensors that vLLM registers, never from its configuration: a backend may choose a layout other than
-the one that was asked for, and bytes read in the wrong order are wrong without a sign.
+Planes come from the tensors that vLLM registers, never from its configuration: a backend may choose another layout than
+the requested one, and bytes read in the wrong order are wrong without a sign.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def tokens_per_block(kv: KVCacheConfig) -> int:
 
 
 def pages_of(kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> list[Pages]:
-    """The pages of each group in the tensors of its layers: one plane where a page is one run of bytes."""
+    """Returns the pages of each group in the tensors of its layers: one plane if a page is contiguous."""
     return [_pages(number, group, kv.num_blocks, caches) for number, group in enumerate(kv.kv_cache_groups)]
 
 
@@ -77,7 +77,7 @@ def layout_of(
     pages: Sequence[Pages],
     weights_version: str | None = None,
 ) -> Layout:
-    """The layout that every rank of this engine computes alike, and every engine whose bytes are the same."""
+    """Returns the layout. Every rank of this engine, and every engine with the same bytes, computes the same layout."""
     groups = tuple(_page_group(group, some) for group, some in zip(kv.kv_cache_groups, pages, strict=True))
     ranks, weights = config.parallel_config.tensor_parallel_size, _weights(config, weights_version)
     identity = _identity(config, kv, caches) | {"weights": weights.digest}
@@ -89,13 +89,13 @@ def _page_group(group: KVCacheGroupSpec, pages: Pages) -> PageGroup:
     replicated = isinstance(spec, _MLA)
     planes = tuple(Plane(name, rows.shape[1], replicated) for name, rows in pages.planes.items())
     window = 0
-    if isinstance(spec, SlidingWindowSpec):  # a token sees itself and so many less one before it
+    if isinstance(spec, SlidingWindowSpec):  # a token sees itself and sliding_window - 1 tokens before it
         window = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
     return PageGroup(planes, window)
 
 
 def _weights(config: VllmConfig, version: str | None) -> Weights:
-    """The first rank looks at the weights for all ranks, which may be on other hosts."""
+    """Returns the weights. The first rank looks at them for all ranks, which may be on other hosts."""
     group, found = None, None
     if config.parallel_config.tensor_parallel_size > 1:
         from vllm.distributed import get_tp_group

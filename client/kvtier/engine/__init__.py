@@ -1,7 +1,7 @@
-"""What every engine's connector needs: layouts, keys, and who plans, moves and commits.
+"""The part of a connector that is the same for every engine: layouts, keys, planning, copies and commits.
 
-The scheduler's process has a :class:`Planner`, each worker a :class:`Mover`. :class:`Work` goes from the one to the
-others with every step of the engine, and :class:`Outcome` comes back.
+The scheduler's process has a :class:`Planner`, each worker a :class:`Mover`. With every step of the engine the planner
+sends the movers a :class:`Work`; a mover answers each ticket with an :class:`Outcome`.
 """
 
 from kvtier.engine.keys import KeyChain

@@ -18,25 +18,25 @@ _KEY: Final = np.dtype((np.void, KEY_BYTES))
 
 
 class KeyChain(ABC):
-    """Keys of full blocks, the first block's first."""
+    """Keys of a request's full blocks, in the order of the blocks."""
 
     def __init__(self) -> None:
         self._keys: Final = bytearray()
 
     @staticmethod
     def of_tokens(tokens_per_block: int, scope: Scope = PLAIN) -> KeyChain:
-        """Keys as :func:`kvtier.chain_keys` makes them; :meth:`extend` takes token ids."""
+        """Returns a chain with the keys of :func:`kvtier.chain_keys`; :meth:`extend` takes token ids."""
         return _OfTokens(tokens_per_block, scope)
 
     @staticmethod
     def adopt(namespace: bytes = b"") -> KeyChain:
-        """The engine's own chained hashes; :meth:`extend` takes them. Those of 32 bytes are keys as they are, others
-        by SHA-256 over ``namespace`` and the hash."""
+        """Returns a chain of the engine's own chained hashes; :meth:`extend` takes them. A hash of 32 bytes is the key;
+        from any other hash the key is SHA-256 over ``namespace`` and the hash."""
         return _Adopted(namespace)
 
     @abstractmethod
     def extend(self, more: Any) -> int:
-        """Adds tokens or hashes, none of which is hashed again later. Returns the number of blocks now."""
+        """Adds tokens or hashes, without hashing earlier ones again. Returns the new number of blocks."""
 
     def __len__(self) -> int:
         return len(self._keys) // KEY_BYTES
@@ -46,20 +46,20 @@ class KeyChain(ABC):
         return bytes(self._keys)
 
     def span(self, first: int, last: int) -> bytes:
-        """The keys of blocks ``[first, last)``."""
+        """Returns the keys of blocks ``[first, last)``, packed."""
         return bytes(self._keys[first * KEY_BYTES : last * KEY_BYTES])
 
     def key(self, block: int) -> bytes:
         return self.span(block, block + 1)
 
     def pick(self, blocks: Sequence[int]) -> bytes:
-        """The keys of these blocks, packed."""
+        """Returns the keys of these blocks, packed."""
         if blocks and blocks[-1] - blocks[0] + 1 == len(blocks):
             return self.span(blocks[0], blocks[-1] + 1)
         return np.frombuffer(self._keys, _KEY)[blocks].tobytes() if blocks else b""
 
     def parents(self, blocks: Sequence[int]) -> bytes:
-        """The keys of the blocks before these ones, packed; zeros before the first."""
+        """Returns the keys of these blocks' parents, packed; zeros for the first block's parent."""
         return np.frombuffer(ROOT_PARENT + self._keys, _KEY)[blocks].tobytes() if blocks else b""
 
 
@@ -76,7 +76,7 @@ class _OfTokens(KeyChain):
             raise InvalidArgument(error.field, error.value, error.limit) from error
         self._width: Final = tokens_per_block * 4
         self._rest = b""
-        """Tokens of the block that is not full yet."""
+        """Bytes of the tokens in the last block, which is not full yet."""
 
     def extend(self, more: TokenIds) -> int:
         try:

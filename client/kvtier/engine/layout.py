@@ -1,4 +1,4 @@
-"""What a page is: the planes of an engine's KV memory, and the cache whose blocks are such pages."""
+"""The planes of an engine's pages, and the cache whose blocks are these pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_PREFIX: Final = 100
 
 @dataclass(slots=True, frozen=True)
 class Plane:
-    """The bytes that a page has in one tensor of one rank. ``replicated``: every rank has the same ones (MLA)."""
+    """The bytes of a page in one tensor of one rank. ``replicated``: every rank has the same bytes (MLA)."""
 
     name: str
     nbytes: int
@@ -37,24 +37,25 @@ class Plane:
 
 @dataclass(slots=True, frozen=True)
 class PageGroup:
-    """Layers whose pages come and go together. ``window``: tokens of a sliding window, 0 = full attention; ``sink``: so
-    many first tokens stay in it."""
+    """Layers whose pages come and go together. ``window``: tokens of a sliding window, 0 = full attention; ``sink``:
+    number of first tokens that stay in the window."""
 
     planes: tuple[Plane, ...]
     window: int = 0
     sink: int = 0
 
     def nbytes(self, *, replicated: bool) -> int:
-        """Of a page's planes of that kind, on one rank."""
+        """Returns the bytes of a page on one rank, of its replicated or of its other planes."""
         return sum(plane.nbytes for plane in self.planes if plane.replicated is replicated)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All that must be the same for two engines to share pages of ``tokens`` tokens.
+    """The properties that two engines must have in common to share pages of ``tokens`` tokens.
 
-    A cache has the planes of all ranks: one pool for the replicated planes, then one pool a rank. So all ranks commit
-    at once. ``identity``: everything else that decides the meaning of the bytes: weights, attention backend, engine.
+    A cache has the planes of all ranks: one pool for the replicated planes, then one pool per rank. All ranks commit a
+    block at once. ``identity``: all other properties that decide the meaning of the bytes: weights, attention backend,
+    engine.
     """
 
     model: str
@@ -65,7 +66,7 @@ class Layout:
 
     @cached_property
     def spec(self) -> CacheSpec:
-        """Raises :class:`InvalidArgument` for a layout that no cache can have."""
+        """The specification of the cache. Raises :class:`InvalidArgument` for a layout that no cache can have."""
         groups = tuple(
             WindowGroupSpec(group.window, self._pools(group), sink_tokens=group.sink) for group in self.groups
         )
@@ -78,12 +79,12 @@ class Layout:
         return spec
 
     def cache(self, prefix: str | None = None) -> str:
-        """The name of the cache: engines whose layouts differ get different ones."""
+        """Returns the name of the cache. Engines with different layouts get different names."""
         shown = _NO_NAME.sub("-", prefix or self.model).strip("-._")[:_MAX_PREFIX]
         return f"{shown or 'cache'}-{self.spec.fingerprint().hex()[:_SHOWN_OF_FINGERPRINT]}"
 
     def needed_from(self, group: int, blocks: int) -> int:
-        """The first block behind the sinks that a prefix of so many blocks needs in a group."""
+        """Returns the first block after the sinks that a prefix of ``blocks`` blocks needs in a group."""
         return self.spec.attention(group).first_block(blocks)
 
     def _pools(self, group: PageGroup) -> tuple[PoolSpec, ...]:
@@ -92,27 +93,27 @@ class Layout:
 
 
 class Pages:
-    """A worker's own memory for one group: by plane, an array whose first axis is the page."""
+    """A worker's own memory for one group: an array per plane, whose first axis is the page."""
 
     def __init__(self, group: int, planes: Mapping[str, Array]) -> None:
-        """``planes``: each ``[pages, ...]`` of any dtype, on the CPU or a GPU, its pages each one run of bytes."""
+        """``planes``: arrays ``[pages, ...]`` of any dtype, on the CPU or a GPU; each page is contiguous."""
         self.group: Final = group
         self.planes: Final = dict(planes)
 
     @classmethod
     def block_outermost(cls, group: int, tensor: Array) -> Self:
-        """One plane, ``all``: a page is one run of bytes over all layers."""
+        """Returns pages with one plane, ``all``: each page is contiguous over all layers."""
         return cls(group, {"all": tensor})
 
     @property
     def shape(self) -> tuple[Plane, ...]:
-        """The planes as a layout names them, none of them replicated."""
+        """The planes in the form of a layout, all not replicated."""
         return tuple(Plane(name, _page_bytes(array), dtype=str(array.dtype)) for name, array in self.planes.items())
 
     def of(self, layout: Layout, rank: int) -> tuple[Planes, Planes | None]:
-        """What a rank loads into, and what it saves: rank 0 alone saves what is replicated.
+        """Returns the planes that a rank loads, and the planes that it saves. Only rank 0 saves replicated planes.
 
-        Raises :class:`InvalidArgument` where the arrays are not those of the layout.
+        Raises :class:`InvalidArgument` if the arrays do not fit the layout.
         """
         group = layout.groups[self.group]
         expected = {plane.name: plane.nbytes for plane in group.planes}

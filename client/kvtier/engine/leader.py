@@ -1,7 +1,7 @@
-"""The daemon as the scheduler sees it: looked up in shared memory, never waited for.
+"""The scheduler's access to the daemon: lookups in shared memory, and calls in the background.
 
-A thread of its own opens the cache, reserves slots ahead, and commits what the workers have written. The scheduler's
-thread looks up, and takes slots that are reserved already.
+A background thread opens the cache, reserves slots ahead of need, and commits the blocks that the workers have written.
+The scheduler's thread looks up blocks, and takes slots that are already reserved.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
 from kvtier.wire import MAX_KEYS, ResetReport, split_keys
 
 START_S: Final = 5.0
-"""How long a connector's start waits for the daemon; afterwards the engine runs, and kvtier is tried on."""
+"""Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
 _LEAST_PIN_S: Final = 0.01
 _MOST_OF_TIER: Final = 4
-"""Reserved, with what is being saved, is at most one in so many slots of the tier: loads need some, too."""
+"""Reserved slots and slots being saved are at most one in this many of the tier: loads need slots, too."""
 _MOST_AHEAD: Final = 1 << 16
 _MOST_EVENTS: Final = 1 << 16
 
@@ -53,8 +53,8 @@ _log = logging.getLogger("kvtier.engine")
 
 @dataclass(slots=True, eq=False)
 class Reserved:
-    """A lease whose slots are taken one by one. ``free``: indices that nobody has taken; ``open``: how many slots are
-    neither committed nor given up."""
+    """A lease whose slots are taken one by one. ``free``: indices of slots not taken; ``open``: number of slots neither
+    committed nor given up."""
 
     lease: WriteLease
     ticket: WriteTicket
@@ -63,17 +63,17 @@ class Reserved:
 
     @property
     def lost(self) -> bool:
-        """The session is over in which it was granted, and the lease with it."""
+        """Whether the session of the lease is over, and the lease with it."""
         return self.lease.cache.session_number != self.lease.binding.session
 
 
 Slots: TypeAlias = list[tuple[Reserved, list[int]]]
-"""By lease, indices there."""
+"""Leases, each with indices of its slots."""
 
 
 @dataclass(slots=True)
 class Taken:
-    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a zero parent is none."""
+    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none."""
 
     group: int
     keys: bytes
@@ -81,7 +81,7 @@ class Taken:
     at: Slots
 
     def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
-        """The same for the workers, a value a lease."""
+        """Returns the slots with their pages for the workers, one value per lease."""
         rest = iter(pages)
         return tuple(
             Placed(
@@ -95,7 +95,7 @@ class Taken:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: where the workers write it, and whether its commit found its parents."""
+    """A save: the slots that the workers write, and whether its commit missed a parent."""
 
     taken: tuple[Taken, ...]
     missing_parent: bool = False
@@ -103,10 +103,10 @@ class Writing:
 
 
 class Leader:
-    """Opened by :class:`kvtier.engine.Planner`. No method but :meth:`close` and :meth:`pin` waits; none raises."""
+    """Made by :class:`kvtier.engine.Planner`. Only :meth:`close` and :meth:`pin` wait; no method raises."""
 
     def __init__(self, layout: Layout, options: EngineOptions) -> None:
-        """Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` what keeps the cache from being opened."""
+        """Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` the error of opening the cache."""
         self.layout: Final = layout
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
@@ -118,9 +118,9 @@ class Leader:
         self._client: AsyncClient | None = None
         self._fault: KvtierError | None = None
         self._late: Future[AcrossLease] | None = None
-        """The last hold that could not be had in time."""
+        """The last hold that was not granted in time."""
         self._tried: Final = threading.Event()
-        """The first attempt to open the cache is over."""
+        """Set after the first attempt to open the cache."""
         self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
@@ -137,12 +137,12 @@ class Leader:
 
     @property
     def answers(self) -> bool:
-        """The cache is open, and the daemon answered when it was last asked."""
+        """Whether the cache is open and the daemon answered the last call."""
         return self._cache is not None and self._client is not None and self._client.connected
 
     def prefix_length(self, keys: bytes, *, for_save: bool = False) -> int:
-        """The longest prefix of a chain that all groups can serve, looked up in mapped memory. While the daemon does
-        not answer, of memory alone. ``for_save``: to store the rest, which counts as no question."""
+        """Looks up the longest prefix of a chain that all groups can serve, in mapped memory. While the daemon does not
+        answer, only blocks in memory count. ``for_save``: a lookup before a save, which is not counted as a query."""
         cache = self._cache
         if cache is None or self._reset.due:
             return 0
@@ -150,12 +150,12 @@ class Leader:
         return cache.reader.prefix_length(few, groups, for_save=for_save) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
-        """For each block of a group a byte, which is not 0 where the block is there for certain."""
+        """Returns a byte for each block of a group: not 0 if the block is certainly stored."""
         cache = None if self._reset.due else self._cache
         return (cache and cache.reader.probe(keys, group)) or bytes(len(keys) // KEY_BYTES)
 
     def sources(self, keys: bytes) -> dict[str, int]:
-        """How many of the blocks there are by the fastest tier that they are in, in the first group."""
+        """Counts the stored blocks by the fastest tier that has them, in the first full-attention group."""
         cache = self._cache
         found = None if cache is None else cache.reader.locate(keys[: MAX_KEYS * KEY_BYTES], self._full[0])
         if found is None:
@@ -165,7 +165,7 @@ class Leader:
         return {"host": host, "disk": int(np.count_nonzero(residency)) - host}
 
     def take(self, group: int, count: int) -> tuple[Slots, int]:
-        """Slots of a group that are reserved already, and how many: ``count``, or as many as there are."""
+        """Takes up to ``count`` reserved slots of a group. Returns the slots and their number."""
         taken: Slots = []
         left = count
         for reserved in self._live(group):
@@ -179,7 +179,7 @@ class Leader:
         return taken, count - left
 
     def give_back(self, taken: Slots, keep: int = 0) -> Slots:
-        """Slots that nothing was placed in: all but the first ``keep``, which it returns."""
+        """Gives back unused slots, all but the first ``keep``. Returns the slots kept."""
         kept: Slots = []
         for reserved, indices in taken:
             reserved.free.extendleft(reversed(indices[keep:]))
@@ -189,12 +189,12 @@ class Leader:
         return kept
 
     def commit(self, writing: Writing) -> None:
-        """All ranks have written: it is committed soon. ``writing.done`` is set when that has ended."""
+        """Queues the commit of a save that all ranks have written. ``writing.done`` is set when the commit is over."""
         self._written.append(writing)
         self._look()
 
     def drop(self, writing: Writing) -> None:
-        """A rank could not write, or the pages were taken away: the slots are free for other blocks."""
+        """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
         self.complaints.note("saves that were dropped")
         self.doubt()
         for taken in writing.taken:
@@ -202,9 +202,9 @@ class Leader:
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
-        """Holds a prefix in the host tier: waits for at most ``pin_wait`` seconds. None: it could not be had.
+        """Holds a prefix in the host tier. Waits for at most ``pin_wait`` seconds. Returns None without a hold.
 
-        While the daemon owes an answer, nobody waits for another.
+        While the daemon still owes the answer to an earlier call, returns None at once.
         """
         cache, wait = self._cache, self.options.pin_wait
         if cache is None or not self.answers or not (self._late is None or self._late.done()):
@@ -230,11 +230,11 @@ class Leader:
 
     @property
     def has_store(self) -> bool:
-        """The daemon has a store beyond the host."""
+        """Whether the daemon has a remote store."""
         return self._cache is not None and self._cache.info.remote
 
     def fetch(self, keys: bytes, wait: float) -> Future[AcrossLease] | None:
-        """Begins to bring a prefix from the store and to hold it in the host tier. None: it cannot be had now."""
+        """Begins to fetch a prefix from the store and to hold it in the host tier. None: the daemon does not answer."""
         cache, price = self._cache, self.options.recompute_seconds_per_block
         if cache is None or not self.answers:
             return None
@@ -247,7 +247,7 @@ class Leader:
         return None
 
     def note_why_not_fetched(self, keys: bytes, blocks: int) -> None:
-        """Counts, in the background, why a fetch brought no more than so many blocks."""
+        """Counts, in the background, the reason why a fetch brought no more than ``blocks`` blocks."""
         cache, price = self._cache, self.options.recompute_seconds_per_block
 
         async def look() -> None:
@@ -258,7 +258,7 @@ class Leader:
         self._soon(look, "the store could not be asked")
 
     def unpin_later(self, asked: Future[AcrossLease]) -> None:
-        """Gives a hold back that is still to come, in the background."""
+        """Gives back, in the background, a hold that is not granted yet."""
 
         async def give_back() -> None:
             await (await asyncio.wrap_future(asked)).release()
@@ -270,26 +270,26 @@ class Leader:
         self._soon(lease.release, "a hold could not be given back")
 
     def reset(self) -> None:
-        """Forgets every block of the cache: no block of before is offered from now on, also by the next engine. The
-        daemon is told in the background, for as long as it takes."""
+        """Forgets every block of the cache: earlier blocks are no longer offered, nor by the next engine. Asks the
+        daemon in the background until it has carried out the reset."""
         self._reset.begin()
         self._soon(self._carry_out_reset, "the cache could not be reset")
 
     def events(self) -> list[Event]:
-        """Those since this was asked last; the oldest are lost where that is long ago."""
+        """Returns the events since the last call. After a long time the oldest are lost."""
         seen: list[Event] = []
         while self._events:
             seen.append(self._events.popleft())
         return seen
 
     def doubt(self) -> None:
-        """A copy failed: asks whether the daemon answers. While it does not, only memory is offered."""
+        """Asks after a failed copy whether the daemon answers. While it does not, only blocks in memory are offered."""
         client = self._client
         if client is not None:
             self._soon(lambda: client.stats(timeout=_DOUBT_S), "the daemon did not answer after a copy had failed")
 
     def close(self) -> None:
-        """Ends the session: the daemon has all slots back."""
+        """Ends the session, which gives all slots back to the daemon."""
 
         async def farewell() -> None:
             self._serving.cancel()
@@ -301,7 +301,7 @@ class Leader:
     # -- the leader's own thread -----------------------------------------------------------------------------------
 
     def _without(self) -> None:
-        """There is no cache yet. Raises where that is to end the engine."""
+        """Logs that there is no cache yet. Raises the error instead if ``on_error`` is "fail"."""
         fault = self._fault or CallerError(f"no daemon answers within {START_S:g} s", reason="NO_DAEMON")
         if self.options.on_error == "fail":
             self.close()
@@ -312,12 +312,12 @@ class Leader:
     def _live(self, group: int) -> list[Reserved]:
         for reserved in list(self._reserved[group]):
             if reserved.lost:
-                with suppress(ValueError):  # the other thread was quicker
+                with suppress(ValueError):  # the other thread has removed it
                     self._reserved[group].remove(reserved)
         return list(self._reserved[group])
 
     def _soon(self, work: Callable[[], Coroutine[Any, Any, object]], fault: str) -> None:
-        """Runs it on the leader's own thread. Nobody waits for it."""
+        """Runs ``work`` on the leader's own thread, without waiting for it."""
 
         async def run() -> None:
             try:
@@ -360,7 +360,7 @@ class Leader:
                 await self._wake.wait()
 
     async def _carry_out_reset(self) -> None:
-        """Blocks committed while a reset is due go with it."""
+        """Asks for due resets until the daemon has carried them out. Blocks committed meanwhile go with them."""
         backoff = Backoff(0.1, 5.0)
         while self._cache is not None and self._reset.due:
             why: object = "somebody holds or pins blocks"
@@ -420,7 +420,7 @@ class Leader:
 
     async def _commit(self, writing: Writing) -> None:
         try:
-            # A full-attention group last: a prefix is found when every group has it.
+            # Full-attention groups come last: a prefix is found when every group has it.
             for taken in sorted(writing.taken, key=lambda each: not self.layout.groups[each.group].window):
                 await self._commit_group(writing, taken)
         except KvtierError as error:
@@ -452,7 +452,7 @@ class Leader:
             start = stop
 
     async def _give_up(self, writing: Writing) -> None:
-        """Whether its slots hold blocks is not known: their leases end."""
+        """Ends the leases of a failed save, whose slots may or may not hold blocks."""
         for taken in writing.taken:
             for reserved, _ in taken.at:
                 await self._end(taken.group, reserved)

@@ -1,4 +1,4 @@
-"""Copies between a worker's pages and the mapped memory of the daemon, in threads of their own."""
+"""Copies between a worker's pages and the daemon's mapped memory, in background threads."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from kvtier.types import Tier
 from kvtier.wire import MAX_KEYS
 
 _OPEN_S: Final = 5.0
-"""An engine's start may take so much longer."""
+"""Seconds that an engine's start waits for the open cache."""
 
 _log = logging.getLogger("kvtier.engine")
 
 
 @dataclass(slots=True, eq=False)
 class _Copying:
-    """A ticket under way, and the pages that it touches. ``turn``: held while a save reads its pages, and to tell that
-    it may not any more."""
+    """A ticket under way, and the pages that it touches. ``turn``: held while a save reads its pages, and while
+    ``given_up`` is set."""
 
     pages: FailedPages
     is_save: bool
@@ -48,11 +48,11 @@ class _Copying:
 
 
 class Mover:
-    """One a worker. Only :meth:`open`, :meth:`wait_loads`, :meth:`flush` and :meth:`close` wait; nothing but the
-    constructor raises."""
+    """Copies the pages of one worker. Only :meth:`open`, :meth:`wait_loads`, :meth:`flush` and :meth:`close` wait; only
+    the constructor raises."""
 
     def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[Pages], *, rank: int = 0) -> None:
-        """``pages``: one of each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
+        """``pages``: one for each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
         self.layout: Final = layout
         self.options: Final = options
         self.rank: Final = rank
@@ -64,15 +64,15 @@ class Mover:
         self._client: Client | None = None
         self._cache: Cache | None = None
         self._fault: Exception | None = None
-        """Why it could not be opened when that was tried last."""
+        """Error of the last attempt to open the cache."""
         self._ready: Final = threading.Event()
-        """The cache is open."""
+        """Set when the cache is open."""
         self._patience = SILENCE_S
-        """So long the next copy waits for that; those after it do not."""
+        """Seconds that the next copy waits for the open cache; later copies do not wait."""
         self._closing: Final = threading.Event()
         self._loading: Final = ThreadPoolExecutor(options.threads, "kvtier-load")
         self._awaited: Final = ThreadPoolExecutor(options.threads, "kvtier-awaited")
-        """For synchronous loads, which the engine waits for: they go beside all others."""
+        """For synchronous loads, which the engine waits for: they run beside all other loads."""
         self._saving: Final = ThreadPoolExecutor(1, "kvtier-save")
         self._under_way: Final[dict[int, _Copying]] = {}
         self._synchronous: list[Future[None]] = []
@@ -84,12 +84,12 @@ class Mover:
         threading.Thread(target=self._open, name="kvtier-open", daemon=True).start()
 
     def open(self, timeout: float = _OPEN_S) -> None:
-        """Waits until the cache is open, for an engine's start: the scheduler has made it. Until then copies fail."""
+        """Waits at an engine's start until the scheduler has made the cache and it is open. Until then copies fail."""
         self._ready.wait(timeout)
 
     def start(self, work: Work, *, stream: Stream | None = None) -> None:
-        """Begins the loads of a step, on a GPU once ``stream`` has done what it was given; :meth:`save` begins its
-        saves. Waits for copies of pages that are flushed."""
+        """Begins the loads of a step, on a GPU after the present work of ``stream``; :meth:`save` begins the saves.
+        Waits for copies that touch flushed pages."""
         if work.flush:
             self.flush(work.flush)
         self._to_save, self._synchronous = work.saves, []
@@ -105,11 +105,11 @@ class Mover:
                 self._synchronous.append(copying.future)
 
     def wait_loads(self, timeout: float | None = None) -> None:
-        """Returns when the synchronous loads of the last step have ended, well or not."""
+        """Waits until the synchronous loads of the last step have ended, with or without success."""
         wait(self._synchronous, timeout)
 
     def save(self, *, stream: Stream | None = None) -> None:
-        """Begins the saves of the last step, on a GPU once ``stream`` has done the forward pass."""
+        """Begins the saves of the last step, on a GPU after the present work of ``stream``, the forward pass."""
         saves, self._to_save = self._to_save, ()
         for save in saves:
             placed = [(group, each) for group, places in save.places.items() for each in places]
@@ -129,13 +129,13 @@ class Mover:
             self._begin(self._saving, save.ticket, pages, work, is_save=True)
 
     def failed_pages(self) -> dict[int, set[int]]:
-        """By group, the pages whose load failed since this was asked last."""
+        """Returns, by group, the pages whose load failed since the last call."""
         with self._lock:
             failed, self._failed = self._failed, defaultdict(set)
         return dict(failed)
 
     def poll(self) -> list[Outcome]:
-        """What has ended since."""
+        """Returns the outcomes since the last call."""
         with suppress(BlockingIOError):
             if self._fd >= 0:
                 os.eventfd_read(self._fd)
@@ -145,11 +145,11 @@ class Mover:
         return ended
 
     def fileno(self) -> int:
-        """Readable when :meth:`poll` has something."""
+        """Returns a file descriptor that is readable when :meth:`poll` has outcomes."""
         return self._fd
 
     def flush(self, pages: Mapping[int, Collection[int]] | None = None, *, patience: float = 0.0) -> None:
-        """Returns when no copy touches these pages any more; None: any page. Saves that have not begun after
+        """Waits until no copy touches these pages any more; None: all pages. Saves that have not begun after
         ``patience`` seconds are given up."""
         with self._lock:
             touching = [
@@ -166,12 +166,12 @@ class Mover:
                     each.given_up = True
             elif each.future is not None:
                 wait([each.future])
-        with self._lock:  # a load of theirs that failed is of nobody's concern
+        with self._lock:  # failed loads of flushed pages no longer matter
             for group, failed in self._failed.items():
                 failed -= failed if pages is None else set(pages.get(group, ()))
 
     def close(self, timeout: float = 2.0) -> None:
-        """Ends copies that have not begun, waits for the others, and gives back what this worker holds."""
+        """Cancels copies that have not begun, waits for the others, and ends the worker's session."""
         if self._fd < 0:
             return
         with self._lock:
@@ -211,7 +211,7 @@ class Mover:
             del self._under_way[ticket]
 
     def _rows(self, planes: Planes, pages: Sequence[int], stream: Stream | None) -> Rows:
-        """Pages to be copied, on a GPU once the engine's stream has done what it was given so far."""
+        """Returns the pages to copy, on a GPU after the present work of the engine's stream."""
         rows, cache = planes[pages], self._cache
         if not planes.on_gpu or cache is None:
             return rows
@@ -229,7 +229,7 @@ class Mover:
             if arrived < len(load.pages[group]):
                 failed[group] = frozenset(load.pages[group][arrived:])
         if failed and any(group.window for group in self.layout.groups):
-            # The window of a shorter prefix begins with blocks that this load has left out.
+            # A shorter prefix has an earlier window, whose first blocks this load has left out.
             failed = {group: frozenset(pages) for group, pages in load.pages.items()}
         with self._lock:
             for group, missing in failed.items():
@@ -237,11 +237,11 @@ class Mover:
         self._tell(load, "load", failed, nbytes, started)
 
     def _arrived(self, group: int, keys: bytes, rows: Rows) -> int:
-        """Loads blocks of a group. Returns how many of the first ones are there."""
+        """Loads blocks of a group. Returns the number of blocks that arrived without a gap from the first on."""
         arrived = 0
         step = min(
             MAX_KEYS, self.layout.spec.attention(group).span or MAX_KEYS
-        )  # of more blocks a window group needs the last ones
+        )  # with more keys in a call, a window group copies the last blocks only
         try:
             cache = self._opened().in_group(group)
             for start in range(0, len(rows), step):
@@ -250,7 +250,7 @@ class Mover:
                 arrived += len(cache.get(part, some, timeout=self.options.load_timeout))
                 if arrived < start + len(some):
                     break
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine waits for an outcome
+        except Exception as error:  # noqa: BLE001 - the engine waits for an outcome, after any error
             self.complaints.add("a load failed", error)
         return arrived
 
@@ -259,7 +259,7 @@ class Mover:
         try:
             if rows is not None:
                 with ExitStack() as joined:
-                    # Held by this process, too: whoever else dies, the slots stay its own while it writes.
+                    # This process holds the slots, too: it keeps them while it writes, even if the scheduler dies.
                     timeout = self.options.load_timeout
                     leases = [
                         joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=timeout))
@@ -270,7 +270,7 @@ class Mover:
                         for lease, (group, placed, pages) in zip(leases, rows if saved else (), strict=False):
                             lease.arena.write(lease.tier, group, placed.slots, pages)
                             nbytes += len(pages) * pages.planes.nbytes
-        except Exception as error:  # noqa: BLE001 - likewise
+        except Exception as error:  # noqa: BLE001 - as in _arrived
             saved = False
             self.complaints.add("a save failed", error)
         self._tell(save, "save", {} if saved else copying.pages, nbytes, started)
@@ -282,7 +282,7 @@ class Mover:
         return self._cache
 
     def _open(self) -> None:
-        """Tries until the scheduler has made the cache and the daemon answers."""
+        """Retries until the daemon answers and the scheduler has made the cache."""
         backoff, client = Backoff(), None
         while not self._closing.is_set():
             try:
@@ -310,10 +310,10 @@ class Mover:
             Outcome(ticket.ticket, ticket.request, kind, self.rank, failed, ticket.blocks, nbytes, seconds)
         )
         with self._lock:
-            if self._fd >= 0:  # its number may be another file's since
+            if self._fd >= 0:  # after a close the number may be another file's
                 os.eventfd_write(self._fd, 1)
 
 
 def _nowhere(block: OnGpu) -> Gpu | None:
-    """No GPU reaches the slots: what lies on one comes through the CPU's memory."""
+    """No GPU reaches the slots: pages on a GPU are copied through the CPU's memory."""
     return None

@@ -26,7 +26,7 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
 }
 _BYTES: Final = ("host_bytes", "disk_bytes")
 SILENCE_S: Final = 0.05
-"""An engine waits so long, once, for a daemon that gives no sign of life."""
+"""Seconds that an engine waits, once, for a silent daemon."""
 _WORDS: Final[Mapping[str, tuple[object, ...]]] = {
     "on_error": ("continue", "fail"),
     "write_policy": tuple(_WRITE_POLICIES),
@@ -40,11 +40,11 @@ _WORDS: Final[Mapping[str, tuple[object, ...]]] = {
 class EngineOptions:
     """Settings of an engine's connector. ``docs/engines.md`` explains them.
 
-    ``address``, ``cache``: the daemon, and the first part of the cache's name; default: its own, the model's.
-    ``min_blocks``: shorter hits are not worth a load. ``async_blocks``: a load of this many blocks does not hold up the
+    ``address``: of the daemon; None = its default. ``cache``: first part of the cache's name; None = the model's name.
+    ``min_blocks``: shorter hits are not loaded. ``async_blocks``: loads of this many blocks or more do not delay the
     step. ``recompute_seconds_per_block``: 0 = always load. ``reserve_blocks``: slots reserved ahead in each group.
-    ``remote_wait``: seconds that a request waits for a store beyond the host; 0 = the store is not asked.
-    ``weights_version``: names the model's weights in the cache's name, instead of a look at their files.
+    ``remote_wait``: seconds that a request waits for a remote store; 0 = the store is not asked.
+    ``weights_version``: identifies the model's weights in the cache's name, instead of a digest of their files.
     """
 
     address: str | None = None
@@ -68,7 +68,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], **defaults: Any) -> Self:
-        """Of a mapping as the engine read it. Raises :class:`InvalidArgument` for a setting that makes no sense."""
+        """Makes options from the engine's settings. Raises :class:`InvalidArgument` for an invalid or unknown one."""
         known = sorted(each.name for each in fields(cls))
         for name, value in settings.items():
             if name not in known:
@@ -93,7 +93,7 @@ class EngineOptions:
 
     @property
     def budgets(self) -> dict[Tier, int] | None:
-        """None: what the daemon gives."""
+        """Bytes by tier; None = the daemon's defaults."""
         asked = {Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
         return {tier: nbytes for tier, nbytes in asked.items() if nbytes is not None} or None
 
@@ -107,7 +107,7 @@ _EVERY_S: Final = 60.0
 
 
 class Complaints:
-    """Counts what happens by reason; what goes wrong is logged once a minute for each reason. Any thread may add."""
+    """Counts incidents by reason, and logs faults, at most once a minute for each reason. Any thread may add."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.counts: Final[Counter[str]] = Counter()
@@ -116,7 +116,7 @@ class Complaints:
         self._told: dict[str, float] = {}
 
     def add(self, reason: str, detail: object = "") -> None:
-        """Something went wrong."""
+        """Counts a fault, and logs it unless its reason was logged less than a minute ago."""
         with self._lock:
             self.counts[reason] += 1
             now = time.monotonic()
@@ -126,6 +126,6 @@ class Complaints:
         self._log.warning("%s%s (%d so far)", reason, f": {detail}" if detail else "", self.counts[reason])
 
     def note(self, reason: str, count: int = 1) -> None:
-        """No fault, so it is counted and not logged."""
+        """Counts an incident that is no fault, without a log line."""
         with self._lock:
             self.counts[reason] += count

@@ -1,7 +1,7 @@
-"""The state of an engine's requests: what is offered, loading, saved.
+"""The state of an engine's requests: blocks offered, being loaded and saved.
 
-A connector translates its engine's calls into these. All run on the scheduler's thread; none waits for the daemon, and
-none raises because of it.
+A connector translates its engine's calls into calls of :class:`Planner`. All run on the scheduler's thread. No call for
+a request raises errors of the daemon, or waits for it, except with the option ``pin``.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from kvtier.wire import split_keys
 _log = logging.getLogger("kvtier.engine")
 
 _SMOOTHING: Final = 0.2
-"""Weight of the newest load in the seconds that a block takes."""
+"""Weight of the newest load in the mean seconds per block."""
 _FORGETTING: Final = 0.98
-"""A price that keeps loads from being tried falls by so much with each, until one is tried."""
+"""Factor on the mean seconds per block after each load that this mean prevents, until a load is tried again."""
 
 
 @dataclass(slots=True)
 class _Request:
     chain: KeyChain
     most: int | None
-    """So many blocks are saved at most; None: all."""
+    """Maximum number of blocks to save; None: all."""
     first: int = 0
-    """Where the offered blocks begin, and ``found``: where they end."""
+    """The first offered block; ``found``: the block after the last offered one."""
     found: int = 0
     bound: int | None = None
-    """A hit failed there: from this block on none is offered to this request again."""
+    """First block of a failed load: from this block on, no block is offered to the request again."""
     saved: int | None = None
-    """Blocks before it are stored, being saved, or given up; None: what is stored has to be looked up."""
+    """Blocks before this one are stored, being saved, or given up; None: the stored blocks must be looked up."""
     tables: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Of the step that is being planned; kept where a save has to wait and the engine is told to keep the pages."""
+    """Block tables of the step being planned; kept while a save waits for slots and the engine keeps the pages."""
     complete: int = 0
     """Blocks whose tokens are computed at the end of this step."""
     loading: set[int] = field(default_factory=set)
     saving: set[int] = field(default_factory=set)
     """Tickets of copies that are under way."""
     pinned: AcrossLease | None = None
-    """Until it is loaded, or the request is over."""
+    """Hold on the offered prefix, until the load or the request is over."""
     fetch: Fetch | None = None
     over: float | None = None
-    """The engine has finished it: until then its pages wait for slots that they can be saved to."""
+    """Set once the engine has finished the request: monotonic time until which its pages wait for slots to be saved."""
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """``ranks``: those that have not told yet."""
+    """A load or save under way. ``ranks``: ranks that have not reported yet."""
 
     request: _Request
     name: str
@@ -73,12 +73,12 @@ class _Ticket:
     writing: Writing | None = None
     cancelled: bool = False
     sync: bool = False
-    """A load on whose pages the same step computes."""
+    """Whether the step that begins this load also computes on its pages."""
 
 
 class Planner:
-    """Made by :meth:`open`, in the scheduler's process. Block tables have a page a block, by group; a page of -1 is
-    none. Call :meth:`step` once a step, after what the step schedules."""
+    """Plans loads and saves in the scheduler's process. Made by :meth:`open`. Block tables have a page per block, by
+    group; -1 means no page. Call :meth:`step` once per step, after the calls for the step's requests."""
 
     def __init__(self, leader: Leader) -> None:
         self.leader: Final = leader
@@ -89,7 +89,7 @@ class Planner:
         self._fetches: Final = Fetches(leader)
         self._requests: Final[dict[str, _Request]] = {}
         self._scheduled: Final[dict[str, _Request]] = {}
-        """Those of the step that is being planned, and those that are over and have something to save."""
+        """Requests of the step being planned, and finished requests with blocks left to save."""
         self._tickets: Final[dict[int, _Ticket]] = {}
         self._committing: list[_Ticket] = []
         self._being_saved: Final[set[bytes]] = set()
@@ -101,8 +101,8 @@ class Planner:
 
     @classmethod
     def open(cls, layout: Layout, options: EngineOptions) -> Self:
-        """Raises :class:`kvtier.errors.InvalidArgument` for a layout that makes no sense, and what keeps the cache from
-        being opened where ``on_error`` is "fail"."""
+        """Opens the cache. Raises :class:`kvtier.errors.InvalidArgument` for a bad layout, and the error of opening
+        the cache if ``on_error`` is "fail"."""
         return cls(Leader(layout, options))
 
     # -- what the engine asks --------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ class Planner:
     def offer(
         self, req_id: str, chain: KeyChain, computed_tokens: int, *, total_tokens: int, waits: bool = True
     ) -> int | None:
-        """How many tokens beyond ``computed_tokens`` could be loaded: whole blocks, and never the last token.
+        """Returns the number of tokens after ``computed_tokens`` that can be loaded: whole blocks, not the last token.
 
-        No side effect but that the request is known, and what it lacks fetched from a store beyond the host; the newest
-        answer counts. None: ask again later. ``waits``: the engine does; else what is fetched is for the next request.
+        None: ask again later. The call makes the request known, and may fetch its missing blocks from a remote store.
+        A new offer replaces the last. ``waits``: the engine asks again; else fetched blocks serve the next request.
         """
         request = self._known(req_id, chain)
         if request.loading:
@@ -150,12 +150,12 @@ class Planner:
         return (found - request.first) * self._tokens
 
     def is_async(self, req_id: str) -> bool:
-        """Whether the load of what was offered should not hold up a step: it is long, or some of it is on disk."""
+        """Returns whether the offered load should not delay a step: it is long, or some blocks are on disk."""
         request = self._requests[req_id]
         return request.found - request.first >= self.options.async_blocks or self.sources(req_id)["disk"] > 0
 
     def sources(self, req_id: str) -> Mapping[str, int]:
-        """Tokens that were offered, by the tier that they are in."""
+        """Returns the number of offered tokens by the tier that has them."""
         request = self._requests[req_id]
         blocks = self.leader.sources(request.chain.span(request.first, request.found))
         return {tier: number * self._tokens for tier, number in blocks.items()}
@@ -163,18 +163,18 @@ class Planner:
     # -- what the engine does --------------------------------------------------------------------------------------
 
     def skip(self, req_id: str, tokens: int) -> None:
-        """The engine has the first ``tokens`` tokens itself by now. The load leaves them out."""
+        """Leaves the first ``tokens`` tokens out of the load: the engine has them itself by now."""
         request = self._requests[req_id]
         request.first = min(max(request.first, tokens // self._tokens), request.found)
 
     def allocated(
         self, req_id: str, tables: Mapping[int, Sequence[int]], external_tokens: int, *, sync: bool | None = None
     ) -> None:
-        """The engine takes so many of the offered tokens, 0 = none, into pages of the request's whole block tables.
+        """Plans the load of ``external_tokens`` offered tokens, 0 = none, into pages of the whole block tables.
 
-        A page that it takes a part of is loaded whole.
+        A page of which the engine takes a part is loaded whole.
 
-        ``sync``: whether it waits for them before its next forward pass; None: as :meth:`is_async` says.
+        ``sync``: whether the engine waits for the load before its next forward pass; None: decided by :meth:`is_async`.
         """
         request = self._requests[req_id]
         end = request.first + -(-external_tokens // self._tokens)
@@ -207,10 +207,10 @@ class Planner:
         *,
         chain: KeyChain | None = None,
     ) -> None:
-        """The forward pass of this step computes tokens [computed, computed + new) of the request.
+        """Notes that this step computes tokens [computed, computed + new) of the request.
 
-        ``tables``: its whole block tables, which are not looked at where there is nothing to save, nor after
-        :meth:`step`. ``chain``: of a request that was never offered anything.
+        ``tables``: its whole block tables, read by the next :meth:`step` only, and only if there are blocks to save.
+        ``chain``: the keys of a request that had no offer.
         """
         request = self._known(req_id, chain) if chain is not None else self._requests.get(req_id)
         if request is not None:
@@ -219,7 +219,7 @@ class Planner:
             request.complete = (computed_tokens + new_tokens) // self._tokens
 
     def step(self) -> Work:
-        """What the workers do with this step."""
+        """Returns the workers' copies for this step."""
         for req_id, request in list(self._scheduled.items()):
             if not request.loading:
                 self._save_what_is_new(req_id, request)
@@ -232,9 +232,9 @@ class Planner:
         return Work(loads, saves, flush)
 
     def finished(self, req_id: str, tables: Mapping[int, Sequence[int]] | None = None) -> bool:
-        """The request is over. True: its pages must live until :meth:`completed` names it as saved.
+        """Ends a request. Returns True if its pages must live until :meth:`completed` names it as saved.
 
-        ``tables``: the pages that would; None: all of the last step.
+        ``tables``: the pages that the engine would keep; None: all pages of the last step.
         """
         request = self._requests.get(req_id)
         if request is None:
@@ -250,14 +250,15 @@ class Planner:
         return False
 
     def preempted(self, req_id: str) -> None:
-        """Its pages are taken away: the next :class:`Work` has them flushed. It may be offered blocks again."""
+        """Ends the copies of a request whose pages are taken away: the next :class:`Work` flushes them. The request may
+        be offered blocks again."""
         request = self._requests.get(req_id)
         if request is None:
             return
         self._drop_loads(req_id, request)
         self._drop_saves(req_id, request)
         for ticket in [self._tickets[number] for number in request.saving | request.loading]:
-            ticket.cancelled = True  # the pages may change before anybody is told to flush
+            ticket.cancelled = True  # the pages may change before the workers hear of the flush
             for group, pages in ticket.pages.items():
                 self._flush[group] |= set(pages) - {NO_PAGE}
         request.loading.clear()
@@ -267,27 +268,27 @@ class Planner:
         self._scheduled.pop(req_id, None)
 
     def aborted(self, req_id: str) -> None:
-        """The request is over and its pages are taken away."""
+        """Ends a request whose pages are taken away."""
         self.preempted(req_id)
         self._requests.pop(req_id, None)
 
     def forsake(self, req_id: str) -> None:
-        """Saves nothing more of the request."""
+        """Saves no more blocks of the request."""
         if (request := self._requests.get(req_id)) is not None:
             self._drop_saves(req_id, request)
             request.most = 0
 
     def reset(self) -> bool:
-        """The engine has dropped its own cache: so does kvtier, in the background, but for what is held."""
+        """Resets the cache in the background, after the engine has dropped its own. Held blocks go last."""
         self.leader.reset()
         return True
 
     def events(self) -> list[Event]:
-        """What happened in the cache since this was asked last, if the option ``events`` is on."""
+        """Returns the cache's events since the last call, if the option ``events`` is on."""
         return self.leader.events()
 
     def completed(self, outcomes: Iterable[Outcome]) -> Completed:
-        """What the workers of all ranks have told. A ticket is over when every rank has."""
+        """Applies the workers' outcomes. A ticket is over when every rank has reported."""
         loaded: set[str] = set()
         saved: set[str] = set()
         failed: defaultdict[int, set[int]] = defaultdict(set)
@@ -335,7 +336,7 @@ class Planner:
         )
 
     def stats(self) -> dict[str, int]:
-        """Counts by what happened, and why what did not."""
+        """Returns the counts of incidents, by reason."""
         return dict(self.leader.complaints.counts)
 
     @property
@@ -344,7 +345,7 @@ class Planner:
         return bool(self._tickets or self._committing)
 
     def close(self) -> None:
-        """Ends the session with the daemon, and logs what happened in it."""
+        """Logs the counts of the session with the daemon, and ends it."""
         _log.info(
             "cache %s: %s", self.leader.name, ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
         )
@@ -382,14 +383,14 @@ class Planner:
         self._seconds_a_block += weight * (seconds_a_block - self._seconds_a_block)
 
     def _needed(self, group: int, first: int, tokens: int) -> list[int]:
-        """Blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""
+        """Returns the blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""
         needed = self.layout.spec.attention(group).needs(-(-tokens // self._tokens))
         window = self.layout.groups[group].window
         start = max(0, tokens - window) // self._tokens if window else 0
         return [*range(first, min(needed.sinks, start)), *range(max(first, start), needed.stop)]
 
     def _unsaved(self, request: _Request) -> range:
-        """Blocks that are computed, and neither stored nor being saved."""
+        """Returns the blocks that are computed, and neither stored nor being saved."""
         if not self.leader.answers or (request.over and not request.tables):
             return range(0)
         end = min(request.complete, len(request.chain))
@@ -426,7 +427,7 @@ class Planner:
     def _place(
         self, request: _Request, first: int, end: int
     ) -> tuple[tuple[Taken, ...], dict[int, tuple[Placed, ...]], int]:
-        """Slots for as many of these blocks as there are some for in every group."""
+        """Takes slots for blocks [first, end), or for fewer if a group has too few. Returns the new end last."""
         wanted = {}
         for group, table in request.tables.items():
             stored = self.leader.stored(request.chain.span(first, end), group)
@@ -455,15 +456,15 @@ class Planner:
         self.leader.doubt()
 
     def _distrust(self) -> None:
-        """Steps have computed on pages that did not arrive: nothing is saved of what was planned up to now. Each rank
-        tells of its loads first, so no such save is over yet."""
+        """Cancels all planned saves: steps have computed on pages that did not arrive. No affected save is over yet,
+        since each rank reports its loads first."""
         for ticket in self._tickets.values():
             ticket.cancelled |= ticket.writing is not None
         for request in self._requests.values():
             request.tables, request.complete = {}, 0
 
     def _written(self, ticket: _Ticket, writing: Writing) -> None:
-        """The pages have been read; the commit takes a little longer."""
+        """Has a save committed once its pages have been read, or drops a failed one."""
         self._committing.append(ticket)
         if ticket.failed or ticket.cancelled:
             ticket.request.saved = None
@@ -480,11 +481,11 @@ class Planner:
                 continue
             self._being_saved.difference_update(ticket.keys)
             if ticket.writing.missing_parent:
-                ticket.request.saved = None  # its ancestors were evicted: looked up again, and saved again
+                ticket.request.saved = None  # its ancestors were evicted: look up and save them again
         self._committing = under_way
 
     def _drop_loads(self, req_id: str, request: _Request) -> None:
-        """Those of this step, which no worker has heard of."""
+        """Drops the request's loads of this step, which no worker knows yet, and its holds."""
         unsent = {each.ticket for each in self._loads if each.request == req_id}
         self._loads = [each for each in self._loads if each.ticket not in unsent]
         for number in unsent:
@@ -495,7 +496,7 @@ class Planner:
         self._unpin(request)
 
     def _drop_saves(self, req_id: str, request: _Request) -> None:
-        """Likewise."""
+        """Drops the request's saves of this step, which no worker knows yet."""
         unsent = {each.ticket for each in self._saves if each.request == req_id}
         self._saves = [each for each in self._saves if each.ticket not in unsent]
         request.saving -= unsent

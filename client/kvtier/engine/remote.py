@@ -1,6 +1,6 @@
-"""Prefixes that come from a store beyond the host, for which a request waits a little while.
+"""Fetches prefixes from a remote store, while their requests wait for a limited time.
 
-All runs on the scheduler's thread, which looks and never waits.
+All methods run on the scheduler's thread, which polls and never blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from kvtier.groups import AcrossLease
 from kvtier.wire import MAX_KEYS
 
 MOST: Final = 32
-"""Calls at a time. Another request waits for its turn, within its own time."""
+"""Fetches at a time. A further request waits for its turn, within its own time limit."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """The one attempt of a request. ``found``: blocks that the host has. ``until``: then the request goes on without.
+    """The only fetch of a request. ``found``: blocks that the host had before.
 
-    ``lease``: holds what came, with what was here before.
+    ``until``: monotonic time at which the request goes on without the fetch. ``lease``: holds the old and the fetched
+    blocks.
     """
 
     keys: bytes
@@ -37,7 +38,7 @@ class Fetch:
 
 
 class Fetches:
-    """Of one planner. No method waits or raises."""
+    """The fetches of one planner. No method waits or raises."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader: Final = leader
@@ -46,7 +47,7 @@ class Fetches:
         self._free: Final = threading.Semaphore(MOST)
 
     def begin(self, keys: bytes, found: int) -> Fetch | None:
-        """Has what is missing of a chain fetched. None: there is no store that could be asked."""
+        """Begins to fetch the missing blocks of a chain. Returns None if no store can be asked."""
         if not self._wait_s or not self._leader.has_store or not self._leader.answers:
             return None
         fetch = Fetch(keys[: MAX_KEYS * KEY_BYTES], found, time.monotonic() + self._wait_s)
@@ -54,7 +55,7 @@ class Fetches:
         return fetch
 
     def is_pending(self, fetch: Fetch) -> bool:
-        """Whether more of the prefix may come in time."""
+        """Returns whether more blocks of the prefix may come in time."""
         if fetch.asked is None:
             self._ask(fetch)
         if fetch.asked is not None and fetch.asked.done():
@@ -65,7 +66,7 @@ class Fetches:
         return not fetch.over
 
     def leave(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more: what comes is there for the next request."""
+        """Ends the wait for a fetch. Blocks that come later serve the next request."""
         if not fetch.over and fetch.asked is not None:
             self._leader.unpin_later(fetch.asked)
         fetch.over = True

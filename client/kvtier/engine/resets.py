@@ -1,4 +1,4 @@
-"""Resets that the daemon has not carried out yet: kept in a file, so that the next engine makes up for them."""
+"""Resets that the daemon has not carried out yet, kept in a file so that the next engine asks for them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("kvtier.engine")
 
 
 class PendingReset:
-    """The reset of a cache. While it is due, no earlier block of the cache is believed. Any thread may call."""
+    """The reset of a cache. While it is due, earlier blocks of the cache must not be used. Any thread may call."""
 
     def __init__(self, cache: str, address: str | None) -> None:
         where = f"{socket.gethostname()} {address or default_address()}"
@@ -24,7 +24,7 @@ class PendingReset:
         self._file: Path | None = None
         self._begun = self._ended = 0
         self._answered = 0, 0
-        """The last reset that the daemon has begun, and its generation."""
+        """The last reset that the daemon has answered, and its generation."""
         try:
             state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
             self._file = Path(state, "kvtier", "resets", daemon, cache)
@@ -37,7 +37,7 @@ class PendingReset:
         return self._begun > self._ended
 
     def begin(self) -> None:
-        """Durable before the daemon is asked."""
+        """Records a new reset in the file. Call before asking the daemon."""
         self._begun += 1
         if self._file is None:
             return
@@ -53,7 +53,7 @@ class PendingReset:
 
     async def carry_out(self, reset: Callable[[int], Awaitable[ResetReport]]) -> bool:
         """Calls ``reset`` with the generation that it repeats, and ends the resets begun before the call if no block is
-        held. Returns whether they ended; raises the errors of ``reset``."""
+        held. Returns whether these resets ended. Raises the errors of ``reset``."""
         begun = self._begun
         return self._end(begun, await reset(self._repeats))
 
@@ -64,7 +64,7 @@ class PendingReset:
 
     @property
     def _repeats(self) -> int:
-        """0 = a new reset."""
+        """Generation of the reset that is asked for again; 0 = a new reset."""
         begun, generation = self._answered
         return generation if begun == self._begun else 0
 

@@ -1,4 +1,4 @@
-"""The weights of a model, as a digest that goes into the name of a cache: other weights have another cache.
+"""A digest of a model's weights, for the name of its cache: models with different weights have different caches.
 
 A commit of the hub stands for its files. Files in a directory are sampled: a copy of a model has the digest of the
 original, and a model that was trained further has another digest.
@@ -30,7 +30,7 @@ _THREADS: Final = 8
 
 @dataclass(slots=True, frozen=True)
 class Weights:
-    """``name``: the model's, without the directories above it. ``source``: the commit or the files behind the digest.
+    """``name``: the model's name, without its parent directories. ``source``: the commit or the files of the digest.
 
     Without a source the weights were not found, and models of the same path and settings have the same digest.
     """
@@ -55,9 +55,9 @@ def weights_of(
 
     Args:
         model: a directory, a file, or a name on the hub.
-        revision: of the hub; None = main.
-        commit: of the hub, where the engine knows it.
-        version: the user's own name for the weights, which replaces the look.
+        revision: a revision on the hub; None = main.
+        commit: the commit on the hub, if the engine knows it.
+        version: the user's own name for the weights, which replaces the search.
     """
     name, path = model, Path(model)
     try:
@@ -68,7 +68,7 @@ def weights_of(
         found = _Found.of(model, revision, commit)
         if found.source is not None:
             return Weights(name, found.digest, found.source)
-        digest = found.digest  # of settings
+        digest = found.digest  # of the settings alone
     except (OSError, ValueError):
         digest = ""
     return Weights(name, _text_digest("unseen", str(path), str(revision), digest), None)
@@ -77,8 +77,8 @@ def weights_of(
 class Adapters:
     """Digests of LoRA adapters by their directories.
 
-    A directory whose files change is refused from then on: the engine may have the old files or the new ones, and its
-    own cache does not tell their pages apart.
+    A directory whose files change is refused from then on: the engine may have the old or the new files, and its own
+    cache does not distinguish their pages.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -119,7 +119,7 @@ class _Found:
 
     @property
     def source(self) -> str | None:
-        """None: there are no weights."""
+        """The origin of the digest, in words; None if there are no weights."""
         if self.commit is not None:
             return f"commit {self.commit}"
         weights = [file for file in self.files if file.suffix in _WEIGHTS]
@@ -135,13 +135,13 @@ class _Found:
             return sha256(b"".join(threads.map(_sampled, self.files))).hexdigest()
 
     def stamp(self) -> object:
-        """Changes with the files, and costs no reading."""
+        """Returns a value that changes with the files, without reading them."""
         seen = [(file.name, file.stat()) for file in self.files]
         return self.commit, [(name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in seen]
 
 
 def _matters(file: Path) -> bool:
-    """Whether a file decides the bytes that a model computes: weights, settings, code."""
+    """Returns whether a file decides the bytes that a model computes: weights, settings, code."""
     small = file.suffix in _SETTINGS and file.stat().st_size <= _MOST_SETTINGS_BYTES
     return small or file.suffix in _WEIGHTS
 
@@ -168,7 +168,7 @@ def _sampled(file: Path) -> bytes:
 
 
 def _tensors(fd: int, size: int) -> Iterator[int]:
-    """The middle of each tensor of a file as in https://github.com/huggingface/safetensors#format."""
+    """Yields an offset in the middle of each tensor. Format: https://github.com/huggingface/safetensors#format."""
     start = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
     try:
         header = json.loads(os.pread(fd, start - 8, 8)) if start <= min(size, _MOST_HEADER_BYTES) else {}
@@ -177,14 +177,14 @@ def _tensors(fd: int, size: int) -> Iterator[int]:
                 first, end = tensor["data_offsets"]
                 yield start + max(first, (first + end - _SAMPLE_BYTES) // 2)
     except (ValueError, TypeError, KeyError, AttributeError):
-        return  # no such file: the other samples tell it from others
+        return  # no safetensors file: the other samples identify it
 
 
 def _cached_commit(model: str, revision: str | None) -> str | None:
-    """The commit that this host's cache of the hub has under a revision."""
+    """Returns the commit of a revision in this host's cache of the hub, or None."""
     try:
         hub = importlib.import_module("huggingface_hub")
         snapshot = Path(hub.snapshot_download(model, revision=revision, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # the hub's own errors are among them
+    except (ImportError, OSError, ValueError):  # the hub's own errors are subclasses
         return None
     return snapshot.name if snapshot.parent.name == "snapshots" else None

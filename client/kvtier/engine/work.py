@@ -1,4 +1,4 @@
-"""What the scheduler's process and the workers tell each other, all of it picklable."""
+"""Messages between the scheduler's process and the workers, all picklable."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final, Literal
 from kvtier.types import WriteTicket
 
 NO_PAGE: Final = -1
-"""In a block table: the engine keeps no page for this block, which lies before its window."""
+"""Entry of a block table for a block before the window, for which the engine keeps no page."""
 
 Table = Mapping[int, tuple[int, ...]]
-"""By group, a page a block."""
+"""Maps a group to its pages, one per block."""
 FailedPages = Mapping[int, frozenset[int]]
-"""By group."""
+"""Maps a group to a set of its pages."""
 
 
 @dataclass(slots=True, frozen=True)
 class Load:
-    """Blocks of a chain to be copied into pages: by group, ``keys`` and ``pages`` of equal number, which end with the
-    same block. ``sync``: the forward pass of this step computes on them."""
+    """Blocks of a chain to copy into pages. ``keys`` and ``pages``: by group, of equal number; all groups end with the
+    same block. ``sync``: the forward pass of this step computes on the pages."""
 
     ticket: int
     request: str
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(slots=True, frozen=True)
 class Placed:
-    """Pages to be copied into reserved slots of a group, which are some of ``lease``."""
+    """Pages of a group to copy into reserved slots, which belong to ``lease``."""
 
     lease: WriteTicket
     slots: tuple[int, ...]
@@ -41,7 +41,7 @@ class Placed:
 
 @dataclass(slots=True, frozen=True)
 class Save:
-    """Blocks of a chain to be copied out of pages, once the forward pass of this step has written them."""
+    """Blocks of a chain to copy out of pages after the forward pass of this step has written them."""
 
     ticket: int
     request: str
@@ -51,7 +51,7 @@ class Save:
 
 @dataclass(slots=True, frozen=True)
 class Work:
-    """Of one step. ``flush``: pages that are taken away; no copy may touch them any more."""
+    """The copies of one step. ``flush``: pages that the engine takes away; no copy may touch them any more."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """What became of one ticket on one rank. ``failed``: pages that do not hold their block, or were not saved."""
+    """The result of one ticket on one rank. ``failed``: pages that do not hold their block, or were not saved."""
 
     ticket: int
     request: str
@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclass(slots=True, frozen=True)
 class Completed:
-    """Requests whose loads, or whose last saves, have ended on all ranks; pages that failed on any."""
+    """Requests whose loads, or whose last saves, have ended on all ranks; pages that failed on any rank."""
 
     loaded: frozenset[str]
     saved: frozenset[str]

@@ -1,4 +1,4 @@
-"""A core on a bench: blocks by name, moves that land when told, the checker after every call."""
+"""A core on a test bench: blocks have names, moves land on request, and the checker runs after every call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES: Final[dict[Key, str]] = {}
 
 
 def key(name: str) -> Key:
-    """The key of a block of this name."""
+    """Returns the key of the block with this name."""
     made = Key(hashlib.sha256(name.encode()).digest())
     _NAMES[made] = name
     return made
@@ -42,11 +42,11 @@ def keys(names: Iterable[str]) -> list[Key]:
 
 
 class Bench:
-    """One cache. Blocks are named by strings; a chain is a string, one letter a block, the root first.
+    """A cache. Blocks are named by strings; a chain is a string, one letter per block, the root first.
 
-    ``recovered``: (name, parent, priority) of what the disk's first slots hold at the start; ``retained``: (duration in
-    ms, deadline in ns) of those of them that have one.
-    ``events``, ``moves`` (in flight), ``grants`` and ``refusals`` collect what the outcomes said.
+    ``recovered``: (name, parent, priority) of the blocks in the disk's first slots at the start; ``retained``:
+    (duration in ms, deadline in ns) by name, for recovered blocks that have a duration. ``events``, ``moves`` (in
+    flight), ``grants`` and ``refusals`` collect the contents of the outcomes.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Bench:
         return ticket
 
     def blank(self, tier: Tier, count: int, session: SessionId = ALICE) -> GroupGrant:
-        """Slots that are there without waiting."""
+        """Reserves slots that must be granted without waiting."""
         return self.grants[self.reserve(tier, count, session)].only
 
     def commit(
@@ -111,7 +111,7 @@ class Bench:
         session: SessionId = ALICE,
         duration_ms: int = 0,
     ) -> list[BlockResult]:
-        """(name, parent, priority) of a block for each of the grant's first slots."""
+        """Commits blocks in the grant's first slots. ``items``: (name, parent, priority) of each block."""
         assert grant.lease is not None
         made = [
             CommitItem(slot, key(name), None if parent is None else key(parent), priority, duration_ms)
@@ -131,7 +131,7 @@ class Bench:
         duration_ms: int = 0,
         session: SessionId = ALICE,
     ) -> LeaseId:
-        """Commits a chain (``under`` a block) in slots that are there, and keeps its lease."""
+        """Commits a chain (``under`` a block) in slots that are granted at once, and keeps its lease."""
         grant = self.blank(tier, len(chain), session)
         parents = [under, *chain[:-1]]
         items = [(name, parent, priority) for name, parent in zip(chain, parents, strict=True)]
@@ -148,7 +148,7 @@ class Bench:
         priority: int = 35,
         duration_ms: int = 0,
     ) -> None:
-        """Stores a chain and lets go of it."""
+        """Stores a chain and releases it."""
         self.release(self.store(chain, tier, under=under, priority=priority, duration_ms=duration_ms))
 
     def acquire(
@@ -160,7 +160,7 @@ class Bench:
         return tickets
 
     def retain(self, names: str, priority: int, duration_ms: int = 0) -> list[BlockResult]:
-        """The same new retention for each of these blocks."""
+        """Gives each of these blocks the same new retention."""
         results, outcome = self.core.set_retention(
             ALICE, GROUP, keys(names), [priority] * len(names), [duration_ms] * len(names), self.now
         )
@@ -173,17 +173,17 @@ class Bench:
         return list(results)
 
     def pass_ms(self, milliseconds: int) -> None:
-        """So much time passes, and the core is told."""
+        """Advances the clock, and ticks the core."""
         self.now += milliseconds * 1_000_000
         self.apply(self.core.tick(self.now))
 
     def touch(self, chain: str, tier: Tier = DEVICE) -> None:
-        """Acquires a chain that is there and lets go of it."""
+        """Acquires a chain that is READY in the tier, and releases it."""
         (ticket,) = self.acquire(chain, tier=tier)
         self.release(self.lease(ticket))
 
     def tell_read(self, names: str) -> None:
-        """A client has read these blocks without a call."""
+        """Tells the core that a client has read these blocks without a call."""
         self.apply(self.core.touch(GROUP, keys(names), self.now))
 
     def release(self, *leases: LeaseId, session: SessionId = ALICE) -> None:
@@ -207,7 +207,7 @@ class Bench:
         return list(drop.report.results), drop.report.dropped
 
     def rest(self) -> None:
-        """All that calls have left to be done."""
+        """Does all work that earlier calls have left."""
         while self.core.behind:
             self.apply(self.core.go_on(self.now))
 
@@ -218,7 +218,7 @@ class Bench:
         self.apply(self.core.cancel(ticket, self.now))
 
     def lose_bytes(self, name: str, tier: Tier) -> SlotId:
-        """What the block has in the tier proves bad, in this slot; what needs it goes a slice a call."""
+        """Reports the block's copy in the tier as corrupt. Returns its slot. Its descendants go in slices."""
         slot = self.slot(name, tier)
         assert slot is not None
         self.apply(self.core.lose_bytes(GROUP, key(name), tier, slot, self.now))
@@ -238,36 +238,36 @@ class Bench:
     # -- the mover ---------------------------------------------------------------------------------------------------
 
     def land(self, *, failed: str = "", corrupt: str = "") -> None:
-        """Everything in flight ends, in the order planned, and what that begets too; copies of the blocks named go
-        wrong."""
+        """Ends all moves in flight in the order planned, and the moves that these cause. ``failed``, ``corrupt``:
+        blocks whose copies do."""
         while self.moves:
             self.land_one(failed=failed, corrupt=corrupt)
 
     def land_one(self, position: int = 0, *, failed: str = "", corrupt: str = "") -> Move:
-        """One move in flight ends."""
+        """Ends a move in flight."""
         move = self.moves.pop(position)
         result = MoveResult(move.id, self._items(move, failed), self._items(move, corrupt), queue_ns=5, copy_ns=7)
         self.apply(self.core.completed([result], self.now))
         return move
 
     def fail_all(self) -> None:
-        """Everything in flight now fails."""
+        """Fails all moves that are now in flight."""
         moves, self.moves = self.moves, []
         for move in moves:
             result = MoveResult(move.id, frozenset(range(len(move.items))))
             self.apply(self.core.completed([result], self.now))
 
     def in_flight(self) -> list[tuple[str, Tier, Tier | None, Cause]]:
-        """(block, from, to, cause) of all copies and deletions."""
+        """Returns (block, from, to, cause) of all copies and deletions in flight."""
         return [(name_of(i.key), m.src, m.dst, m.cause) for m in self.moves for i in m.items]
 
     def _items(self, move: Move, names: str) -> frozenset[int]:
         return frozenset(n for n, item in enumerate(move.items) if name_of(item.key) in names)
 
-    # -- what is so --------------------------------------------------------------------------------------------------
+    # -- the state ---------------------------------------------------------------------------------------------------
 
     def where(self, name: str) -> set[Tier]:
-        """The tiers where the block is READY."""
+        """Returns the tiers where the block is READY."""
         (location,) = self.core.locate(GROUP, [key(name)])
         return {tier for tier in TIERS if location.residency & tier.bit}
 
@@ -279,7 +279,7 @@ class Bench:
         return next(row.priority for row in rows if row.key == key(name))
 
     def stored(self) -> str:
-        """Names of all indexed blocks, sorted."""
+        """Returns the names of all indexed blocks, sorted."""
         return "".join(sorted(name_of(row.key) for row in self.core.listing(GROUP, 0, 1000).rows))
 
     def lease(self, ticket: TicketId) -> LeaseId:
@@ -293,10 +293,10 @@ class Bench:
         return self.core.stats().tiers[tier]
 
     def states(self, tier: Tier) -> dict[SlotState, int]:
-        """How many slots of the tier are in each state, those that are in none left out."""
+        """Counts the tier's slots by state. States without slots are left out."""
         return {state: count for state, count in self.tier(tier).states.items() if count}
 
     def said(self, since: int = 0) -> Iterator[tuple[EventType, Cause, str]]:
-        """(type, cause, names of the blocks) of the events, from the ``since``-th on."""
+        """Yields (type, cause, names of the blocks) of the events, from the ``since``-th on."""
         for event in self.events[since:]:
             yield event.type, event.cause, "".join(name_of(change.key) for change in event.blocks)

@@ -1,6 +1,6 @@
-"""NVIDIA's driver, as far as a device tier needs it: memory that processes share, streams, events and copies.
+"""The part of NVIDIA's driver that a device tier needs: memory that processes share, streams, events and copies.
 
-``driver`` opens one device, ``memory`` holds an allocation and its mapping, ``views`` shows bytes of it to torch and
-others, ``page_locks`` prepares host memory, ``errors`` says what a failed call means. NVIDIA's bindings are imported
+``driver`` opens one device, ``memory`` holds an allocation and its mapping, ``views`` shows its bytes to torch and
+other libraries, ``page_locks`` locks host memory, ``errors`` classifies failed calls. NVIDIA's bindings are imported
 when a device is opened, never before.
 """

@@ -1,10 +1,10 @@
 """The driver calls of one device, with ints for addresses and handles, and an exception for every failure.
 
-Everything here may be called from any thread. A thread that called :meth:`Driver.bind` keeps the device's context
-current, which makes each of its calls cheaper: for threads of kvtier's own. On any other thread a call sets the context
-and takes it away again, so that an application's choice of device, and its graph captures, stay as they were.
+Any thread may call any function. A thread that called :meth:`Driver.bind` keeps the device's context current, which
+makes its calls cheaper; this is for kvtier's own threads. On any other thread a call sets the context and takes it away
+again, so that an application's choice of device, and its graph captures, stay as they were.
 
-A call may report an error of work that was given to the device earlier.
+A call may report an error of earlier work of the device.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnavailab
 from kvtier.abi.cuda.opening import Features, described, find, load_bindings, ordinal_at
 
 Address = NewType("Address", int)
-"""Of device memory, or of host memory, in the one address space that CUDA shares with the process."""
+"""Address of device or host memory, in the address space that CUDA shares with the process."""
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
 Handle = NewType("Handle", int)
-"""Of memory that has no address yet."""
+"""Handle of memory, which need not have an address yet."""
 
 Copy = tuple[Address, Address, int]
 """Destination, source, bytes."""
 
 BATCH: Final = 1024
-"""Copies that are made in one call. More gain nothing, and drivers have crashed with tens of thousands."""
+"""Copies in one call. More copies gain nothing, and drivers have crashed with tens of thousands."""
 
 HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class _ThisThread(threading.local):
     bound: Driver | None = None
-    """Whose context is current; another driver's may be next."""
+    """The driver whose context is current on this thread."""
 
 
 _thread: Final = _ThisThread()
 
 
 class Driver:
-    """One device and its primary context, which is kept until :meth:`close`.
+    """A device and its primary context, which is kept until :meth:`close`.
 
-    Every call raises :class:`~kvtier.abi.cuda.errors.CudaError` or one of its kinds.
+    Every call raises :class:`~kvtier.abi.cuda.errors.CudaError` or a subclass.
 
-    ``ordinal`` counts the devices that this process sees, ``uuid`` has 16 bytes and is the same in every process.
+    ``ordinal`` numbers the devices that this process sees, ``uuid`` has 16 bytes and is the same in every process.
     """
 
     ordinal: Final[int]
@@ -58,18 +58,18 @@ class Driver:
 
     @classmethod
     def open(cls, device: str) -> Driver:
-        """``device``: ``cuda``, ``cuda:1`` or ``GPU-<uuid>``.
+        """Opens a device: ``cuda``, ``cuda:1`` or ``GPU-<uuid>``.
 
-        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable`, which says what is missing, and ``ValueError`` for a
-        text that names no device.
+        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable`, with the reason, and ``ValueError`` for a text that is
+        no device name.
         """
         return cls(load_bindings(), device)
 
     @staticmethod
     def ordinal_at(address: int) -> int:
-        """The :attr:`ordinal` of the device that an address of CUDA's memory is of, whoever allocated it.
+        """Returns the :attr:`ordinal` of the device that an address of CUDA memory belongs to, from any allocator.
 
-        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable` where that cannot be told.
+        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable` if CUDA does not tell.
         """
         return ordinal_at(load_bindings(), address)
 
@@ -83,34 +83,34 @@ class Driver:
         self.features = found.features
         self._batched = bindings.CUmemcpyAttributes()
         self._batched.srcAccessOrder = bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        # By the copy engines: the processors of the device are for those who compute.
+        # Copy by the copy engines: the device's processors are for computation.
         self._batched.flags = bindings.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         self._relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._fd = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         try:
             self._context = self._plain(bindings.cuDevicePrimaryCtxRetain, self._device)
         except CudaError as error:
-            # The device is full, or in a mode that lets one process in, or none.
+            # The device is full, or its mode admits one process only, or none.
             raise CudaUnavailable(f"device {device} ({self.name}) takes no context of this process: {error}") from error
 
     def close(self) -> None:
-        """Gives the context back. Streams, events and plain memory end with it unless someone else uses it, too."""
-        with suppress(CudaLost):  # a context that is lost ends with the process
+        """Gives the context back. Streams, events and plain memory end with it unless other code uses it, too."""
+        with suppress(CudaLost):  # a lost context ends with the process
             self._plain(self._cuda.cuDevicePrimaryCtxRelease, self._device)
 
     def bind(self) -> None:
-        """Makes the context current on this thread until another driver's is. For threads that nobody else makes CUDA
-        calls on."""
+        """Makes the context current on this thread until another driver is bound. For threads on which only kvtier
+        calls CUDA."""
         if _thread.bound is not self:
             self._plain(self._cuda.cuCtxSetCurrent, self._context)
-            # Else a query while some other thread captures a graph would be refused, and would spoil the capture.
+            # Otherwise a query while another thread captures a graph would be refused, and would spoil the capture.
             self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, self._relaxed)
             _thread.bound = self
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Makes the context current on this thread for the block, whose calls are then as cheap as after :meth:`bind`.
-        For several of them in a row on a thread of the application's, whose own context is back afterwards."""
+        """Makes the context current on this thread for a ``with`` block, whose calls are as cheap as after
+        :meth:`bind`. For several calls in a row on the application's thread, which then gets its own context back."""
         if _thread.bound is self:
             yield
             return
@@ -128,25 +128,25 @@ class Driver:
             self._plain(self._cuda.cuCtxPopCurrent)
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device. Not all that is free can be had."""
+        """Returns free and total bytes of the device. Not all free bytes can be allocated."""
         free, total = self._call(self._cuda.cuMemGetInfo)
         return free, total
 
     def pci_address(self) -> str:
-        """As Linux writes it: ``0000:3b:00.0``."""
+        """Returns the PCI address as Linux writes it: ``0000:3b:00.0``."""
         name: bytes = self._plain(self._cuda.cuDeviceGetPCIBusId, 16, self._device)
         return name.split(b"\0")[0].decode("ascii", "replace").lower()
 
-    # Memory that has a handle, an address range and a mapping of the one at the other. ---------------------------
+    # Memory with a handle, an address range and a mapping between them. -------------------------------------------
 
     def granularity(self) -> int:
-        """Bytes, a power of two: what addresses and sizes of such memory are multiples of."""
+        """Returns a power of two: addresses and sizes of this memory are multiples of it."""
         minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._call(self._cuda.cuMemGetAllocationGranularity, self._properties(), minimum))
 
     def create(self, nbytes: int) -> Handle:
-        """Memory of a multiple of :meth:`granularity`, which can be exported where ``features.posix_fd``, and
-        registered with a network card where ``features.rdma``."""
+        """Allocates a multiple of :meth:`granularity`. The memory can be exported with ``features.posix_fd``, and
+        registered with a network card with ``features.rdma``."""
         return Handle(int(self._call(self._cuda.cuMemCreate, nbytes, self._properties(), 0)))
 
     def release(self, handle: Handle) -> None:
@@ -154,23 +154,23 @@ class Driver:
         self._call(self._cuda.cuMemRelease, handle)
 
     def reserve(self, nbytes: int) -> Address:
-        """An address range at a multiple of :meth:`granularity`."""
+        """Reserves an address range at a multiple of :meth:`granularity`."""
         return Address(int(self._call(self._cuda.cuMemAddressReserve, nbytes, self.granularity(), 0, 0)))
 
     def unreserve(self, address: Address, nbytes: int) -> None:
-        """Gives back a whole range that nothing is mapped to any more."""
+        """Gives back a whole address range that has no mapping any more."""
         self._call(self._cuda.cuMemAddressFree, address, nbytes)
 
     def map(self, address: Address, nbytes: int, handle: Handle) -> None:
-        """Puts the memory's first ``nbytes`` at a reserved address. Not to be touched before :meth:`allow`."""
+        """Maps the memory's first ``nbytes`` at a reserved address. Do not access them before :meth:`allow`."""
         self._call(self._cuda.cuMemMap, address, nbytes, 0, handle, 0)
 
     def unmap(self, address: Address, nbytes: int) -> None:
-        """Ends a mapping, the whole of it. Nothing may be copying to or from it."""
+        """Ends a whole mapping. No copy of its memory may be under way."""
         self._call(self._cuda.cuMemUnmap, address, nbytes)
 
     def allow(self, address: Address, nbytes: int) -> None:
-        """Lets this device read and write what is mapped there."""
+        """Lets this device read and write the memory that is mapped at an address."""
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.ordinal
@@ -178,13 +178,13 @@ class Driver:
         self._call(self._cuda.cuMemSetAccess, address, nbytes, [access], 1)
 
     def export_fd(self, handle: Handle) -> int:
-        """A new file descriptor of the memory, the caller's to close. It keeps the memory alive, in any process."""
+        """Returns a new descriptor of the memory, which the caller closes. Any descriptor keeps the memory alive."""
         fd = int(self._call(self._cuda.cuMemExportToShareableHandle, handle, self._fd, 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, fd: int) -> Handle:
-        """The memory behind a descriptor that some process exported. The descriptor stays the caller's to close."""
+        """Returns a handle of the memory behind a descriptor. The descriptor stays the caller's to close."""
         return Handle(int(self._call(self._cuda.cuMemImportFromShareableHandle, fd, self._fd)))
 
     def _properties(self) -> Any:
@@ -200,25 +200,25 @@ class Driver:
     # Memory without a handle, and memory of the host. -------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> Address:
-        """Device memory that no other process can have."""
+        """Allocates device memory that other processes cannot have."""
         return Address(int(self._call(self._cuda.cuMemAlloc, nbytes)))
 
     def free(self, address: Address) -> None:
         self._call(self._cuda.cuMemFree, address)
 
     def register(self, address: Address, nbytes: int) -> None:
-        """Page-locks memory of this process: copies of it then are asynchronous, and faster. Whole pages, none of
-        them registered yet. No copy may reach beyond what one call registered."""
+        """Page-locks memory of this process, which makes copies asynchronous and faster. Whole pages, which are not yet
+        registered. No copy may reach beyond the memory of one call."""
         if address % HOST_PAGE or nbytes % HOST_PAGE or nbytes <= 0:
             raise ValueError(f"{nbytes} bytes at {address:#x}: must be whole pages of {HOST_PAGE} bytes")
         self._call(self._cuda.cuMemHostRegister, address, nbytes, self._cuda.CU_MEMHOSTREGISTER_PORTABLE)
 
     def unregister(self, address: Address) -> None:
-        """``address``: what :meth:`register` was given. Nothing may be copying to or from it."""
+        """Unlocks the memory that :meth:`register` locked at ``address``. No copy of it may be under way."""
         self._call(self._cuda.cuMemHostUnregister, address)
 
     def alloc_host(self, nbytes: int) -> Address:
-        """New page-locked memory of this process."""
+        """Allocates page-locked memory of this process."""
         return Address(int(self._call(self._cuda.cuMemHostAlloc, nbytes, self._cuda.CU_MEMHOSTALLOC_PORTABLE)))
 
     def free_host(self, address: Address) -> None:
@@ -227,39 +227,39 @@ class Driver:
     # Streams and events. ------------------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        """A stream that waits for no other, the default stream included."""
+        """Creates a stream that waits for no other stream, not even for the default stream."""
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         return Stream(int(self._call(self._cuda.cuStreamCreate, flags)))
 
     def idle(self, stream: Stream) -> bool:
-        """Whether all is done that the stream was given. Does not wait. For who cannot record an event."""
+        """Returns whether the stream has done all its work. Does not wait. For callers that cannot record an event."""
         if _thread.bound is not self:
             with self.visit():
                 return self.idle(stream)
         return self._answered(self._cuda.cuStreamQuery, stream)
 
     def drop_stream(self, stream: Stream) -> None:
-        """What the stream was given is still done."""
+        """Destroys a stream. Its work so far is still done."""
         self._call(self._cuda.cuStreamDestroy, stream)
 
     def capturing(self, stream: Stream) -> bool:
-        """Whether what the stream is given goes into a graph instead of being done."""
+        """Returns whether new work of the stream goes into a graph instead of being done."""
         none = self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         return bool(self._call(self._cuda.cuStreamIsCapturing, stream) != none)
 
     def event(self) -> Event:
-        """An event without a time, :meth:`done` until it is recorded."""
+        """Creates an event without a time. Until it is recorded it is :meth:`done`."""
         return Event(int(self._call(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
 
     def drop_event(self, event: Event) -> None:
         self._call(self._cuda.cuEventDestroy, event)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """From now on the event stands for what the stream has been given so far."""
+        """Makes the event stand for the stream's work so far."""
         self._call(self._cuda.cuEventRecord, event, stream)
 
     def done(self, event: Event) -> bool:
-        """Whether all is done that the event stands for. Does not wait."""
+        """Returns whether the work that the event stands for is done. Does not wait."""
         if _thread.bound is not self:
             with self.visit():
                 return self.done(event)
@@ -277,17 +277,17 @@ class Driver:
         raise self._error(query.__name__, int(code))
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is given from now on starts after what the event stands for now."""
+        """Makes later work of the stream start after the work that the event stands for now."""
         self._call(self._cuda.cuStreamWaitEvent, stream, event, 0)
 
-    # Copies. The call returns at once; source and destination stay as they are until an event after it is done. ----
+    # Copies. A call returns at once; source and destination must stay as they are until a later event is done. -----
 
     def copy(self, dst: Address, src: Address, nbytes: int, stream: Stream) -> None:
         self._call(self._cuda.cuMemcpyAsync, dst, src, nbytes, stream)
 
     def copy_batch(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], stream: Stream) -> None:
-        """Copies of at least one byte each, in few calls and in no order among themselves: none may touch what another
-        writes. Host memory must be page-locked. Only where ``features.batch_copy``."""
+        """Makes copies of at least one byte each, in few calls and in any order: no copy may touch bytes that another
+        copy writes. Host memory must be page-locked. Only with ``features.batch_copy``."""
         pointer = self._cuda.CUdeviceptr
         for first in range(0, len(sizes), BATCH):
             some = slice(first, first + BATCH)
@@ -325,7 +325,7 @@ class Driver:
         return result[1:] if len(result) > 2 else result[-1]
 
     def _raised(self, call: str, error: RuntimeError | KeyError | ValueError) -> CudaError:
-        """Of what the bindings raise themselves: the driver lacks the call, or they do not know the code."""
+        """Converts an error of the bindings themselves: the driver lacks the call, or they do not know the code."""
         if isinstance(error, RuntimeError):
             return CudaUnsupported(call, 0, "not found", str(error))
         code = re.search(r"\d+", str(error))

@@ -1,4 +1,4 @@
-"""What a failed CUDA call means for whoever made it."""
+"""Errors of CUDA calls, by their meaning for the caller."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Final
 
 
 class CudaError(RuntimeError):
-    """A CUDA call failed. Of no more special kind: a call that the driver refuses, so a mistake of this program.
+    """A CUDA call failed. This class itself: the driver refused the call, which is a mistake of this program.
 
-    ``call`` is the entry point, ``code`` and ``name`` the CUresult, ``text`` what NVIDIA says about it. As
-    asynchronous work reports its errors through whatever is called next, ``call`` need not be what went wrong.
+    ``call`` is the entry point, ``code`` and ``name`` the CUresult, ``text`` NVIDIA's description. Asynchronous work
+    reports its errors through a later call, so ``call`` need not be the cause.
     """
 
     def __init__(self, call: str, code: int, name: str, text: str) -> None:
@@ -25,16 +25,16 @@ class CudaOutOfMemory(CudaError):
 
 
 class CudaLost(CudaError):
-    """The device, or this process's use of it, is gone: every later call fails as well until the process ends, and
-    no byte of device memory can be relied on."""
+    """The device, or this process's use of it, is lost: every later call of the process fails, too, and no byte of
+    device memory is reliable."""
 
 
 class CudaUnsupported(CudaError):
-    """Device, driver or machine cannot do this as they are set up, however often it is asked."""
+    """Device, driver or machine do not support the call in their present setup. A retry fails, too."""
 
 
 class CudaUnavailable(RuntimeError):
-    """No such device can be opened here. The message says what is missing and what to do."""
+    """The device cannot be opened here. The message gives the reason and a remedy."""
 
 
 class CudaMissing(CudaUnavailable):
@@ -71,8 +71,8 @@ LOST: Final = {
     911: "EXTERNAL_DEVICE",
     999: "UNKNOWN",
 }
-"""Those of which NVIDIA says that the process must end, that the context cannot be used any more, or that the hardware
-or the server in front of it failed; and UNKNOWN, which is what a device answers that has fallen off its bus."""
+"""Codes after which, according to NVIDIA, the process must end, the context is unusable, or the hardware or its server
+has failed; and UNKNOWN, the answer of a device that has fallen off its bus."""
 
 UNSUPPORTED: Final = {
     34: "STUB_LIBRARY",
@@ -86,7 +86,7 @@ UNSUPPORTED: Final = {
 
 
 def error_of(call: str, code: int, name: str, text: str) -> CudaError:
-    """The error of the kind that ``code`` stands for."""
+    """Returns the error for ``code``, of the matching class."""
     if code == OUT_OF_MEMORY:
         return CudaOutOfMemory(call, code, name, text)
     if code in LOST:

@@ -1,4 +1,4 @@
-"""One allocation of device memory, at an address of this process."""
+"""An allocation of device memory, at an address of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory
 class DeviceMemory:
     """``nbytes`` of device memory at ``address``, until :meth:`close`, or until nothing refers to this object.
 
-    ``fd`` is a descriptor of the memory for other processes; this object closes it. Where it is ``None``, ``why_not``
+    ``fd`` is a descriptor of the memory for other processes; this object closes it. If ``fd`` is ``None``, ``why_not``
     says why other processes cannot have the memory.
     """
 
@@ -38,9 +38,9 @@ class DeviceMemory:
 
     @classmethod
     def create(cls, driver: Driver, nbytes: int) -> DeviceMemory:
-        """New memory, its bytes not set, that other processes can have where the device allows it.
+        """Allocates memory, its bytes not set, that other processes can have if the device allows it.
 
-        Raises :class:`~kvtier.abi.cuda.errors.CudaOutOfMemory`, or another ``CudaError``. Nothing is kept then.
+        Raises :class:`~kvtier.abi.cuda.errors.CudaOutOfMemory`, or another ``CudaError``, and then keeps nothing.
         """
         _checked(nbytes)
         why_not = _why_not_shared(driver)
@@ -50,8 +50,8 @@ class DeviceMemory:
             except (CudaOutOfMemory, CudaLost):
                 raise
             except CudaError as error:
-                # The device says that it can and this machine does not let it: a container, a virtual machine. Which
-                # code they answer is theirs to choose, INVALID_VALUE among them.
+                # The device supports sharing, but this container or virtual machine does not allow it. The code may be
+                # any, for example INVALID_VALUE.
                 why_not = str(error)
         with ExitStack() as undo:
             address = driver.alloc(nbytes)
@@ -71,10 +71,10 @@ class DeviceMemory:
 
     @classmethod
     def from_fd(cls, driver: Driver, fd: int, nbytes: int, *, keep: bool = False) -> DeviceMemory:
-        """The memory of ``nbytes`` behind a descriptor, which stays the caller's. With ``keep`` this object has a
+        """Maps the memory of ``nbytes`` behind a descriptor, which stays the caller's. With ``keep`` this object has a
         copy of the descriptor, to hand on.
 
-        ``driver`` must be open on the device that the memory is of. Raises ``CudaError``. Nothing is kept then.
+        ``driver`` must be open on the memory's device. Raises ``CudaError``, and then keeps nothing.
         """
         _checked(nbytes)
         with ExitStack() as undo, ExitStack() as until_mapped:
@@ -90,13 +90,14 @@ class DeviceMemory:
             return cls(driver, address, nbytes, undo.pop_all(), fd=kept, why_not=why_not)
 
     def close(self) -> None:
-        """Gives the memory back. Nothing may be copying to or from it, and no view of it may be used after. Once is
-        enough, more does nothing."""
+        """Gives the memory back. No copy of it may be under way, and no view of it may be used afterwards. A second
+        call does nothing."""
         if self._garbage.detach() is not None:
             end(self._undo)
 
     def collected_by(self, ending: Callable[[ExitStack], None]) -> None:
-        """Has ``ending`` call :func:`end`, now or later, once nothing refers to this object any more."""
+        """Calls ``ending`` when nothing refers to this object any more. ``ending`` must call :func:`end`, then or
+        later."""
         self._garbage.detach()
         self._garbage = _finalized(self, ending)
 
@@ -138,6 +139,6 @@ def _finalized(
 
 
 def end(undo: ExitStack) -> None:
-    """Gives the memory back. Nothing may be copying to or from it. Raises ``CudaError``."""
-    with suppress(CudaLost):  # of a lost device nothing can be given back before the process ends
+    """Gives the memory back. No copy of it may be under way. Raises ``CudaError``."""
+    with suppress(CudaLost):  # memory of a lost device cannot be given back before the process ends
         undo.close()

@@ -1,4 +1,4 @@
-"""From a device's name to the device: NVIDIA's bindings, the driver's start, and which of the visible devices it is."""
+"""Finds a device by name: loads NVIDIA's bindings, starts the driver, and searches the visible devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.abi.cuda.errors import NO_DEVICE, NOT_INITIALIZED, CudaMissing, Cuda
 
 _NAME: Final = re.compile(r"cuda(?::(?P<ordinal>\d{1,4}))?|(?:GPU|MIG)-(?P<uuid>[0-9a-f-]{32,36})")
 _OLDEST_BINDINGS: Final = (12, 9, 1)
-"""Older ones hold the interpreter lock in every call: while the driver works, nothing else in the process runs."""
+"""Older bindings hold the interpreter lock in every call: while the driver works, the other threads stand still."""
 _OLDEST_DRIVER: Final = 12080
 """A version of cuDriverGetVersion: 1000 × major + 10 × minor. The first with cuMemcpyBatchAsync."""
 _BATCH_COPY: Final = {12: 12080, 13: 13000}
@@ -21,9 +21,9 @@ _BATCH_COPY: Final = {12: 12080, 13: 13000}
 
 @dataclass(slots=True, frozen=True)
 class Features:
-    """``driver_version``: 1000 × major + 10 × minor of the newest CUDA that the driver knows. ``vmm``: memory with an
-    address range of its own. ``posix_fd``: such memory can be given to other processes. ``rdma``: and registered with
-    a network card. ``batch_copy``: many copies of page-locked memory in one call."""
+    """``driver_version``: 1000 × major + 10 × minor of the newest CUDA that the driver knows. ``vmm``: memory can have
+    an address range of its own. ``posix_fd``: other processes can have this memory. ``rdma``: it can be registered with
+    a network card. ``batch_copy``: one call makes many copies of page-locked memory."""
 
     driver_version: int
     vmm: bool
@@ -34,7 +34,7 @@ class Features:
 
 @dataclass(slots=True, frozen=True)
 class Found:
-    """A device that is there. ``ordinal`` counts what this process sees, ``handle`` is NVIDIA's CUdevice."""
+    """A device. ``ordinal`` numbers the devices that this process sees, ``handle`` is NVIDIA's CUdevice."""
 
     ordinal: int
     handle: Any
@@ -44,7 +44,7 @@ class Found:
 
 
 def is_device_name(text: str) -> bool:
-    """Whether ``text`` names a CUDA device: ``cuda``, ``cuda:1``, ``GPU-<uuid>`` or ``MIG-<uuid>``."""
+    """Returns whether ``text`` names a CUDA device: ``cuda``, ``cuda:1``, ``GPU-<uuid>`` or ``MIG-<uuid>``."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -55,7 +55,7 @@ def uuid_name(uuid: bytes) -> str:
 
 
 def load_bindings() -> Any:
-    """``cuda.bindings.driver``. Raises :class:`CudaMissing`."""
+    """Imports ``cuda.bindings.driver``. Raises :class:`CudaMissing`."""
     try:
         version: str = importlib.import_module("cuda.bindings").__version__
         bindings = importlib.import_module("cuda.bindings.driver")
@@ -73,8 +73,8 @@ def load_bindings() -> Any:
 
 
 def find(bindings: Any, device: str) -> Found:
-    """Starts CUDA in this process and looks ``device`` up. Raises :class:`CudaUnavailable`, and ``ValueError`` for
-    a text that names no device."""
+    """Starts CUDA in this process and looks ``device`` up. Raises :class:`CudaUnavailable`, and ``ValueError`` for a
+    text that is no device name."""
     match = _NAME.fullmatch(device)
     if match is None:
         raise ValueError(f"device {device!r}: must be cuda, cuda:N or GPU-<uuid>")
@@ -94,7 +94,7 @@ def find(bindings: Any, device: str) -> Found:
 
 
 def ordinal_at(bindings: Any, address: int) -> int:
-    """Which of the visible devices an address of CUDA's memory is of. Raises :class:`CudaUnavailable`."""
+    """Returns the visible device that an address of CUDA memory belongs to. Raises :class:`CudaUnavailable`."""
     kind = bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(_asked(bindings, "cuPointerGetAttribute", kind, address))
 
@@ -139,7 +139,7 @@ def _described(bindings: Any, ordinal: int) -> Found:
         vmm=vmm,
         posix_fd=vmm and bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         rdma=vmm and bool(attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")),
-        # Where it is 0 (WSL) the addresses of a batch go to the device as they are, and registered memory has others.
+        # If it is 0 (WSL), a batch gives host addresses to the device, but registered memory has other addresses there.
         batch_copy=_has_batch_copy(bindings, version) and bool(attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")),
     )
     name = _asked(bindings, "cuDeviceGetName", 128, handle).split(b"\0")[0].decode("ascii", "replace")
@@ -147,7 +147,7 @@ def _described(bindings: Any, ordinal: int) -> Found:
 
 
 def _has_batch_copy(bindings: Any, driver_version: int) -> bool:
-    # What tells the two forms apart without a driver: 12's also answers at which copy it failed.
+    # The docstring tells the two forms apart without a driver: 12's also returns the number of the failed copy.
     major = 12 if "failIdx" in (bindings.cuMemcpyBatchAsync.__doc__ or "").split("Returns\n")[-1] else 13
     return driver_version >= _BATCH_COPY[major]
 
@@ -178,7 +178,7 @@ def _said(bindings: Any, code: int) -> str:
 
 
 def described(bindings: Any, code: int) -> tuple[str, str]:
-    """Name and sentence of a CUresult; ``unknown`` for one that the bindings are too old to know."""
+    """Returns name and description of a CUresult; ``unknown`` for a code that the bindings are too old to know."""
     try:
         result = bindings.CUresult(code)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Page-locking host memory: chunk after chunk in the background, so that whoever copies need not wait for it."""
+"""Page-locks host memory, chunk after chunk in the background, so that copies do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 
 CHUNK_BYTES: Final = 64 << 20
-"""Other calls of the driver may have to wait while it locks a chunk's pages, a copy's among them. A multiple of every
-page size that hosts have."""
+"""Bytes of a chunk. Other driver calls, also for copies, may wait while the driver locks a chunk. A multiple of every
+page size of hosts."""
 STOP_S: Final = 5.0
-"""How long a close waits for one chunk."""
+"""Seconds that a close waits for one chunk."""
 
 _kept: Final[list[object]] = []
-"""Mappings that could not be unlocked: the driver would go on copying to and from their pages, whatever is mapped at
-their addresses later."""
+"""Mappings that could not be unlocked. They stay mapped: the driver would use their old pages even after another
+mapping has taken their addresses."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,20 +32,20 @@ class Chunk(NamedTuple):
 
 
 class PageLocks:
-    """Locks ``chunks``, which do not overlap, in the order given. What is not locked, yet or ever, is copied all the
-    same, slower.
+    """Locks ``chunks``, which do not overlap, in the order given. Memory that is not locked can be copied, too, but
+    slower.
 
-    No copy may cross the border of two chunks: to the driver they are strangers.
+    No copy may cross the border of two chunks: the driver does not join them.
     """
 
     def __init__(self, name: str, driver: Driver, chunks: Sequence[Chunk]) -> None:
         self.locked = 0
-        """So many of ``chunks``, the first ones."""
+        """Number of locked chunks, the first ones of ``chunks``."""
         self.nbytes = 0
-        """Bytes that are locked."""
+        """Locked bytes."""
         self.total: Final = sum(chunk.nbytes for chunk in chunks)
         self.problem: str | None = None
-        """Why the rest is not locked, and will not be."""
+        """The reason why the other chunks stay unlocked."""
         self._name: Final = name
         self._driver: Final = driver
         self._chunks: Final = chunks
@@ -54,16 +54,16 @@ class PageLocks:
         self._stays = False
 
     def start(self, mapping: object) -> None:
-        """``mapping``: that the chunks are part of, kept until none of them is locked any more."""
+        """Begins to lock. ``mapping``: the mapping of the chunks, kept until no chunk is locked any more."""
         self._thread = threading.Thread(target=self._run, args=[mapping], name="kvtier-page-locks", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Has everything unlocked, soon. No copy may be under way."""
+        """Begins to unlock everything, without waiting. No copy may be under way."""
         self._over.set()
 
     def close(self) -> bool:
-        """As :meth:`stop`, and waits for it. False: some of it is locked still, and must stay mapped."""
+        """Like :meth:`stop`, but waits. Returns False if memory is still locked and must stay mapped."""
         self.stop()
         while (thread := self._thread) is not None and thread.is_alive():
             before = self.locked

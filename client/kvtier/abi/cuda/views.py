@@ -1,4 +1,4 @@
-"""Bytes of device memory, as torch and others take them in: without a copy."""
+"""Views of device memory for torch and other libraries, without a copy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class DeviceView:
-    """``nbytes`` bytes from ``offset`` of a :class:`~kvtier.abi.cuda.memory.DeviceMemory`, which lives as long as a
-    view of it, or a tensor made from one, does.
+    """``nbytes`` bytes from ``offset`` of a :class:`~kvtier.abi.cuda.memory.DeviceMemory`. A view, or a tensor made
+    from a view, keeps the memory alive.
 
-    Raises ``ValueError`` for a range that is not in the memory.
+    Raises ``ValueError`` for a range outside the memory.
     """
 
     __slots__ = ("__weakref__", "_memory", "address", "nbytes", "readonly")
@@ -32,13 +32,12 @@ class DeviceView:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3: one dimension of uint8, in no stream's order: whoever lent the bytes has seen to it that they
-        are there."""
+        """Version 3: one dimension of uint8, without a stream: the lender has made sure that the bytes are there."""
         return self._interface(self.address if self.nbytes else 0, self.readonly)
 
     def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of these bytes, on the device. torch knows no tensor that cannot be written to, so one of
-        a read-only view is the caller's word not to."""
+        """Returns a uint8 tensor of these bytes, on the device. torch has no read-only tensors: the caller must not
+        write to the tensor of a read-only view."""
         import torch
 
         return torch.as_tensor(_Writable(self), device=f"cuda:{self._memory.driver.ordinal}")
@@ -55,8 +54,8 @@ class DeviceView:
 
 
 class _Writable:
-    """A view as torch takes it, which refuses one that says that it is read-only, and one of nothing that points
-    nowhere. torch keeps this object, and so the memory, while the tensor's storage lives."""
+    """A view in a form that torch accepts: torch refuses a read-only view, and an empty view without an address. torch
+    keeps this object, and so the memory, while the tensor's storage lives."""
 
     __slots__ = ("_view",)
 
@@ -72,7 +71,7 @@ class _Writable:
 @dataclass(slots=True, frozen=True, eq=False)
 class DevicePool:
     """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
-    the next. Any bytes of it may be somebody else's."""
+    the next. Other clients may own any of the slots."""
 
     memory: DeviceMemory
     offset: int
@@ -81,7 +80,7 @@ class DevicePool:
 
     @classmethod
     def all_of(cls, memory: DeviceMemory, layout: ArenaLayout) -> list[tuple[DevicePool, ...]]:
-        """Of all groups."""
+        """Returns the pools of all groups."""
         return [
             tuple(
                 cls(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
@@ -91,18 +90,18 @@ class DevicePool:
         ]
 
     def address(self, slot: int) -> Address:
-        """Raises :class:`IndexError` for a slot that there is not."""
+        """Returns a slot's address. Raises :class:`IndexError` for a slot that does not exist."""
         if not 0 <= slot < self.shape[0]:
             raise IndexError(f"slot {slot} of {self.shape[0]}")
         return Address(self.memory.address + self.offset + slot * self.stride)
 
     def slot(self, slot: int, *, readonly: bool) -> DeviceView:
-        """Raises :class:`IndexError`, likewise."""
+        """Returns a view of a slot. Raises :class:`IndexError` for a slot that does not exist."""
         return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, as of :class:`DeviceView`, in two dimensions."""
+        """Version 3, like :class:`DeviceView`, in two dimensions."""
         return {
             "shape": self.shape,
             "strides": (self.stride, 1),
@@ -113,7 +112,7 @@ class DevicePool:
         }
 
     def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of the same shape, not copied. Its rows are padded: to reshape them all would copy them."""
+        """Returns a uint8 tensor of the same shape, not copied. Its rows are padded: a reshape would copy them."""
         import torch
 
         return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")
