@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtier import Planes
 from kvtier.arena import Arena
-from kvtier.bench.host import place
+from kvtier.bench.host import private_cache
 from kvtier.replay.private import TierSlots
 from kvtier.replay.trace import replay_spec
 from kvtier.types import Tier
@@ -69,7 +69,7 @@ async def main() -> None:
     for mebibytes in (1, 2, 4):
         blocks = NBYTES // (mebibytes << 20)
         async with (
-            place(replay_spec(mebibytes << 20), TierSlots(0, 2 * blocks, 0)) as here,
+            private_cache(replay_spec(mebibytes << 20), TierSlots(0, 2 * blocks, 0)) as here,
             here.cache.reserve(2 * blocks, Tier.HOST) as lease,
         ):
             for way, busy in product(("gather", "scatter"), (False, True)):
