@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -76,14 +76,11 @@ STEPS: Final = (
 
 
 def wanted() -> list[str]:
-    """Requirements of the client, the daemon and the tests, without what is the host's own."""
+    """Requirements of the client, the daemon and the tests that the host does not have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    named = {
-        re.split(r"[\[<>=]", each)[0]: each for each in [*project["dependencies"], *extras["daemon"], *extras["dev"]]
-    }
-    ours = {re.split(r"[\[<>=]", each)[0] for each in [*project["dependencies"], *extras["daemon"]]} | TOOLS
-    return [named[name] for name in sorted(ours - HOSTS)]
+    runs, tests = ([*project["dependencies"], *project["optional-dependencies"][each]] for each in ("daemon", "dev"))
+    named = {re.split(r"[\[<>=]", each)[0]: each for each in [*tests, *runs]}
+    return [each for name, each in sorted(named.items()) if (each in runs or name in TOOLS) and name not in HOSTS]
 
 
 def carry() -> int:
@@ -200,19 +197,16 @@ def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int | No
 
 
 def end_all(mark: str) -> None:
-    """Kills every process that has this mark, in sessions of their own, too."""
-    while pids := list(_marked(f"{MARK}={mark}".encode())):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Kills every process that has this mark, also in other sessions."""
+    marked = True
+    while marked:
+        marked = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                    marked = True
+                    os.kill(int(path.parent.name), signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _marked(mark: bytes) -> Iterator[int]:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            if mark in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
 
 
 def _found(junit: Path) -> dict[str, Any]:
