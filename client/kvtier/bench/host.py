@@ -223,28 +223,26 @@ async def _copies(here: PrivateCache, checksum: str, rounds: int) -> list[Result
     rows, out = _rows(block_bytes), _rows(block_bytes)
 
     @asynccontextmanager
-    async def stored() -> AsyncIterator[list[bytes]]:
-        """Stores a new chain, so that every get is the first of its blocks."""
+    async def stored() -> AsyncIterator[tuple[list[bytes], float]]:
+        """Stores a new chain for the block: every get is the first of its blocks. Yields the seconds, too."""
         chain = new_chain()
-        await here.cache.put(chain, rows, tier=Tier.HOST)
-        yield chain
+        yield chain, await timed(here.cache.put(chain, rows, tier=Tier.HOST))
         await here.cache.drop(chain[:1])
 
     async def store() -> float:
-        started = time.perf_counter()
-        async with stored():
-            return time.perf_counter() - started
+        async with stored() as (_, seconds):
+            return seconds
 
     async def bare_store() -> float:
         async with here.cache.reserve(BATCH, Tier.HOST) as lease:
             return memcpy(rows, _views(lease))
 
     async def get() -> float:
-        async with stored() as chain:
+        async with stored() as (chain, _):
             return await timed(here.cache.get(chain, out, tier=Tier.HOST))
 
     async def bare_get() -> float:
-        async with stored() as chain, here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
+        async with stored() as (chain, _), here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
             return memcpy(_views(lease), out)
 
     return [
@@ -295,12 +293,12 @@ async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> li
 # -- tiers -------------------------------------------------------------------------------------------------------------
 
 
-async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int, directory: Path | None) -> AsyncIterator[Result]:
+async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> AsyncIterator[Result]:
     """Measures moves of 64 blocks to and from disk, and stores into full tiers, beside a raw file as large as the disk
     tier that is written and read past the page cache."""
     for block_bytes in sizes:
         slots = TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes)
-        with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
             async with private_cache(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
                 fd = os.open(Path(kept) / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
                 for result in await _disk_edges(here, fd, rounds):
@@ -369,7 +367,7 @@ async def _sustained(here: PrivateCache, fd: int, rounds: int) -> Result:
 
     def write_raw() -> None:
         for place in islice(places, batches):
-            os.pwrite(fd, pages, place * block_bytes)
+            os.pwrite(fd, pages.data, place * block_bytes)
         os.fdatasync(fd)
 
     works = store, lambda: timed(asyncio.to_thread(write_raw))
@@ -431,7 +429,7 @@ def watch(address: str, since: Cursor, changes: int) -> None:
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Path | None) -> AsyncIterator[Result]:
+async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> AsyncIterator[Result]:
     """Measures the cost of a block of 4 KiB in calls of 64, with ``counts`` blocks in the cache; the floor is the
     smallest count. Then the daemon's memory a block, and :func:`_restart`."""
     async with AsyncExitStack() as stack:
@@ -449,7 +447,7 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Pat
             costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *each)]
             for blocks, cost in zip(counts, costs, strict=True):
                 yield Result(f"scale.{name}", {"blocks": blocks}, cost, "us/block", costs[0])
-    for result in await _restart(on_disk, directory):
+    for result in await _restart(on_disk):
         yield result
 
 
@@ -482,10 +480,10 @@ async def _acquire(here: PrivateCache, chain: list[bytes]) -> float:
     return time.perf_counter() - started
 
 
-async def _restart(blocks: int, directory: Path | None) -> list[Result]:
+async def _restart(blocks: int) -> list[Result]:
     """Measures the CPU of the slow callbacks of the daemon's loop while blocks go to disk, and the time from a start to
     the first answer about them."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
         told, slots = Path(kept) / "callbacks", TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
         module = ("kvtier.bench.callbacks", str(told))
         async with private_cache(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:

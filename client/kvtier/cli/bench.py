@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from functools import reduce, wraps
-from pathlib import Path
+from functools import wraps
 from typing import Any, Final, TypeAlias
 
 import click
@@ -31,11 +30,6 @@ _SIZES: Final = click.option(
     show_default=True,
     help="Repeatable.",
 )
-_DISK_DIR: Final = click.option(
-    "--disk-dir",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The directory of disk tiers.  [default: the directory of temporary files]",
-)
 
 
 @click.group(cls=Group)
@@ -57,7 +51,10 @@ def measurement(*options: Option) -> Callable[[Callable[..., AsyncIterator[Resul
         def measured(form: str, **given: Any) -> None:
             tell(measure(**given), form)
 
-        return bench.command()(reduce(lambda command, option: option(command), added, measured))
+        command: Callable[..., Any] = measured
+        for option in added:
+            command = option(command)
+        return bench.command()(command)
 
     return decorate
 
@@ -102,10 +99,13 @@ def client(block_bytes: tuple[int, ...], rounds: int) -> AsyncIterator[Result]:
     return host.client(block_bytes, rounds, keys=8192)
 
 
-@measurement(_SIZES, _DISK_DIR)
-def tiers(block_bytes: tuple[int, ...], disk_dir: Path | None, rounds: int) -> AsyncIterator[Result]:
-    """Move 64 blocks between host and disk. The disk tier has 2 GiB: a smaller one would measure the disk's caches."""
-    return host.tiers(block_bytes, rounds, 2 << 30, disk_dir)
+@measurement(_SIZES)
+def tiers(block_bytes: tuple[int, ...], rounds: int) -> AsyncIterator[Result]:
+    """Move 64 blocks between host and disk.
+
+    The disk tier has 2 GiB, in $TMPDIR: a smaller one would measure the disk's caches.
+    """
+    return host.tiers(block_bytes, rounds, 2 << 30)
 
 
 @measurement()
@@ -114,13 +114,13 @@ def events(rounds: int) -> AsyncIterator[Result]:
     return host.events(8, rounds, puts=200)
 
 
-@measurement(_DISK_DIR)
-def scale(disk_dir: Path | None, rounds: int) -> AsyncIterator[Result]:
+@measurement()
+def scale(rounds: int) -> AsyncIterator[Result]:
     """Measure many blocks: memory, calls and a restart.
 
     A block of 4 KiB among 10^4 and 10^6, and a restart with 10^5. Takes 5 GiB of memory.
     """
-    return host.scale((10_000, 1_000_000), rounds, 100_000, disk_dir)
+    return host.scale((10_000, 1_000_000), rounds, 100_000)
 
 
 @measurement(click.option("--device", default="cuda", show_default=True, help="cuda, cuda:1 or GPU-<uuid>."))
