@@ -74,9 +74,8 @@ def circles(modules: Mapping[str, Sequence[ast.AST]]) -> list[str]:
     below: dict[str, set[str]] = {}
     for name, nodes in modules.items():
         found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        imported = [f"{getattr(node, 'module', '')}.{each.name}".lstrip(".") for node in found for each in node.names]
-        targets = {each if each in modules else each.rpartition(".")[0] for each in imported}
-        below[name] = targets & (modules.keys() - {name})
+        names = [f"{getattr(node, 'module', '')}.{each.name}".lstrip(".") for node in found for each in node.names]
+        below[name] = {each if each in modules else each.rpartition(".")[0] for each in names} & modules.keys() - {name}
     reach = {name: set[str]() for name in modules}
     for name, seen in reach.items():
         left = {name}
@@ -105,7 +104,8 @@ def main(prefixes: Sequence[str]) -> int:
         f"{kind} {name}, %": 100 * fmean(bool(re.match(counted, words)) for _, words in sentences)
         for kind, sentences in texts.items()
         for name, counted in LANGUAGE.items()
-    } | {
+    }
+    meters |= {
         "class names that stand twice": sorted(name for name, count in classes.items() if count > 1),
         "import circles, with typing": circles(modules),
         "modules": len(modules),

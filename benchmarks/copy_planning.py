@@ -46,11 +46,11 @@ def microseconds(pools: int, piece_bytes: int, blocks: int, rounds: int) -> floa
     """The median of a batch, in page-locked host memory."""
     pool = PoolSpec(layers=1, kv_heads=1, head_size=piece_bytes // 16, kv_factor=1)
     spec = CacheSpec("planning", "uint8", 16, groups=(WindowGroupSpec(pools=(pool,) * pools),))
-    rig, times = CopyRig(Driver.open("cuda"), spec, 4 * blocks), []
+    rig = CopyRig(Driver.open("cuda"), spec, 4 * blocks)
     rig.copies.locks.start(None)
     while rig.copies.locks.nbytes < rig.copies.locks.total:
         time.sleep(0.01)
-    ways = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))
+    ways, times = ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)), list[int]()
     for each in [batch(*way, blocks, 4 * blocks) for way in ways] * rounds:
         start = time.thread_time_ns()
         rig.copies.copy(each)

@@ -150,7 +150,7 @@ def measure(
     prompts = prompts[: max(2, int(len(prompts) * row.share))]
     longest, distinct = max(map(len, prompts)), 1 + max(map(max, prompts))
     raw = raw_rate(home) if row.disk else 0.0
-    records, names = {}, list(interpreters)
+    records, names = dict[str, Record](), list(interpreters)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         with tempfile.TemporaryDirectory(dir=home) as own:
             job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, row.pace)
