@@ -489,6 +489,7 @@ async def _restart(blocks: int) -> list[Result]:
         async with private_cache(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:
             last = await _fill(here, blocks, disk=True)
             await here.daemon.stop(_STOP_S)
+            callback = float(told.read_text())
             started = time.perf_counter()
             await here.daemon.start()
             async with await aio.connect(here.daemon.address) as client:
@@ -496,7 +497,7 @@ async def _restart(blocks: int) -> list[Result]:
                 if (await cache.match(last)).blocks != len(last):
                     raise DaemonError("blocks on disk are not found after the restart", reason="BENCH")
                 seconds = time.perf_counter() - started
-    params, callback = {"blocks": blocks}, float(told.read_text())
+    params = {"blocks": blocks}
     return [Result("scale.callback.p99.9", params, callback, "us"), Result("scale.restart", params, seconds, "s")]
 
 
