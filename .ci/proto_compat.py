@@ -1,7 +1,7 @@
 """Keeps kvtier.v1 compatible with every client there is: holds its descriptors against a committed lock file.
 
-The lock has one line per field, enum value and method. A line that is gone or changed breaks a client. A new line is
-fine, once it is in the lock, which is what ``--update`` (run by ``make stubs``) does.
+The lock has one line per field, enum value and method. A line that is gone or changed breaks a client. A new line
+breaks no client; ``--update`` (run by ``make stubs``) adds it to the lock.
 
 To break compatibility on purpose, before anything is released: delete the lock and run ``make stubs``.
 """

@@ -62,7 +62,7 @@ Work = Callable[[], Awaitable[float]]
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """One figure. ``params``: the measured case. ``floor``: the same work without kvtier, or at the smallest size."""
+    """A figure. ``params``: the measured case. ``floor``: the same work without kvtier, or at the smallest size."""
 
     name: str
     params: Mapping[str, Any]
@@ -253,7 +253,7 @@ async def _copies(here: PrivateCache, checksum: str, rounds: int) -> list[Result
 
 async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> list[Result]:
     """Measures a put of one block and each of its steps, then the daemon's CPU for each block of a batch. The floor of
-    a step is a call that finds nothing to do; the floor of the put is two such calls and the copy."""
+    a step is a call that finds nothing to do; the floor of the put is two of these calls and the copy."""
     steps: deque[tuple[float, float, float]] = deque()
 
     async def in_steps() -> float:
