@@ -16,7 +16,7 @@ help:
 	@echo "make deb        a Debian package, in dist"
 	@echo "make image      a container image, kvtier:0.1.0; by buildah, from Docker's Python"
 	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-hour"
-	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
+	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible, the meters"
 	@echo "make format     ruff format and ruff's safe fixes"
 	@echo "make docs       the pages and the API reference as a site, in .site; every link is checked"
 	@echo "make stubs      regenerate client/kvtier/v1 from proto/"
@@ -63,6 +63,7 @@ check: .venv/.stamp .venv-stubs/.stamp
 	PYTHONPATH=.ci .venv/bin/lint-imports --no-logo
 	$(PYTHON) .ci/stubs.py --check
 	$(PYTHON) .ci/proto_compat.py
+	$(PYTHON) .ci/house.py
 
 # Workers wait for daemons more than they compute.
 WORKERS := -n 3 --dist loadfile

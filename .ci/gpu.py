@@ -1,7 +1,7 @@
 """Proves kvtier on a host with a GPU, in steps and in a given time: without a network, without a virtual environment.
 
-``gpu.py wheels``, where there is a network: carries into .whl/ what such a host lacks. ``gpu.py hour``, on the host, by
-the Python that its torch is installed for: runs the steps and writes gpu-hour.md, gpu-hour.json and gpu-hour.log.
+``gpu.py wheels``, where there is a network: fills .whl/ with the packages that the host lacks. ``gpu.py hour``, on the
+host, by the Python of its torch: runs the steps and writes gpu-hour.md, gpu-hour.json and gpu-hour.log.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -76,14 +76,11 @@ STEPS: Final = (
 
 
 def wanted() -> list[str]:
-    """Requirements of the client, the daemon and the tests, without what is the host's own."""
+    """Requirements of the client, the daemon and the tests that the host does not have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    named = {
-        re.split(r"[\[<>=]", each)[0]: each for each in [*project["dependencies"], *extras["daemon"], *extras["dev"]]
-    }
-    ours = {re.split(r"[\[<>=]", each)[0] for each in [*project["dependencies"], *extras["daemon"]]} | TOOLS
-    return [named[name] for name in sorted(ours - HOSTS)]
+    runs, tests = ([*project["dependencies"], *project["optional-dependencies"][each]] for each in ("daemon", "dev"))
+    named = {re.split(r"[\[<>=]", each)[0]: each for each in [*tests, *runs]}
+    return [each for name, each in sorted(named.items()) if (each in runs or name in TOOLS) and name not in HOSTS]
 
 
 def carry() -> int:
@@ -107,7 +104,7 @@ def why_not() -> str:
 
 
 def last_run() -> str:
-    """What a GPU run last proved, as docs/benchmarks.md says it."""
+    """Returns the line about the last run on a GPU in docs/benchmarks.md."""
     found = re.search(r"^Last run on a GPU: (.+?)$", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
     return found[1] if found else "docs/benchmarks.md does not say"
 
@@ -156,7 +153,7 @@ def environment() -> dict[str, str]:
 
 
 def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
-    """Runs a step; if it takes longer, kills it with all that it started. Its verdict, and what it has found out."""
+    """Runs a step, and after ``limit_s`` kills it with all its processes. Returns its verdict and its findings."""
     began, at = time.monotonic(), log.stat().st_size if log.exists() else 0
     with tempfile.TemporaryDirectory() as folder, log.open("ab") as out:
         status = _status(step, limit_s, Path(folder) / "junit.xml", out)
@@ -170,7 +167,7 @@ def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
 
 
 def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int | None:
-    """Exit status; None if it takes longer. Then it is interrupted, to tell where it hangs, and killed."""
+    """Returns the exit status. After the limit, interrupts pytest, which shows where it hangs, and returns None."""
     mark = f"{step.name}-{os.getpid()}"
     tests = [each for each in step.tests.split() if not (FAKE and each.startswith("tests/integration"))]
     # tests/limits.py ends a test that hangs, and not the run with it.
@@ -200,23 +197,20 @@ def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int | No
 
 
 def end_all(mark: str) -> None:
-    """Kills every process that has this mark, in sessions of their own, too."""
-    while pids := list(_marked(f"{MARK}={mark}".encode())):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    """Kills every process that has this mark, also in other sessions."""
+    marked = True
+    while marked:
+        marked = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                    marked = True
+                    os.kill(int(path.parent.name), signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _marked(mark: bytes) -> Iterator[int]:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            if mark in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
-
-
 def _found(junit: Path) -> dict[str, Any]:
-    """How each test ended, with what they told: lines, facts by name, and figures. Nothing if pytest was killed."""
+    """Reads the ends of the tests, their lines, facts by name, and figures. All are empty if pytest was killed."""
     tests, told, facts, figures = dict[str, str](), list[str](), dict[str, str](), list[dict[str, Any]]()
     for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
@@ -246,7 +240,7 @@ def judged(figure: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen(steps: Sequence[Step], first: str, only: str) -> list[Step]:
-    """The steps from ``first`` on, or ``only`` one; before them the first of all, which says what host this is."""
+    """Returns the steps from ``first`` on, or the step ``only``, after the first step, which describes the host."""
     names = [step.name for step in steps]
     if unknown := {first, only} - {"", *names}:
         sys.exit(f"gpu: there is no step {', '.join(unknown)}: they are {', '.join(names)}")
@@ -255,9 +249,9 @@ def chosen(steps: Sequence[Step], first: str, only: str) -> list[Step]:
 
 
 def hour(steps: Sequence[Step], budget_s: float, kept: Mapping[str, Any], out: Path, began: float) -> int:
-    """Runs the steps and writes the report after each, with what is kept of earlier calls. 0 if all that ran passed.
+    """Runs the steps and writes the report after each, with the steps kept of earlier calls. Returns 0 if all passed.
 
-    A step may take its own limit, but no more than half of what is left: a step that hangs leaves time to others.
+    A step has its own limit, but at most half of the time left: a step that hangs leaves time to others.
     """
     when, device, failed = datetime.now(UTC).isoformat(timespec="seconds"), "", list[str]()
     report: dict[str, Any] = {"fake": FAKE, "when": when, "steps": dict(kept), "go_on": ""}
@@ -291,7 +285,7 @@ def write(report: Mapping[str, Any], out: Path) -> None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """As docs/benchmarks.md has it."""
+    """Returns the report in the form of docs/benchmarks.md."""
     steps: Mapping[str, Any] = report["steps"]
     facts = {fact: value for step in steps.values() for fact, value in step["facts"].items()}
     host = ", ".join(f"{name} {facts[name]}" for name in ("device", "driver", "CUDA", "packages") if name in facts)

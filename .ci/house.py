@@ -1,86 +1,130 @@
-"""Measures the house: lines, modules, import circles, docs.
+"""Prints the meters of the house, and fails if one is above its limit: ``house.py [PREFIX...]``.
 
-An import circle is a strongly connected set of modules. "At run time" counts the imports that are executed, at the top
-of a module or inside a function; "with typing" counts those under ``if TYPE_CHECKING`` too.
+With prefixes of paths, lists the sentences below them that the language meters count.
 """
 
 import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
+LIMITS: Final[Mapping[str, float]] = {
+    "docstring openings, %": 4.0,
+    "docstring pronouns, %": 3.0,
+    "docs openings, %": 4.0,
+    "docs pronouns, %": 3.0,
+    "class names that stand twice": 0,
+    "import circles, with typing": 0,
+    "modules": 250,
+    "modules over 600 lines": 0,
+    "production lines": 53_000,
+    "test lines": 62_000,
+    "docs words": 20_000,
+    "kvtier bench lines": 700,
+    "benchmarks lines": 800,
+    ".ci lines": 700,
+}
 ROOT: Final = Path(__file__).resolve().parent.parent
-SOURCES: Final = (f"{ROOT}/client/", f"{ROOT}/daemon/")
+PRODUCTION: Final = ("client/**/*.py", "daemon/**/*.py")
 DOCS: Final = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md")
+LANGUAGE: Final = {
+    "openings": r"(What|Who|Whoever|Whatever|Of|Those|So many|That|Others|One|Where|It|They|As|Also|Such|Likewise|Once"
+    r"|Up to|By)\b",
+    "pronouns": r".*\b(what|whoever|those|such|so many|so much|nobody|somebody|anybody)\b",
+}
 
 
-def modules() -> dict[str, Path]:
-    """The production modules by dotted name, without generated stubs; a package stands for its ``__init__``."""
-    paths = {path: path.relative_to(source) for source in SOURCES for path in sorted(Path(source).rglob("*.py"))}
-    names = {path: ".".join(short.with_suffix("").parts).removesuffix(".__init__") for path, short in paths.items()}
-    return {name: path for path, name in names.items() if not name.startswith("kvtier.v1")}
+def files(*patterns: str) -> list[Path]:
+    found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file()]
+    return [path for path in found if path.parent.name != "v1"]  # generated
 
 
-def lines(*paths: Path) -> int:
-    return sum(len(path.read_text().splitlines()) for path in paths)
+def lines(*patterns: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in files(*patterns))
 
 
-def imports(path: Path, *, typing: bool) -> set[str]:
-    """The names that a module imports, those of ``from a import b`` as ``a.b``."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing:
-            node.body = []
-    nodes = list(ast.walk(tree))
-    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {
-        f"{node.module}.{each.name}" for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names
-    }
+def cut(path: Path, line: int, text: str) -> Iterator[tuple[str, str]]:
+    """Yields the sentences of two words or more, each after its file and line."""
+    for part in re.split(r"[.:;]\s+|[.:;]$", text):
+        words = " ".join(part.split()).strip("`*-# ")
+        if " " in words:
+            yield f"{path.relative_to(ROOT)}:{line}", words
 
 
-def circles(found: dict[str, Path], *, typing: bool) -> list[str]:
-    """Those of more than three modules."""
+def in_docstrings(path: Path, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yields the sentences of every string that is a statement."""
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from cut(path, node.lineno, node.value.value)
+
+
+def in_page(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the sentences of paragraphs, titles, list items and table cells, without code."""
+    text, line = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), path.read_text(), flags=re.DOTALL), 1
+    for part in re.split(r"(\n\s*\n|\n(?=\||- |\d+\. |#)|\|)", text):
+        yield from cut(path, line, part)
+        line += part.count("\n")
+
+
+def circles(modules: Mapping[str, Sequence[ast.AST]]) -> list[str]:
     below: dict[str, set[str]] = {}
-    for name, path in found.items():
-        targets = {each if each in found else each.rpartition(".")[0] for each in imports(path, typing=typing)}
-        below[name] = (targets & found.keys()) - {name}
-    for between in found:
-        for name in found:
-            if between in below[name]:
-                below[name] |= below[between]
-    together = {frozenset(other for other in below[name] if name in below[other]) for name in found}
-    return [f"{len(circle)} ({', '.join(sorted(circle))})" for circle in together if len(circle) > 3]
+    for name, nodes in modules.items():
+        found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [f"{getattr(node, 'module', '')}.{each.name}".lstrip(".") for node in found for each in node.names]
+        below[name] = {each if each in modules else each.rpartition(".")[0] for each in names} & modules.keys() - {name}
+    reach = {name: set[str]() for name in modules}
+    for name, seen in reach.items():
+        left = {name}
+        while left:
+            left = {each for one in left for each in below[one]} - seen
+            seen |= left
+    together = {frozenset(other for other in reach[name] if name in reach[other]) for name in modules}
+    return sorted(" ".join(sorted(circle)) for circle in together if circle)
 
 
-def long_docstrings(path: Path) -> list[str]:
-    """Public definitions whose docstring has more than ten lines."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds) and node.name[0] != "_"]
-    return [node.name for node in nodes if len((ast.get_docstring(node) or "").splitlines()) > 10]
-
-
-def show_structure() -> None:
-    found = modules()
-    length = {name: lines(path) for name, path in found.items()}
-    short = [name for name, count in length.items() if count < 60 and found[name].name != "__init__.py"]
-    long = [name for name, count in length.items() if count > 600]
-    wordy = [f"{name}.{each}" for name, path in found.items() for each in long_docstrings(path)]
-    docs = [path for pattern in DOCS for path in ROOT.glob(pattern)]
-    running, typing = circles(found, typing=False), circles(found, typing=True)
-    for name, count, members in (
-        ("production lines", sum(length.values()) + lines(ROOT / "client/kvtier/__init__.pyi"), []),
-        ("modules", len(found), []),
-        ("  under 60 lines, without __init__", len(short), short),
-        ("  over 600 lines", len(long), long),
-        ("public docstrings over ten lines", len(wordy), wordy),
-        ("modules at the top of client/kvtier", len(list(ROOT.glob("client/kvtier/*.py"))), []),
-        ("import circles of > 3, at run time", len(running), running),
-        ("import circles of > 3, with typing", len(typing), typing),
-        ("test lines", lines(*ROOT.glob("tests/**/*.py")), []),
-        ("docs lines", lines(*docs), []),
-        ("docs words", sum(len(path.read_text().split()) for path in docs), []),
-    ):
-        print(f"{name:37}{count:7,}  {', '.join(members)}")
+def main(prefixes: Sequence[str]) -> int:
+    short = {path: re.sub(r"^\w+/|(/__init__)?\.py$", "", str(path.relative_to(ROOT))) for path in files(*PRODUCTION)}
+    paths = {name.replace("/", "."): path for path, name in short.items()}
+    modules = {name: list(ast.walk(ast.parse(path.read_text()))) for name, path in paths.items()}
+    texts = {
+        "docstring": [each for name, nodes in modules.items() for each in in_docstrings(paths[name], nodes)],
+        "docs": [each for page in files(*DOCS) for each in in_page(page)],
+    }
+    for place, words in (each for sentences in texts.values() for each in sentences):
+        if prefixes and place.startswith(tuple(prefixes)) and any(re.match(each, words) for each in LANGUAGE.values()):
+            print(f"{place}: {words}")
+    if prefixes:
+        return 0
+    classes = Counter(node.name for nodes in modules.values() for node in nodes if isinstance(node, ast.ClassDef))
+    meters: dict[str, float | list[str]] = {
+        f"{kind} {name}, %": 100 * fmean(bool(re.match(counted, words)) for _, words in sentences)
+        for kind, sentences in texts.items()
+        for name, counted in LANGUAGE.items()
+    }
+    meters |= {
+        "class names that stand twice": sorted(name for name, count in classes.items() if count > 1),
+        "import circles, with typing": circles(modules),
+        "modules": len(modules),
+        "modules over 600 lines": [name for name, path in paths.items() if len(path.read_text().splitlines()) > 600],
+        "production lines": lines(*PRODUCTION, "client/kvtier/__init__.pyi"),
+        "test lines": lines("tests/**/*.py"),
+        "docs words": sum(len(path.read_text().split()) for path in files(*DOCS)),
+        "kvtier bench lines": lines("client/kvtier/bench/*.py", "client/kvtier/cli/bench.py"),
+        "benchmarks lines": lines("benchmarks/*"),
+        ".ci lines": lines(".ci/*"),
+    }
+    above = 0
+    for name, value in meters.items():
+        number, names = (len(value), ", ".join(value)) if isinstance(value, list) else (value, "")
+        verdict = f"limit {LIMITS[name]:,}" + ", ABOVE" * (number > LIMITS[name])
+        print(f"{name:29}{number:8,.{int('%' in name)}f}  {verdict:21}{names}".rstrip())
+        above += number > LIMITS[name]
+    return int(above > 0)
 
 
 if __name__ == "__main__":
-    show_structure()
+    sys.exit(main(sys.argv[1:]))

@@ -1,16 +1,14 @@
 """Keeps kvtier.v1 compatible with every client there is: holds its descriptors against a committed lock file.
 
-The lock has one line per field, enum value and method. A line that is gone, or says something else, is a client broken.
-A new line is fine, once it is in the lock, which is what `--update` (run by `make stubs`) does.
+The lock has one line per field, enum value and method. A line that is gone or changed breaks a client. A new line
+breaks no client; ``--update`` (run by ``make stubs``) adds it to the lock.
 
-To break compatibility on purpose, before anything is released: delete the lock and run `make stubs`.
+To break compatibility on purpose, before anything is released: delete the lock and run ``make stubs``.
 """
 
-import argparse
 import importlib
-import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import (
@@ -20,24 +18,26 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
 )
 
-LOCK = Path(__file__).resolve().parent.parent / "proto" / "kvtier.v1.lock"
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "proto" / "kvtier.v1.lock"
 HEADER = "# Written by `make stubs`, held against the protos by `make check`. See .ci/proto_compat.py\n"
 
 
 def surface(files: Iterable[FileDescriptorProto]) -> dict[str, str]:
-    """What a client can see of `files`: the full name of each field, enum value and method -> what it is."""
-    seen: dict[str, str] = {}
-    for file in files:
-        for message in file.message_type:
-            seen.update(_message(file.package, message))
-        for enum in file.enum_type:
-            seen.update(_enum(file.package, enum))
-        for service in file.service:
-            for method in service.method:
-                request = ("stream " if method.client_streaming else "") + _plain(method.input_type)
-                response = ("stream " if method.server_streaming else "") + _plain(method.output_type)
-                seen[f"{file.package}.{service.name}.{method.name}"] = f"rpc ({request}) returns ({response})"
-    return seen
+    """Describes each field, enum value and method by its full name."""
+    return dict(each for file in files for each in _file(file))
+
+
+def _file(file: FileDescriptorProto) -> Iterator[tuple[str, str]]:
+    for message in file.message_type:
+        yield from _message(file.package, message)
+    for enum in file.enum_type:
+        yield from _enum(file.package, enum)
+    for service in file.service:
+        for method in service.method:
+            request = "stream " * method.client_streaming + method.input_type.removeprefix(".")
+            response = "stream " * method.server_streaming + method.output_type.removeprefix(".")
+            yield f"{file.package}.{service.name}.{method.name}", f"rpc ({request}) returns ({response})"
 
 
 def _message(scope: str, message: DescriptorProto) -> Iterator[tuple[str, str]]:
@@ -62,16 +62,12 @@ def _field(message: DescriptorProto, field: FieldDescriptorProto) -> str:
         label = "optional"
     elif field.HasField("oneof_index"):
         label = f"oneof {message.oneof_decl[field.oneof_index].name}"
-    kind = _plain(field.type_name) or FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
-    return f"field {field.number} {label} {kind}"
-
-
-def _plain(type_name: str) -> str:
-    return type_name.removeprefix(".")
+    scalar = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    return f"field {field.number} {label} {field.type_name.removeprefix('.') or scalar}"
 
 
 def broken(lock: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One line for each thing of the lock that is gone or changed."""
+    """A line for each name of the lock that is gone or changed."""
     return [
         f"{name}: was '{was}', " + (f"is '{now[name]}'" if name in now else "is gone")
         for name, was in sorted(lock.items())
@@ -81,32 +77,21 @@ def broken(lock: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def committed() -> list[FileDescriptorProto]:
     """The descriptors in the committed stubs."""
-    package = importlib.import_module("kvtier.v1")
-    files = []
-    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        if module.endswith("_pb2"):
-            file = FileDescriptorProto()
-            importlib.import_module(f"kvtier.v1.{module}").DESCRIPTOR.CopyToProto(file)
-            files.append(file)
-    return files
+    names = sorted(path.stem for path in (ROOT / "client/kvtier/v1").glob("*_pb2.py"))
+    descriptors = [importlib.import_module(f"kvtier.v1.{name}").DESCRIPTOR for name in names]
+    return [FileDescriptorProto.FromString(each.serialized_pb) for each in descriptors]
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """Parses what `write_lock` wrote."""
     entries = (line.partition(" = ")[::2] for line in text.splitlines() if line and not line.startswith("#"))
     return dict(entries)
 
 
 def write_lock(entries: Mapping[str, str]) -> str:
-    """One `name = what` line each, sorted."""
     return HEADER + "".join(f"{name} = {what}\n" for name, what in sorted(entries.items()))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="add what is new to the lock")
-    update = parser.parse_args(arguments).update
-
+def main(*, update: bool) -> int:
     now = surface(committed())
     if not LOCK.exists() and not update:
         problems = [f"{LOCK.name} is missing (run `make stubs`)"]
@@ -116,13 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not problems and update:
             LOCK.write_text(write_lock(now))
         elif not problems:
-            problems = [
-                f"{name}: not in {LOCK.name} yet (run `make stubs`)" for name in sorted(now.keys() - lock.keys())
-            ]
+            new = sorted(now.keys() - lock.keys())
+            problems = [f"{name}: not in {LOCK.name} yet (run `make stubs`)" for name in new]
     for problem in problems:
         print(f"proto compatibility: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(update="--update" in sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""A mirror by itself: what a change of a block costs it, what a look costs, and what a block takes of memory.
+"""Measures a mirror by itself: the time of a change and of a match, and the memory of a block.
 
     python -m benchmarks.mirror
 
-Messages are as the daemon sends them, of events of one block or of 256; they are parsed, made events of and applied.
-Blocks are stored, moved and removed in turn, so the index stays as large as it is. The floor is what a dict takes for
-the same changes, whose keys lie there as objects. Rounds of both take turns; medians of the thread's processor time.
+The messages are the daemon's, with events of one block or of 256; they are parsed, turned into events and applied.
+Blocks are stored, moved and removed in turn, so the index keeps its size. The floor is the time of a dict for the same
+changes, with keys that are objects already. Rounds of both take turns; medians of the thread's processor time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtier.v1.events_pb2 import EVENT_TYPE_CREATED, EVENT_TYPE_REMOVED, EVENT_T
 
 BLOCKS: Final = 500_000
 CHANGED: Final = 16_384
-"""Blocks that come, move and go in a round."""
+"""Blocks that are stored, moved and removed in a round."""
 ROUNDS: Final = 7
 CHAIN: Final = 1024
 
@@ -73,22 +73,16 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def filled() -> MirrorIndex:
+def main() -> None:
     index, before = MirrorIndex(), resident()
     created = events_pb2.Event(type=EVENT_TYPE_CREATED, cache="c", tokens_per_block=16, all_window_tokens=[0])
     index.apply(event_from_wire(1, created))
     for first in range(0, BLOCKS, CHANGED):
         apply(index, messages(EVENT_TYPE_STORED, keys_of(first, min(CHANGED, BLOCKS - first)), 256))
     print(f"{len(index)} blocks take {(resident() - before) / len(index):.0f} bytes each")
-    return index
-
-
-def main() -> None:
-    index = filled()
     plain = {block.key: 1 for block in index.blocks("c", 0)}
-    changing = keys_of(BLOCKS, CHANGED)
+    changing, kinds = keys_of(BLOCKS, CHANGED), (EVENT_TYPE_STORED, EVENT_TYPE_UPDATED, EVENT_TYPE_REMOVED)
     for each in (1, 256):
-        kinds = (EVENT_TYPE_STORED, EVENT_TYPE_UPDATED, EVENT_TYPE_REMOVED)
         packed = [message for kind in kinds for message in messages(kind, changing, each)]
         times = [(nanoseconds(apply, index, packed), nanoseconds(floor, plain, changing)) for _ in range(ROUNDS)]
         mirror, bare = (median(one) / len(kinds) / CHANGED for one in zip(*times, strict=True))

@@ -1,9 +1,9 @@
-"""What it costs to gather blocks from an engine's planes and to scatter them, beside copies of blocks in one piece.
+"""Measures the gathering of blocks from an engine's planes and the scattering, beside copies of blocks in one piece.
 
     python -m benchmarks.planes
 
-32 layers with K and V each: 64 pieces a block. Slots and pages are taken at random, 64 MiB a copy. The copies of one
-round follow each other; the table has rates in GB/s that the fastest quarter of the rounds reaches. ``memcpy``: one
+32 layers with K and V each: 64 pieces a block. Slots and pages are taken at random, 64 MiB a copy. The copies of a
+round follow each other; the table has the rates in GB/s that the fastest quarter of the rounds reaches. ``memcpy``: one
 thread's copies, block by block. ``busy``: beside a thread that only computes.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtier import Planes
 from kvtier.arena import Arena
-from kvtier.bench.host import place
+from kvtier.bench.host import memcpy, private_cache
 from kvtier.replay.private import TierSlots
 from kvtier.replay.trace import replay_spec
 from kvtier.types import Tier
@@ -31,34 +31,30 @@ NBYTES: Final = 64 << 20
 ROUNDS: Final = 40
 
 
-def seconds(copy: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    copy()
-    return time.perf_counter() - started
-
-
-def copies(arena: Arena, slots: list[int], block_bytes: int, way: str) -> list[Callable[[], None]]:
+def copies(arena: Arena, slots: list[int], block_bytes: int, way: str) -> list[Callable[[], float]]:
+    """The copies of planes and of whole blocks. Each returns its seconds."""
     blocks, views = len(slots), [arena.view(Tier.HOST, 0, slot, write=True)[0] for slot in slots]
     parts = [np.random.randint(0, 256, (2 * blocks, block_bytes // PIECES), np.uint8) for _ in range(PIECES)]
     pages = Planes(parts)[random.sample(range(2 * blocks), blocks)]
-    whole = np.random.randint(0, 256, (blocks, block_bytes), np.uint8)
+    whole = list(np.random.randint(0, 256, (blocks, block_bytes), np.uint8))
     copy = {"gather": arena.write, "scatter": arena.read}[way]
 
-    def memcpy() -> None:
-        for view, row in zip(views, whole, strict=True):
-            np.copyto(view, row) if way == "gather" else np.copyto(row, view)
+    def planes() -> float:
+        started = time.perf_counter()
+        copy(Tier.HOST, 0, slots, pages)
+        return time.perf_counter() - started
 
-    return [lambda: copy(Tier.HOST, 0, slots, pages), memcpy]
+    return [planes, lambda: memcpy(whole, views) if way == "gather" else memcpy(views, whole)]
 
 
-def measured(works: Sequence[Callable[[], None]], busy: bool) -> list[float]:
+def measured(works: Sequence[Callable[[], float]], busy: bool) -> list[float]:
     """The rate of each, in GB/s."""
     over = threading.Event()
     if not busy:
         over.set()  # the neighbour ends at once
     neighbour = threading.Thread(target=lambda: all(sum(range(200)) for _ in iter(over.is_set, True)))
     neighbour.start()
-    times = [[seconds(work) for work in works] for _ in range(ROUNDS + 2)][2:]
+    times = [[work() for work in works] for _ in range(ROUNDS + 2)][2:]
     over.set()
     neighbour.join()
     return [NBYTES / sorted(each)[ROUNDS // 4] / 1e9 for each in zip(*times, strict=True)]
@@ -69,14 +65,14 @@ async def main() -> None:
     for mebibytes in (1, 2, 4):
         blocks = NBYTES // (mebibytes << 20)
         async with (
-            place(replay_spec(mebibytes << 20), TierSlots(0, 2 * blocks, 0)) as here,
+            private_cache(replay_spec(mebibytes << 20), TierSlots(0, 2 * blocks, 0)) as here,
             here.cache.reserve(2 * blocks, Tier.HOST) as lease,
         ):
             for way, busy in product(("gather", "scatter"), (False, True)):
                 works = copies(lease.arena, random.sample(lease.slots, blocks), mebibytes << 20, way)
-                planes, memcpy = measured(works, busy)
+                planes, whole = measured(works, busy)
                 case = f"{mebibytes:4} {way:8} {'busy' if busy else 'quiet':6}"
-                print(f"{case}{planes:8.1f}{memcpy:8.1f}{planes / memcpy:7.2f}")
+                print(f"{case}{planes:8.1f}{whole:8.1f}{planes / whole:7.2f}")
 
 
 if __name__ == "__main__":

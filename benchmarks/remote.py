@@ -1,4 +1,4 @@
-"""What the engines of the remote tier leave of the bare libraries' throughput.
+"""Measures the engines of the remote tier beside the bare libraries.
 
     python -m benchmarks.remote [--rounds 20]
 
@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -28,81 +29,75 @@ from tests.remote.servers import Server, mooncake, seaweed
 SHAPES: Final = ((32, 1 << 20), (8, 4 << 20))
 """Objects, and bytes of each."""
 
-Objects = Callable[[Sequence[str]], Awaitable[object]]
+Calls: TypeAlias = Mapping[str, Callable[[Sequence[str]], Awaitable[object]]]
+"""``put``, ``get`` and ``remove``, of objects by their names."""
 
 
-class Bucket:
+def bare_bucket(url: str, rows: Sequence[Bytes]) -> Calls:
     """obstore in this process."""
+    from obstore.store import from_url
 
-    def __init__(self, url: str) -> None:
-        from obstore.store import from_url
+    store = from_url(url)
 
-        self._store: Final = from_url(url)
-
-    async def put(self, names: Sequence[str], rows: Sequence[Bytes]) -> None:
-        puts = (self._store.put_async(*pair, use_multipart=False) for pair in zip(names, rows, strict=True))
+    async def put(names: Sequence[str]) -> None:
+        puts = (store.put_async(*pair, use_multipart=False) for pair in zip(names, rows, strict=True))
         await asyncio.gather(*puts)
 
-    async def get(self, names: Sequence[str]) -> None:
-        async def get(name: str) -> None:
-            await (await self._store.get_async(name)).bytes_async()
+    async def get(names: Sequence[str]) -> None:
+        async def bytes_of(name: str) -> None:
+            await (await store.get_async(name)).bytes_async()
 
-        await asyncio.gather(*map(get, names))
+        await asyncio.gather(*map(bytes_of, names))
 
-    async def remove(self, names: Sequence[str]) -> None:
-        await self._store.delete_async(list(names))
+    return {"put": put, "get": get, "remove": lambda names: store.delete_async(list(names))}
 
 
-class BareMooncake:
+def bare_mooncake(url: str, rows: Sequence[Bytes]) -> Calls:
     """Mooncake's library alone. Its memory has the objects already, and is registered."""
+    from mooncake.store import MooncakeDistributedStore
 
-    def __init__(self, url: str, count: int, nbytes: int) -> None:
-        from mooncake.store import MooncakeDistributedStore
+    store: Any = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", url.split("/")[2]) == 0
+    memory = np.array(rows)
+    store.register_buffer(memory.ctypes.data, memory.nbytes)
+    places, sizes = [row.ctypes.data for row in memory], [row.nbytes for row in memory]
 
-        self._store: Any = MooncakeDistributedStore()
-        assert self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", url.split("/")[2]) == 0
-        self._memory = np.ones((count, nbytes), np.uint8)
-        self._store.register_buffer(self._memory.ctypes.data, self._memory.nbytes)
-        self._sizes = [nbytes] * count
-        self._places = [row.ctypes.data for row in self._memory]
+    async def put(names: Sequence[str]) -> None:
+        assert not any(store.batch_put_from(list(names), places, sizes))
 
-    async def put(self, names: Sequence[str], rows: Sequence[Bytes]) -> None:
-        assert not any(self._store.batch_put_from(list(names), self._places, self._sizes))
+    async def get(names: Sequence[str]) -> None:
+        assert store.batch_get_into(list(names), places, sizes) == sizes
 
-    async def get(self, names: Sequence[str]) -> None:
-        found = self._store.batch_get_into(list(names), self._places, self._sizes)
-        assert found == self._sizes, found
+    async def remove(names: Sequence[str]) -> None:
+        store.batch_remove(list(names), True)
 
-    async def remove(self, names: Sequence[str]) -> None:
-        self._store.batch_remove(list(names), True)
+    return {"put": put, "get": get, "remove": remove}
 
 
-async def compare(url: str, bare: Bucket | BareMooncake, count: int, nbytes: int, rounds: int) -> None:
-    """Prints a line for puts and one for gets."""
-    objects = list(np.random.default_rng(1).integers(0, 256, (count, nbytes), np.uint8))
+async def compare(
+    url: str, library: Callable[[str, Sequence[Bytes]], Calls], count: int, nbytes: int, rounds: int
+) -> None:
+    """Prints a line for puts and a line for gets."""
+    rows = list(np.random.default_rng(1).integers(0, 256, (count, nbytes), np.uint8))
     into = [memoryview(bytearray(nbytes)) for _ in range(count)]
-    store = open_store(url)
-    ways: dict[str, tuple[Objects, Objects]] = {
-        "put": (lambda names: store.put(names, objects), lambda names: bare.put(names, objects)),
-        "get": (lambda names: store.get(names, into), bare.get),
+    store, bare = open_store(url), library(url, rows)
+    ours: Calls = {
+        "put": lambda names: store.put(names, rows),
+        "get": lambda names: store.get(names, into),
+        "remove": store.delete,
     }
-    seconds: dict[tuple[str, int], list[float]] = {(verb, way): [] for verb in ways for way in range(2)}
+    seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for turn in range(rounds + 1):
-        names = [[f"{CACHE}/{way}/{nbytes}/{turn}/{i}" for i in range(count)] for way in range(2)]
-        for verb, calls in ways.items():
-            for way in (0, 1) if turn % 2 else (1, 0):
-                took = await timed(calls[way](names[way]))
+        for verb in ours:
+            for way, calls in (("ours", ours), ("bare", bare))[:: 1 if turn % 2 else -1]:
+                took = await timed(calls[verb]([f"{CACHE}/{way}/{nbytes}/{turn}/{i}" for i in range(count)]))
                 if turn:  # the first meets cold connections
                     seconds[verb, way].append(took)
-        await store.delete(names[0])
-        await bare.remove(names[1])
     await store.close()
-    for verb in ways:
-        ours, theirs = (count * nbytes / median(seconds[verb, way]) / (1 << 20) for way in range(2))
-        shape = f"{count} x {nbytes >> 20} MiB"
-        print(
-            f"{url[:4]} {verb} {shape:11} {ours:6.0f} MiB/s  bare {theirs:6.0f}  ratio {ours / theirs:.2f}", flush=True
-        )
+    for verb in ("put", "get"):
+        rate, floor = (count * nbytes / median(seconds[verb, way]) / (1 << 20) for way in ("ours", "bare"))
+        case = f"{url[:4]} {verb} {f'{count} x {nbytes >> 20} MiB':11}"
+        print(f"{case} {rate:6.0f} MiB/s  bare {floor:6.0f}  ratio {rate / floor:.2f}", flush=True)
 
 
 @contextmanager
@@ -115,15 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
-    for stores, library in (
-        (directory, lambda url, *_: Bucket(url)),
-        (seaweed, lambda url, *_: Bucket(url)),
-        (mooncake, BareMooncake),
-    ):
+    for stores, library in ((directory, bare_bucket), (seaweed, bare_bucket), (mooncake, bare_mooncake)):
         with stores() as server:
             os.environ.update(server.env)
             for shape in SHAPES:
-                asyncio.run(compare(server.url, library(server.url, *shape), *shape, rounds))
+                asyncio.run(compare(server.url, library, *shape, rounds))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Real traffic through kvtier and its peers: the same trace, bytes and checks, in turn.
+"""Replays a trace through kvtier and its peers in turn, with the same bytes and checks.
 
     python -m benchmarks.replay conversation_trace.jsonl [--peers PYTHON --path FOLDER --path FOLDER] [--rounds 5]
 
-A request looks its prefix up, loads what is there and stores the rest. An engine is new in each round and has a
-process of its own; the order rotates. Its memory is filled once before, and emptied, unless ``--cold``. Only the three
-verbs are timed: rows are filled from a random pattern before a store, and compared with it after a load, outside of the
-clock, for all alike. Mooncake tells of blocks that it has no room for: ``mooncake-insisting`` repeats their store for
-up to 15 s. ``faults``: page faults that the engine's servers took inside of the clock. ``raw``: a file on the same
-disk, written past the page cache just before.
+A request looks its prefix up, loads the blocks that are there and stores the rest. An engine is new in each round and
+has a process of its own; the order rotates. Its memory is filled once before, and emptied. Only the three verbs are
+timed: rows are filled from a random pattern before a store, and compared with it after a load, outside of the clock.
+Mooncake reports blocks that it has no room for: ``mooncake-insisting`` repeats their store for up to 15 s. ``faults``:
+page faults of the engine's servers inside of the clock. ``raw``: a file on the same disk, written past the page cache
+just before.
 
 The peers' interpreter, as ``make test-engines`` makes it, wants torch, numpy and beside them in folders of their own:
 ``pip install --no-deps -t FOLDER mooncake-transfer-engine-non-cuda==0.3.13.post1`` and
@@ -25,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Final
+from typing import Final, TypeAlias
 
 from benchmarks.replay_engines import ENGINES, LIMIT_S, Job, Prompt, Record
 from kvtier.replay.trace import read
@@ -39,6 +40,10 @@ from kvtier.replay.trace import read
 ROOT: Final = Path(__file__).parents[1]
 _RAW_BYTES: Final = 1 << 30
 _RAW_CALL: Final = 8 << 20
+
+Interpreter: TypeAlias = tuple[str, Sequence[str]]
+"""A Python, and the folders of packages before its own."""
+OURS: Final[Interpreter] = (sys.executable, [str(ROOT / "client"), str(ROOT / "daemon")])
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,89 +72,60 @@ ROWS: Final[Mapping[str, Row]] = {
     "256k": Row(256, 15_500, 0, 0.5),
     "1m": Row(1024, 10_000, 0, 0.3),
 }
-"""Both peers evict before their memory is full: where all stays in memory, a quarter more than needed is there."""
+"""Both peers evict before their memory is full: a row in memory has a quarter more than it needs."""
 
 
-@dataclass(slots=True, frozen=True)
-class Interpreter:
-    """``folders``: of packages, before its own."""
-
-    python: str
-    folders: Sequence[str]
-
-    def replay(self, job: Job, prompts: Sequence[Prompt]) -> Record:
-        """Raises RuntimeError if the engine fails."""
-        done = subprocess.run(
-            [self.python, ROOT / "benchmarks/replay_engines.py"],
-            input=f"{json.dumps(asdict(job))}\n{json.dumps(prompts)}\n",
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(self.folders)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S + 60,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{job.engine} failed:\n{done.stderr[-4000:]}")
-        return Record(**json.loads(done.stdout))
+def replay(interpreter: Interpreter, job: Job, prompts: Sequence[Prompt]) -> Record:
+    """Replays in a process of its own. Raises RuntimeError if the engine fails."""
+    python, folders = interpreter
+    done = subprocess.run(
+        [python, ROOT / "benchmarks/replay_engines.py"],
+        input=f"{json.dumps(asdict(job))}\n{json.dumps(prompts)}\n",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S + 60,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{job.engine} failed:\n{done.stderr[-4000:]}")
+    return Record(**json.loads(done.stdout))
 
 
-OURS: Final = Interpreter(sys.executable, [str(ROOT / "client"), str(ROOT / "daemon")])
+def _percentile_ms(seconds: Sequence[float], percent: int) -> float:
+    return 1e3 * quantiles(seconds, n=100, method="inclusive")[percent - 1]
 
 
-@dataclass(slots=True, frozen=True)
-class Result:
-    """One replay. ``raw``: bytes a second that the disk took shortly before, 0 without a disk."""
-
-    requests: int
-    record: Record
-    raw: float
-
-    def put_ms(self, percent: int) -> float:
-        return _percentile([seconds * 1e3 for seconds, _ in self.record.stores], percent)
-
-    def put_ratio(self) -> float:
-        """p99 of its median, for the time that a block takes."""
-        each = [seconds / blocks for seconds, blocks in self.record.stores]
-        return _percentile(each, 99) / _percentile(each, 50)
-
-    def written(self) -> float:
-        """Of what the disk takes: bytes to disk from the first ones to the last request."""
-        rising = [each for each in self.record.written if each[1] > _RAW_CALL]
-        if not self.raw or len(rising) < 2:
-            return 0.0
-        (began, before), (ended, after) = rising[0], rising[-1]
-        return (after - before) / (ended - began) / self.raw
+def _written(record: Record) -> float:
+    """Bytes a second to disk, from the first bytes to the last request, as a share of the raw rate."""
+    rising = [each for each in record.written if each[1] > _RAW_CALL]
+    if not record.raw or len(rising) < 2:
+        return 0.0
+    (began, before), (ended, after) = rising[0], rising[-1]
+    return (after - before) / (ended - began) / record.raw
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
-COLUMNS: Final[Mapping[str, tuple[Callable[[Result], float], str]]] = {
-    "requests a second": (lambda result: result.requests / result.record.seconds, ".0f"),
-    "hits": (lambda result: result.record.loaded / result.record.asked, ".3f"),
-    "faults": (lambda result: result.record.faults, ",.0f"),
-    "request p50, ms": (lambda result: _percentile([each * 1e3 for each in result.record.requests], 50), ".2f"),
-    "request p99, ms": (lambda result: _percentile([each * 1e3 for each in result.record.requests], 99), ".1f"),
-    "put p50, ms": (lambda result: result.put_ms(50), ".2f"),
-    "put p99, ms": (lambda result: result.put_ms(99), ".1f"),
-    "a block's p99 of p50": (Result.put_ratio, ".1f"),
-    "raw MB/s": (lambda result: result.raw / 1e6, ".0f"),
-    "written, of raw": (Result.written, ".2f"),
+COLUMNS: Final[Mapping[str, tuple[Callable[[Record], float], str]]] = {
+    "requests a second": (lambda record: len(record.requests) / sum(record.requests), ".0f"),
+    "hits": (lambda record: record.loaded / record.asked, ".3f"),
+    "faults": (lambda record: record.faults, ",.0f"),
+    "request p50, ms": (lambda record: _percentile_ms(record.requests, 50), ".2f"),
+    "request p99, ms": (lambda record: _percentile_ms(record.requests, 99), ".1f"),
+    "put p50, ms": (lambda record: _percentile_ms(record.stores, 50), ".2f"),
+    "put p99, ms": (lambda record: _percentile_ms(record.stores, 99), ".1f"),
+    "raw MB/s": (lambda record: record.raw / 1e6, ".0f"),
+    "written, of raw": (_written, ".2f"),
 }
 
 
-def table(results: Mapping[tuple[Row, str], Sequence[Result]]) -> str:
+def table(records: Mapping[tuple[Row, str], Sequence[Record]]) -> str:
     """In Markdown: medians, and the wrong blocks of all rounds."""
-    titles = ("row", "engine", "rounds", "wrong", *COLUMNS)
-    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    for (row, name), each in results.items():
+    lines: list[Sequence[str]] = [("row", "engine", "rounds", "wrong", *COLUMNS), ["---"] * (4 + len(COLUMNS))]
+    for (row, name), each in records.items():
         figures = (format(median(map(figure, each)), form) for figure, form in COLUMNS.values())
-        wrong = sum(result.record.wrong for result in each)
-        lines.append(
-            f"| {row}, {each[0].requests:,} requests | {name} | {len(each)} | {wrong} | {' | '.join(figures)} |"
-        )
-    return "\n".join(lines)
+        wrong = sum(record.wrong for record in each)
+        lines.append((f"{row}, {len(each[0].requests):,} requests", name, str(len(each)), str(wrong), *figures))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def raw_rate(home: Path) -> float:
@@ -168,20 +144,20 @@ def raw_rate(home: Path) -> float:
 
 
 def measure(
-    interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Prompt], home: Path, turn: int, *, warm: bool
-) -> dict[str, Result]:
-    """One round of one row: each engine once, beginning with the one of that number."""
+    interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Prompt], home: Path, turn: int
+) -> dict[str, Record]:
+    """Measures each engine once on one row, beginning with engine number ``turn``."""
     prompts = prompts[: max(2, int(len(prompts) * row.share))]
     longest, distinct = max(map(len, prompts)), 1 + max(map(max, prompts))
     raw = raw_rate(home) if row.disk else 0.0
-    results = {}
-    names = list(interpreters)
+    records, names = dict[str, Record](), list(interpreters)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         with tempfile.TemporaryDirectory(dir=home) as own:
-            job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, warm, row.pace)
-            results[name] = Result(len(prompts), interpreters[name].replay(job, prompts), raw)
-        print(table({(row, name): [results[name]]}).splitlines()[-1], file=sys.stderr, flush=True)
-    return results
+            job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, row.pace)
+            records[name] = replay(interpreters[name], job, prompts)
+        records[name].raw = raw
+        print(table({(row, name): [records[name]]}).splitlines()[-1], file=sys.stderr, flush=True)
+    return records
 
 
 def main() -> None:
@@ -193,20 +169,18 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--peers", metavar="PYTHON", help="the interpreter of the peers; none: kvtier alone")
     parser.add_argument("--path", action="append", default=[], help="a folder of packages for the peers; repeatable")
-    parser.add_argument("--cold", action="store_true", help="do not fill an engine's memory before")
     asked = parser.parse_args()
     numbers: dict[int, int] = {}
     requests = asyncio.run(read(asked.trace, asked.requests))
     prompts = [[numbers.setdefault(block, len(numbers)) for block in request.ids] for request in requests]
-    theirs = Interpreter(asked.peers, asked.path) if asked.peers else None
-    interpreters = {name: OURS if name == "kvtier" else theirs for name in asked.engines}
-    chosen = {name: each for name, each in interpreters.items() if each is not None}
-    results: dict[tuple[Row, str], list[Result]] = {}
+    chosen = [name for name in asked.engines if name == "kvtier" or asked.peers]
+    interpreters = {name: OURS if name == "kvtier" else (asked.peers, asked.path) for name in chosen}
+    records: defaultdict[tuple[Row, str], list[Record]] = defaultdict(list)
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvtier-replay-") as home:
         for turn, row in product(range(asked.rounds), map(ROWS.__getitem__, asked.rows)):
-            for name, result in measure(chosen, row, prompts, Path(home), turn, warm=not asked.cold).items():
-                results.setdefault((row, name), []).append(result)
-    print(table(results))
+            for name, record in measure(interpreters, row, prompts, Path(home), turn).items():
+                records[row, name].append(record)
+    print(table(records))
 
 
 if __name__ == "__main__":

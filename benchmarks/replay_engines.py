@@ -1,6 +1,6 @@
-"""One engine of ``benchmarks.replay`` in a process of its own, with the engine's interpreter: it replays the requests.
+"""Replays the requests of ``benchmarks.replay`` through one engine, in a process with the engine's interpreter.
 
-It reads a :class:`Job` as a line of JSON and the requests as another, and writes a :class:`Record`.
+Reads a line of JSON with a :class:`Job` and a line with the requests, and writes a :class:`Record`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows: TypeAlias = NDArray[np.uint8]
-"""Blocks one after the other: ``[block, byte]``."""
+"""Blocks: ``[block, byte]``."""
 Prompt: TypeAlias = Sequence[int]
-"""The numbers of its blocks."""
+"""The numbers of a prompt's blocks."""
 
 PAGE: Final = 4096
 LIMIT_S: Final = 900
-"""For one replay."""
+"""The most seconds of one replay."""
 _START_S: Final = 60.0
 _INSIST_S: Final = 15.0
-"""How long a store is repeated that is refused for want of room."""
+"""How long a store that is refused for want of room is repeated."""
 _WARM_SHARE: Final = 0.94
 _TOKENS: Final = 16
-"""Of a block, for LMCache."""
+"""Tokens of a block, for LMCache."""
 
 
 @dataclass(slots=True, frozen=True)
 class Job:
-    """What to replay, with how many blocks of memory and of disk; ``disk`` = 0: without. ``home``: an empty directory
-    on the disk. ``warm``: most of the memory is filled once before, and emptied. ``pace``: requests that begin in a
-    second; 0 = each as soon as the one before has ended."""
+    """A replay. ``memory`` and ``disk``: in blocks; ``disk`` = 0: memory alone. ``longest``: blocks of a prompt.
+    ``distinct``: blocks of the trace. ``home``: an empty directory on the disk. ``pace``: requests that begin in a
+    second; 0 = a request begins when the one before ends."""
 
     engine: str
     block_bytes: int
@@ -57,33 +57,37 @@ class Job:
     longest: int
     distinct: int
     home: str
-    warm: bool = True
     pace: float = 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory * self.block_bytes
 
 
 @dataclass(slots=True)
 class Record:
-    """``seconds`` of the three verbs; ``requests``: of each request; ``stores``: seconds and blocks of each;
-    ``written``: the clock and the servers' bytes to disk after each request; ``faults``: the servers' page faults."""
+    """``requests`` and ``stores``: the seconds of each, in the three verbs; ``asked``, ``loaded`` and ``wrong`` in
+    blocks; ``written``: the clock and the servers' bytes to disk after each request; ``faults``: the servers' page
+    faults; ``raw``: bytes a second that the disk took shortly before, 0 without a disk."""
 
-    seconds: float = 0.0
     faults: int = 0
-    requests: list[float] = field(default_factory=list)
     asked: int = 0
     loaded: int = 0
     wrong: int = 0
-    stores: list[tuple[float, int]] = field(default_factory=list)
+    raw: float = 0.0
+    requests: list[float] = field(default_factory=list)
+    stores: list[float] = field(default_factory=list)
     written: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)
 class Engine:
-    """What an adapter makes of an engine.
+    """An engine behind its adapter.
 
     ``rows``: where blocks are computed, a row a block of the prompt. ``servers``: ids of the processes that keep them.
-    ``lookup``: how many blocks of a prompt, from its first, are there. ``load``: copies so many into the first rows
-    and returns how many came. ``store``: stores the blocks from a place on. ``finish``: after each request, outside of
-    the clock. ``empty``: forgets all blocks.
+    ``lookup``: counts the stored blocks of a prompt, from its first. ``load``: copies that many into the first rows
+    and returns how many came. ``store``: stores the blocks from a place on. ``empty``: forgets all blocks. ``finish``:
+    runs after each request, outside of the clock.
     """
 
     rows: Rows
@@ -116,7 +120,7 @@ def kvtier(job: Job) -> Iterator[Engine]:
         cache.put(packed(prompt[first:]), rows[first : len(prompt)], parent=parent)
 
     # A slot of the disk also has a header.
-    sizes = {Tier.HOST: job.memory * job.block_bytes, Tier.DISK: job.disk * (job.block_bytes + PAGE)}
+    sizes = {Tier.HOST: job.memory_bytes, Tier.DISK: job.disk * (job.block_bytes + PAGE)}
     daemon = PrivateDaemon(sizes, keep=Path(job.home))
     with asyncio.Runner() as runner:
         runner.run(daemon.__aenter__())
@@ -132,48 +136,47 @@ def kvtier(job: Job) -> Iterator[Engine]:
                     lambda: cache.reset(force=True),
                 )
         finally:
-            with suppress(TimeoutError):  # it is killed then; the system needs long to free much memory
+            with suppress(TimeoutError):  # the daemon is killed then; the system frees much memory slowly
                 runner.run(daemon.__aexit__(None, None, None))
 
 
 @contextmanager
 def mooncake(job: Job, *, insists: bool = False, embedded: bool = False) -> Iterator[Engine]:
-    """A process owns all memory, and a client without storage shares the rows with it; ``embedded``: the engine's
-    process owns it. ``insists``: a store that is refused for want of room is repeated."""
+    """A process owns all memory and shares the rows with a client without storage; ``embedded``: the engine's process
+    owns the memory. ``insists``: a store that is refused for want of room is repeated."""
     import mooncake as package
     from mooncake.store import MooncakeDistributedStore
 
     rpc, metrics, port = (_free_port() for _ in range(3))
-    disk = job.disk * job.block_bytes
-    offload = ["-enable_offload=true"] if disk else []
-    programs = Path(package.__file__).parent
+    master_at, programs = f"127.0.0.1:{rpc}", Path(package.__file__).parent
+    disk, offload = job.disk * job.block_bytes, ["-enable_offload=true"] * bool(job.disk)
     master = [programs / "mooncake_master", f"-rpc_port={rpc}", "-rpc_address=127.0.0.1", *offload]
     master += [f"-metrics_port={metrics}", "-metrics_host=127.0.0.1"]
-    master.append("-default_kv_lease_ttl=500")  # ms; for its default of 10 s nothing looked up can be evicted
+    master.append("-default_kv_lease_ttl=500")  # ms; for its default of 10 s no block that was looked up is evicted
     owner = [programs / "mooncake_client", f"-port={port}", "-host=127.0.0.1", "-threads=2", *offload]
-    owner += [f"-master_server_address=127.0.0.1:{rpc}", "-metadata_server=P2PHANDSHAKE"]
-    owner.append(f"-global_segment_size={job.memory * job.block_bytes}")
-    variables = {
-        "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": job.home,
-        "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": disk,
-        "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": disk,
-        "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": job.memory * job.block_bytes // 8,
-        "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": 1 << 30,
-        "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": 1,
+    owner += [f"-master_server_address={master_at}", "-metadata_server=P2PHANDSHAKE"]
+    owner.append(f"-global_segment_size={job.memory_bytes}")
+    settings = {
+        "FILE_STORAGE_PATH": job.home,
+        "TOTAL_SIZE_LIMIT_BYTES": disk,
+        "BUCKET_MAX_TOTAL_SIZE": disk,
+        "BUCKET_SIZE_LIMIT_BYTES": job.memory_bytes // 8,
+        "LOCAL_BUFFER_SIZE_BYTES": 1 << 30,
+        "HEARTBEAT_INTERVAL_SECONDS": 1,
     }
+    variables = {f"MOONCAKE_OFFLOAD_{name}": str(value) for name, value in settings.items() if disk}
     with ExitStack() as servers:
         pids = [servers.enter_context(_server(master, {}, rpc))]
         nbytes, library = job.longest * job.block_bytes, MooncakeDistributedStore()
         if embedded:
-            os.environ.update({name: str(value) for name, value in variables.items()} if disk else {})
-            here, metadata, at = f"127.0.0.1:{port}", "P2PHANDSHAKE", f"127.0.0.1:{rpc}"
-            segment, ssd = job.memory * job.block_bytes, job.home if disk else ""
-            assert library.setup(here, metadata, segment, 16 << 20, "tcp", "", at, None, bool(disk), ssd) == 0
+            os.environ.update(variables)
+            wanted = (f"127.0.0.1:{port}", "P2PHANDSHAKE", job.memory_bytes, 16 << 20, "tcp", "", master_at, None)
+            assert library.setup(*wanted, bool(disk), job.home if disk else "") == 0
             room = mmap.mmap(-1, nbytes)
             start = ctypes.addressof(ctypes.c_uint8.from_buffer(room))
             pids.append(os.getpid())
         else:
-            pids.append(servers.enter_context(_server(owner, variables if disk else {}, port)))
+            pids.append(servers.enter_context(_server(owner, variables, port)))
             give_up = time.monotonic() + _INSIST_S  # its port is open before it answers there
             while library.setup_dummy(nbytes + (64 << 20), 16 << 20, f"127.0.0.1:{port}"):
                 assert time.monotonic() < give_up
@@ -211,16 +214,16 @@ def mooncake(job: Job, *, insists: bool = False, embedded: bool = False) -> Iter
 
 @contextmanager
 def lmcache(job: Job, *, mode: str = "engine_driven") -> Iterator[Engine]:
-    """A block is a chunk, in one tensor that the engine's process or the server, by ``mode``, copies out of and into.
-    Block 0 is its null block."""
+    """A block is a chunk in one tensor. The engine's process or the server, by ``mode``, copies chunks. Block 0 is
+    LMCache's null block."""
     from lmcache.cli.commands.bench.server_bench import client, config, helpers
 
     port, http = _free_port(), _free_port()
     command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", port]
     command += ["--http-host", "127.0.0.1", "--http-port", http, "--chunk-size", _TOKENS, "--disable-observability"]
-    command += ["--l1-size-gb", job.memory * job.block_bytes / (1 << 30), "--eviction-policy", "LRU"]
-    shared = ["--shm-name", f"lmcache_{port}"] if mode == "engine_driven" else []
-    command += ["--supported-transfer-mode", mode, *shared]
+    command += ["--l1-size-gb", job.memory_bytes / (1 << 30), "--eviction-policy", "LRU"]
+    command += ["--supported-transfer-mode", mode]
+    command += ["--shm-name", f"lmcache_{port}"] if mode == "engine_driven" else []
     if job.disk:
         gigabytes = job.disk * job.block_bytes / (1 << 30)
         disk = {"type": "fs_native", "base_path": job.home, "max_capacity_gb": gigabytes}
@@ -229,10 +232,8 @@ def lmcache(job: Job, *, mode: str = "engine_driven") -> Iterator[Engine]:
     with _no_shared_memory_left("lmcache"), _server(command, variables, http) as server:
         blocks = 1 + job.longest
         shape = f"(1,{blocks},{_TOKENS},1,{job.block_bytes // _TOKENS}):uint8:1"
-        url = f"tcp://127.0.0.1:{port}"
-        library = client.ServerBenchClient(
-            config.BenchConfig(url, "", "cpu", mode, 1, False, 0, shape, blocks, _TOKENS), lambda line: None
-        )
+        wanted = config.BenchConfig(f"tcp://127.0.0.1:{port}", "", "cpu", mode, 1, False, 0, shape, blocks, _TOKENS)
+        library = client.ServerBenchClient(wanted, lambda line: None)
         library.start()
         calls, (worker,) = library._req_client, library._workers
         rows = worker.kv_caches["layer.0"].numpy().reshape(blocks, job.block_bytes)[1:]
@@ -287,7 +288,7 @@ ENGINES: Final[Mapping[str, Callable[[Job], AbstractContextManager[Engine]]]] = 
 
 
 def replay(engine: Engine, job: Job, prompts: Sequence[Prompt]) -> Record:
-    """Only the three verbs are timed. Before a load, rows are spoilt in every page; after it every byte is compared.
+    """Times the three verbs alone. Before a load, rows are spoilt in every page; after it every byte is compared.
 
     A block is a window of one random pattern, at a place of its own: no two have the same word at the same place.
     """
@@ -297,11 +298,11 @@ def replay(engine: Engine, job: Job, prompts: Sequence[Prompt]) -> Record:
     def payload(block: int) -> Rows:
         return pattern[block * PAGE :][: job.block_bytes]
 
-    def timed(verb: Callable[..., Any], *wanted: object) -> Any:
+    def timed(verb: Callable[..., Any], *wanted: object) -> tuple[Any, float]:
         began = time.perf_counter()
-        answer = verb(*wanted)
-        record.seconds += time.perf_counter() - began
-        return answer
+        answer, seconds = verb(*wanted), time.perf_counter() - began
+        record.requests[-1] += seconds
+        return answer, seconds
 
     def faults() -> int:
         return sum(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7]) for pid in engine.servers)
@@ -310,24 +311,21 @@ def replay(engine: Engine, job: Job, prompts: Sequence[Prompt]) -> Record:
     for number, prompt in enumerate(prompts):
         if job.pace:
             time.sleep(max(0.0, began + number / job.pace - time.perf_counter()))
-        spent = record.seconds
-        loaded, found = 0, timed(engine.lookup, prompt)
+        record.requests.append(0.0)
+        loaded, (found, _) = 0, timed(engine.lookup, prompt)
         if found:
             rows[:found, ::PAGE] ^= 0xFF
-            loaded = timed(engine.load, prompt, found)
+            loaded, _ = timed(engine.load, prompt, found)
         record.wrong += sum(not np.array_equal(payload(prompt[at]), rows[at]) for at in range(loaded))
         for at in range(loaded, len(prompt)):
             rows[at] = payload(prompt[at])
         if loaded < len(prompt):
-            before = record.seconds
-            timed(engine.store, prompt, loaded)
-            record.stores.append((record.seconds - before, len(prompt) - loaded))
-        record.requests.append(record.seconds - spent)
+            record.stores.append(timed(engine.store, prompt, loaded)[1])
         engine.finish()
         record.asked += len(prompt)
         record.loaded += loaded
-        written = sum(_field(pid, "io", "write_bytes") for pid in engine.servers)
-        record.written.append((time.perf_counter(), written))
+        written = (Path(f"/proc/{pid}/io").read_text().partition("\nwrite_bytes: ")[2] for pid in engine.servers)
+        record.written.append((time.perf_counter(), sum(int(each.split()[0]) for each in written)))
     record.faults = faults() - faults_before
     return record
 
@@ -347,27 +345,22 @@ def _leading(good: Iterable[bool]) -> int:
     return sum(1 for _ in takewhile(bool, good))
 
 
-def _field(pid: int, file: str, name: str) -> int:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/{file}").read_text().splitlines())
-    return int(fields[name].split()[0])
-
-
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
 
 @contextmanager
-def _server(command: Sequence[Any], variables: Mapping[str, Any], port: int) -> Iterator[int]:
-    """Its process id, once it listens."""
-    env = os.environ | {name: str(value) for name, value in variables.items()}
-    with subprocess.Popen([*map(str, command)], env=env, stdout=sys.stderr, stderr=sys.stderr) as server:
+def _server(command: Sequence[Any], variables: Mapping[str, str], port: int) -> Iterator[int]:
+    """Yields the server's process id, once it listens."""
+    words = list(map(str, command))
+    with subprocess.Popen(words, env=os.environ | variables, stdout=sys.stderr, stderr=sys.stderr) as server:
         try:
             give_up = time.monotonic() + _START_S
             while True:
                 with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                     break
-                assert server.poll() is None and time.monotonic() < give_up, f"{command[0]} did not start"
+                assert server.poll() is None and time.monotonic() < give_up, f"{words[0]} did not start"
                 time.sleep(0.05)
             yield server.pid
         finally:
@@ -382,8 +375,7 @@ def main() -> None:
     job = Job(**json.loads(sys.stdin.readline()))
     prompts = json.loads(sys.stdin.readline())
     with ENGINES[job.engine](job) as engine:
-        if job.warm:
-            warm(engine, job)
+        warm(engine, job)
         print(json.dumps(asdict(replay(engine, job, prompts))), file=output, flush=True)
     os._exit(0)  # without the farewells of libraries whose servers are gone
 

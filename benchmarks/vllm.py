@@ -1,4 +1,4 @@
-"""A real vLLM with kvtier beside one without, in turn: throughput where nothing is stored, and time to the first token.
+"""Measures vLLM with kvtier and without, in turn: the cost where no block is stored, and the time to the first token.
 
 ``python -m benchmarks.vllm .venv-engines``, after ``make test-engines`` has made that environment. The model has random
 weights, 8 layers and 8 x 128 heads, and runs on the CPU. A warm prompt comes from kvtier: the engine has forgotten it.
@@ -17,12 +17,12 @@ import random
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvtier import Tier
 from kvtier.replay.private import PrivateDaemon
@@ -30,35 +30,28 @@ from tests.engines.engines import ROOT, Engine, Template
 from tests.engines.serving import free_port, serving
 
 LENGTHS: Final = (300, 320, 640, 1280)
-"""Of prompts, in tokens."""
+"""Tokens of the prompts."""
 BATCH: Final = 4
 BLOCK: Final = 32
 TRIES: Final = 5
 SIZES: Final = {Tier.HOST: 1 << 30, Tier.DISK: 4 << 30}
 
-
-@dataclass(slots=True, frozen=True)
-class Connector:
-    """``server``: what keeps the blocks, where it has to be started; it is up when it has said ``ready``."""
-
-    transfer: Mapping[str, Any] | None = None
-    variables: Mapping[str, str] | None = None
-    server: Sequence[Any] = ()
-    ready: str = ""
+Connector: TypeAlias = tuple[Mapping[str, Any], Mapping[str, str]]
+"""vLLM's ``kv_transfer_config``, and variables of the environment."""
 
 
 def ours(address: str) -> Connector:
-    return Connector(
-        {
-            "kv_connector": "KvtierConnector",
-            "kv_connector_module_path": "kvtier.connectors.vllm",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"address": address},
-        }
-    )
+    transfer = {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": address},
+    }
+    return transfer, {}
 
 
-def lmcache(engines: Path, home: Path, chunk: int) -> Connector:
+@contextmanager
+def lmcache(engines: Path, home: Path, chunk: int) -> Iterator[Connector]:
     port = free_port()
     server = [engines / "bin/python", "-m", "lmcache.cli.main", "server", "--port", port, "--http-port", free_port()]
     server += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--chunk-size", str(chunk), "--disable-observability"]
@@ -69,33 +62,37 @@ def lmcache(engines: Path, home: Path, chunk: int) -> Connector:
         "kv_connector_extra_config": {"lmcache.mp.port": int(port), "lmcache.mp.mp_transfer_mode": "lmcache_driven"},
     }
     variables = {"PYTHONPATH": str(engines / "lmcache"), "LMCACHE_TRACK_USAGE": "false"}
-    return Connector(transfer, variables, server, "Uvicorn running")
+    with serving(server, variables, "Uvicorn running"):
+        yield transfer, variables
 
 
-def mooncake(engines: Path, home: Path) -> Connector:
+@contextmanager
+def mooncake(engines: Path, home: Path) -> Iterator[Connector]:
     port, settings = free_port(), home / "mooncake.json"
     master = engines / "mooncake/mooncake/mooncake_master"
     master.chmod(0o755)
     shared = {"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{port}", "protocol": "tcp"}
     settings.write_text(json.dumps({**shared, "global_segment_size": "1GB", "local_buffer_size": "256MB"}))
-    server = [master, f"--rpc_port={port}", f"--metrics_port={free_port()}"]
     variables = {"MOONCAKE_CONFIG_PATH": str(settings), "PYTHONHASHSEED": "0"}
-    return Connector({"kv_connector": "MooncakeStoreConnector"}, variables, server, "Master admin server started")
+    server = [master, f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    with serving(server, variables, "Master admin server started"):
+        yield {"kv_connector": "MooncakeStoreConnector"}, variables
 
 
-OTHERS: Final[Mapping[str, Callable[[Path, Path], Connector]]] = {
-    "lmcache": lambda engines, home: lmcache(engines, home, BLOCK),
-    "lmcache-256": lambda engines, home: lmcache(engines, home, 256),
+OTHERS: Final[Mapping[str, Callable[[Path, Path], AbstractContextManager[Connector]]]] = {
+    "lmcache": partial(lmcache, chunk=BLOCK),
+    "lmcache-256": partial(lmcache, chunk=256),
     "mooncake": mooncake,
 }
 
 
 def prompt(length: int) -> list[int]:
-    """That nobody has seen."""
+    """Returns a new prompt."""
     return [random.randrange(3, 512) for _ in range(length)]
 
 
 def engine(template: Template, model: Path, log: Path, connector: Connector) -> Engine:
+    transfer, variables = connector
     arguments = {
         "model": str(model),
         "dtype": "float32",
@@ -103,22 +100,17 @@ def engine(template: Template, model: Path, log: Path, connector: Connector) -> 
         "max_model_len": 2048,
         "disable_log_stats": False,
         "block_size": BLOCK,
-        **({"kv_transfer_config": {**connector.transfer, "kv_role": "kv_both"}} if connector.transfer else {}),
+        **({"kv_transfer_config": {**transfer, "kv_role": "kv_both"}} if transfer else {}),
     }
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(connector.variables or {})}
-    started = template.start(arguments, log, variables)
-    for _ in range(2):  # what an engine does once
+    started = template.start(arguments, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables})
+    for _ in range(2):  # lets the engine do what it does once
         started.generate([prompt(LENGTHS[-1])], 2)
         started.forget()
     return started
 
 
-def first_s(engine: Engine, tokens: list[int]) -> float:
-    return engine.generate([tokens], 1).completions[0].first_s
-
-
 def warm_s(engine: Engine, tokens: list[int]) -> float:
-    """Of a prompt that it has computed and stored. A store may end after the answer: then it asks again."""
+    """Returns the seconds to the first token of a stored prompt. A store may end after the answer: then it repeats."""
     engine.generate([tokens], 1)
     for _ in range(TRIES):
         engine.forget()
@@ -130,6 +122,7 @@ def warm_s(engine: Engine, tokens: list[int]) -> float:
 
 def measure(plain: Engine, engines: Mapping[str, Engine], rounds: int) -> None:
     costs: defaultdict[str, list[float]] = defaultdict(list)
+    firsts: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(rounds):
         taken = {
             name: each.generate([prompt(LENGTHS[1]) for _ in range(BATCH)], 16, together=True).seconds
@@ -137,16 +130,12 @@ def measure(plain: Engine, engines: Mapping[str, Engine], rounds: int) -> None:
         }
         for name, seconds in taken.items():
             costs[name].append(seconds / taken["computed"])
-    firsts: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for length in LENGTHS:
-        for _ in range(rounds):
-            asked = prompt(length)
-            firsts["computed", length].append(first_s(plain, asked))
-            for name, each in engines.items():
-                firsts[name, length].append(warm_s(each, asked))
-    print(
-        f"medians of {rounds}: time without a hit, of that without a connector; ms to the first token of a warm prompt"
-    )
+    for length in [length for length in LENGTHS for _ in range(rounds)]:
+        asked = prompt(length)
+        firsts["computed", length].append(plain.generate([asked], 1).completions[0].first_s)
+        for name, each in engines.items():
+            firsts[name, length].append(warm_s(each, asked))
+    print(f"medians of {rounds}: time without a hit / time without a connector; ms to the first token of a warm prompt")
     print(f"{'':14}{'no hit':>8}" + "".join(f"{f'{length} tokens':>13}" for length in LENGTHS))
     for name, ratios in costs.items():
         row = "".join(f"{median(firsts[name, length]) * 1e3:13.0f}" for length in LENGTHS)
@@ -157,16 +146,15 @@ def compare(engines: Path, home: Path, address: str, beside: Sequence[str], roun
     model, python = home / "model", engines / "bin/python"
     subprocess.run([python, ROOT / "tests/engines/models.py", "medium", model], check=True, capture_output=True)
     template = Template(python, "vllm_runner.py", home / "template.log", engines / "lmcache", engines / "mooncake")
-    connectors = {"kvtier": ours(address)} | {name: OTHERS[name](engines, home) for name in beside}
     with ExitStack() as stack:
         stack.callback(template.close)
-        plain = stack.enter_context(engine(template, model, home / "plain.log", Connector()))
-        started = {}
-        for name, each in connectors.items():
-            if each.server:
-                stack.enter_context(serving(each.server, each.variables or {}, each.ready))
-            started[name] = stack.enter_context(engine(template, model, home / f"{name}.log", each))
-        measure(plain, started, rounds)
+        connectors: dict[str, Connector] = {"computed": ({}, {}), "kvtier": ours(address)}
+        connectors |= {name: stack.enter_context(OTHERS[name](engines, home)) for name in beside}
+        started = {
+            name: stack.enter_context(engine(template, model, home / f"{name}.log", each))
+            for name, each in connectors.items()
+        }
+        measure(started.pop("computed"), started, rounds)
 
 
 async def main(engines: Path, beside: Sequence[str], rounds: int) -> None:

@@ -45,7 +45,7 @@ def test_client():
 
 
 def test_tiers():
-    found = results("host.tiers((65536,), 1, 32 << 20, None)")
+    found = results("host.tiers((65536,), 1, 32 << 20)")
     assert set(found) == {f"tiers.{edge}" for edge in ("host>disk", "disk>host", "sustained")}
     assert all(result["floor"] > 0 for each in found.values() for result in each)
 
@@ -58,7 +58,7 @@ def test_events():
 
 
 def test_scale():
-    found = results("host.scale((10_000, 12_000), 1, 2048, None)")
+    found = results("host.scale((10_000, 12_000), 1, 2048)")
     assert set(found) == {f"scale.{name}" for name in ("memory", "acquire", "store", "restart", "callback.p99.9")}
     for name in ("scale.acquire", "scale.store"):
         smallest, larger = found[name]

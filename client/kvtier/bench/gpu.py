@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.errors import CudaUnavailable
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.bench.host import CACHE, Place, Result, Work, chains, interleaved, place, timed
+from kvtier.bench.host import CACHE, PrivateCache, Result, interleaved, new_chain, private_cache, timed
 from kvtier.errors import KvtierError
 from kvtier.replay.private import TierSlots
 from kvtier.types import Tier
@@ -23,55 +23,47 @@ from kvtier.types import Tier
 SHAPES: Final = (*((1, size) for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)), (16, 16 << 10), (16, 64 << 10))
 """Pools of a block, and its bytes in each."""
 _POOL_GRAIN: Final = 4 << 20
-"""A pool may begin at a multiple of half of it on a GPU."""
+"""On a GPU a pool may begin at a multiple of half of this."""
 
-BareCopy = Callable[[int, Tier], float]
-"""Copies so many pieces from that tier to the other one; returns the seconds until they are there."""
+BareCopy = Callable[[int, Tier], Awaitable[float]]
+"""Copies a number of pieces from a tier to the other tier. Returns the seconds until they are there."""
 
 
 async def gpu(
     device: str, shapes: Sequence[tuple[int, int]], batch_bytes: int, rounds: int, settle_s: float
 ) -> AsyncIterator[Result]:
-    """Moves 8 to 1,024 blocks each way, and one block.
+    """Measures moves of 8 to 1,024 blocks, and of one block, each way.
 
     Args:
         settle_s: how long a cache is used before it is measured, while its host memory is page-locked.
 
     Raises:
-        KvtierError: NO_GPU, and what is missing.
+        KvtierError: NO_GPU, with the reason.
     """
     for pools, piece_bytes in shapes:
         blocks = max(8, min(1024, batch_bytes // (pools * piece_bytes)))
         pool = PoolSpec(layers=1, kv_heads=1, head_size=piece_bytes // 16, kv_factor=1)
         spec = CacheSpec(CACHE, "uint8", 16, groups=(WindowGroupSpec(pools=(pool,) * pools),))
         slots = TierSlots(2 * blocks + -(-_POOL_GRAIN // piece_bytes), 2 * blocks, 0)
-        chain = next(chains(blocks))
+        chain, rows = new_chain(blocks), np.ones((blocks, pools * piece_bytes), np.uint8)
         with bare_copies(device, piece_bytes, blocks * pools) as bare:
-            async with place(spec, slots, device=device) as here:
-                rows = np.ones((blocks, pools * piece_bytes), np.uint8)
+            async with private_cache(spec, slots, device=device) as here:
                 await here.cache.put(chain, rows, tier=Tier.HOST)
                 until = time.monotonic() + settle_s
                 while time.monotonic() < until:
-                    await here.move(chain, Tier.DEVICE)
-                    await here.move(chain, Tier.HOST)
-                for some, edge in product((chain[:1], chain), ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))):
-                    params = {"pools": pools, "piece_bytes": piece_bytes, "blocks": len(some)}
-                    times = await interleaved(rounds, *_moving(here, some, *edge, partial(bare, len(some) * pools)))
-                    nbytes = len(some) * pools * piece_bytes
-                    yield Result.rate(f"gpu.{edge[0]}>{edge[1]}", params, nbytes, *times)
+                    await _move(here, chain, Tier.DEVICE, Tier.HOST)
+                for keys, edge in product((chain[:1], chain), permutations((Tier.DEVICE, Tier.HOST), 2)):
+                    pieces = len(keys) * pools
+                    params = {"pools": pools, "piece_bytes": piece_bytes, "blocks": len(keys)}
+                    works = partial(_move, here, keys, *edge), partial(bare, pieces, edge[0])
+                    times = await interleaved(rounds, *works)
+                    yield Result.rate(f"gpu.{edge[0]}>{edge[1]}", params, pieces * piece_bytes, *times)
 
 
-def _moving(
-    here: Place, chain: Sequence[bytes], source: Tier, target: Tier, bare: Callable[[Tier], float]
-) -> list[Work]:
-    async def move() -> float:
-        await here.move(chain, source)
-        return await timed(here.move(chain, target))
-
-    async def copy() -> float:
-        return bare(source)
-
-    return [move, copy]
+async def _move(here: PrivateCache, keys: Sequence[bytes], source: Tier, target: Tier) -> float:
+    """Returns the seconds of a move, before which the blocks move to its source."""
+    await here.move(keys, source)
+    return await timed(here.move(keys, target))
 
 
 @contextmanager
@@ -92,7 +84,7 @@ def bare_copies(device: str, piece_bytes: int, pieces: int) -> Iterator[BareCopy
         undo.callback(driver.free, memory)
         places = random.sample(range(pieces), pieces)
 
-        def copy(count: int, source: Tier) -> float:
+        async def copy(count: int, source: Tier) -> float:
             read, written = (memory, host) if source is Tier.DEVICE else (host, memory)
             dsts = [Address(written + place * piece_bytes) for place in places[:count]]
             srcs = [Address(read + index * piece_bytes) for index in range(count)]

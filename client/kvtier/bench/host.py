@@ -1,10 +1,9 @@
-"""What kvtier costs on this machine: the client, the tiers, events, and many blocks."""
+"""Costs of kvtier on this machine: the client, the tiers, events, and many blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
 import multiprocessing
 import os
 import random
@@ -12,12 +11,12 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
-from itertools import count, cycle, islice, product
+from functools import cache, partial
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event
+from kvtier.lease import ReadLease, WriteLease
 from kvtier.memory.arrays import Bytes
 from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
@@ -40,20 +40,21 @@ CACHE: Final = "kvtier-bench"
 BATCH: Final = 64
 """Blocks of a measured call."""
 PAGE: Final = 4096
-"""The least that a slot takes: with such blocks the bookkeeping is measured."""
+"""The smallest slot: with blocks of this size the bookkeeping dominates."""
 _ROOM: Final = 4
-"""Times so many blocks are the slots of the host tier that a client is measured with."""
+"""Slots of a measured host tier, in batches."""
 _FILL: Final = 1024
-"""Blocks of a call that only fills."""
+"""Blocks of a call that only fills a tier."""
 _FRESH: Final = 5
-"""Rounds that each start a daemon."""
+"""The most rounds if each round starts a daemon or stores many batches."""
 _FEW: Final = 20
-"""Puts of a round that is too short by itself."""
+"""The fewest rounds of a short call; puts in a round of the daemon's CPU."""
 _WARM_UP: Final = 2
 """Rounds that do not count: they map pages and fill caches."""
 _SYNC_BLOCKS: Final = 32
-"""Blocks that the daemon writes between two calls of ``fdatasync``, and that a thread of it reads at a time."""
+"""Blocks that the daemon writes before each ``fdatasync``, and blocks that each of its threads reads at a time."""
 _STOP_S: Final = 600.0
+_numbers: Final = count()
 
 Work = Callable[[], Awaitable[float]]
 """Does one round and returns the seconds that count."""
@@ -61,10 +62,7 @@ Work = Callable[[], Awaitable[float]]
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """One figure: of a rate, more is better; of a time or a size, less.
-
-    ``params``: what was measured. ``floor``: the same work without kvtier, or at the smallest size, if there is such.
-    """
+    """A figure. ``params``: the measured case. ``floor``: the same work without kvtier, or at the smallest size."""
 
     name: str
     params: Mapping[str, Any]
@@ -74,7 +72,7 @@ class Result:
 
     @classmethod
     def rate(cls, name: str, params: Mapping[str, Any], nbytes: int, ours: float, floor: float) -> Result:
-        """Of rounds that move ``nbytes`` in so many seconds."""
+        """Makes rates of the seconds that kvtier and the floor take for ``nbytes``."""
         return cls(name, params, nbytes / ours / (1 << 20), "MiB/s", nbytes / floor / (1 << 20))
 
     @property
@@ -83,43 +81,44 @@ class Result:
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
-    """A cache of its own in a private daemon."""
+class PrivateCache:
+    """The only cache of a private daemon."""
 
     client: aio.AsyncClient
     cache: Cache
     daemon: PrivateDaemon
-
-    def slots(self, tier: Tier, slots: Sequence[int]) -> list[Bytes]:
-        return [view for slot in slots for view in self.cache.arena.view(tier, 0, slot, write=True)]
 
     async def move(self, keys: Sequence[bytes], to: Tier) -> None:
         results = await self.cache.move(keys, to)
         if set(results) != {BlockResult.OK}:
             raise DaemonError(f"blocks could not be moved to {to}: {set(map(str, results))}", reason="BENCH")
 
+    async def put(self, rows: Sequence[Bytes]) -> float:
+        """Puts a new chain into host memory. Returns the seconds."""
+        return await timed(self.cache.put(new_chain(len(rows)), rows, tier=Tier.HOST))
+
 
 @asynccontextmanager
-async def place(
-    spec: CacheSpec, slots: TierSlots, *, options: CacheOptions | None = None, **wanted: Any
-) -> AsyncIterator[Place]:
-    """A private daemon with one cache that has all its slots. ``wanted``: of :class:`PrivateDaemon`."""
+async def private_cache(
+    spec: CacheSpec, slots: TierSlots, *, options: CacheOptions | None = None, **daemon: Any
+) -> AsyncIterator[PrivateCache]:
+    """Starts a private daemon with one cache that has all slots. ``daemon``: arguments of :class:`PrivateDaemon`."""
     async with (
-        PrivateDaemon(slots.as_bytes(spec), **wanted) as daemon,
-        await aio.connect(daemon.address, timeout=600) as client,
+        PrivateDaemon(slots.as_bytes(spec), **daemon) as running,
+        await aio.connect(running.address, timeout=600) as client,
     ):
-        yield Place(client, await client.open_cache(CACHE, spec, options=options), daemon)
+        yield PrivateCache(client, await client.open_cache(CACHE, spec, options=options), running)
 
 
-def chains(blocks: int = BATCH) -> Iterator[list[bytes]]:
-    """Chains of so many keys each; no key comes twice."""
-    for number in count():
-        yield [hashlib.sha256(f"{number}/{index}".encode()).digest() for index in range(blocks)]
+def new_chain(blocks: int = BATCH) -> list[bytes]:
+    """Returns keys that no other call returns."""
+    number = next(_numbers)
+    return [hashlib.sha256(f"{number}/{index}".encode()).digest() for index in range(blocks)]
 
 
 async def interleaved(rounds: int, *works: Work) -> list[float]:
-    """The median seconds of each work. A round does every work once; their order rotates, so that none always finds
-    what another left in the processor's caches."""
+    """Returns the median seconds of each work. A round does every work once, in rotating order: no work always finds
+    the processor's caches as the same other work left them."""
     times: list[list[float]] = [[] for _ in works]
     for turn in range(rounds + _WARM_UP):
         for first in range(len(works)):
@@ -129,46 +128,66 @@ async def interleaved(rounds: int, *works: Work) -> list[float]:
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """The seconds that it takes."""
+    """Returns the seconds that the work takes."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started
 
 
-def _rows(block_bytes: int) -> list[Bytes]:
-    return list(np.random.default_rng(1).integers(0, 256, (BATCH, block_bytes), dtype=np.uint8))
-
-
-def _memcpy(source: Sequence[Bytes], target: Sequence[Bytes]) -> float:
-    """Seconds of one thread's copies, block by block."""
+def memcpy(source: Sequence[Bytes], target: Sequence[Bytes]) -> float:
+    """Returns the seconds of one thread's copies, block by block."""
     started = time.perf_counter()
     for read, written in zip(source, target, strict=True):
         np.copyto(written, read)
     return time.perf_counter() - started
 
 
+def _memcpy_into_memory(rows: Sequence[Bytes]) -> Work:
+    """Copies a batch, in turn, to four places in memory that has its pages."""
+    places = cycle(empty((_ROOM, len(rows), rows[0].size)))
+
+    async def copy() -> float:
+        return memcpy(rows, next(places))
+
+    return copy
+
+
+async def _rate(
+    name: str, block_bytes: int, blocks: int, rounds: int, ours: Work, floor: Work, **params: Any
+) -> Result:
+    params = {"block_bytes": block_bytes, **params}
+    return Result.rate(name, params, blocks * block_bytes, *await interleaved(rounds, ours, floor))
+
+
+def _rows(block_bytes: int) -> list[Bytes]:
+    return list(np.random.default_rng(1).integers(0, 256, (BATCH, block_bytes), dtype=np.uint8))
+
+
+def _views(lease: ReadLease | WriteLease) -> list[Bytes]:
+    return [lease.view(index)[0] for index in range(len(lease))]
+
+
 # -- client ------------------------------------------------------------------------------------------------------------
 
 
 async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[Result]:
-    """First fill, store and first get of 64 blocks of host memory, and the prefix length of so many keys among as many
-    others."""
-    for block_bytes in sizes:
-        yield await _first_fill(block_bytes, min(rounds, _FRESH))
-    for block_bytes, checksum in product(sizes, ("disk", "commit")):
-        options = CacheOptions(checksum=checksum)
-        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0), options=options) as here:
-            for result in await _copies(here, {"block_bytes": block_bytes, "checksum": checksum}, rounds):
+    """Measures stores and gets of 64 blocks of host memory, the put of one block, and the length of a prefix of
+    ``keys`` keys among as many others."""
+    slots = TierSlots(0, _ROOM * BATCH, 0)
+    for spec in map(replay_spec, sizes):
+        yield await _first_fill(spec, slots, min(rounds, _FRESH))
+        for checksum in ("disk", "commit"):
+            async with private_cache(spec, slots, options=CacheOptions(checksum=checksum)) as here:
+                for result in await _copies(here, checksum, rounds):
+                    yield result
+        async with private_cache(spec, slots) as here:
+            rows = _rows(here.cache.block_bytes)
+            for result in await _one_put(here, rows, max(rounds, _FEW)):
                 yield result
-    for block_bytes in sizes:
-        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
-            yield await _full_store(here, rounds)
-    for block_bytes in sizes:
-        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
-            for result in await _one_put(here, max(rounds, _FEW)):
-                yield result
-    async with place(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
-        stored = list(islice(chains(keys), 2))
+            works = partial(here.put, rows), _memcpy_into_memory(rows)  # the tier is full by now
+            yield await _rate("client.store_full", here.cache.block_bytes, BATCH, rounds, *works)
+    async with private_cache(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
+        stored = [new_chain(keys), new_chain(keys)]
         for chain in stored:
             await here.cache.put(chain, _rows(PAGE)[:1] * keys, tier=Tier.HOST)
         with sync.Client(here.client.address) as client:
@@ -183,148 +202,119 @@ async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[
                     raise DaemonError(f"{found} of {keys} stored keys are found", reason="BENCH")
                 return seconds
 
-            packed, listed = await interleaved(rounds, lambda: length(b"".join), lambda: length(list))
-        yield Result("client.prefix_length", {"keys": keys, "as": "bytes"}, 1e6 * packed, "us")
-        yield Result("client.prefix_length", {"keys": keys, "as": "list"}, 1e6 * listed, "us")
+            times = await interleaved(rounds, lambda: length(b"".join), lambda: length(list))
+        for form, seconds in zip(("bytes", "list"), times, strict=True):
+            yield Result("client.prefix_length", {"keys": keys, "as": form}, 1e6 * seconds, "us")
 
 
-async def _first_fill(block_bytes: int, rounds: int) -> Result:
-    """Slots that nobody has touched, of a daemon that has just started, beside one thread's copy into as much memory
-    that has its pages."""
-    rows, fresh = _rows(block_bytes), chains()
-    room = empty((_ROOM, BATCH, block_bytes))
-    places = cycle(room)
+async def _first_fill(spec: CacheSpec, slots: TierSlots, rounds: int) -> Result:
+    """Measures a store into untouched slots of a new daemon."""
+    rows = _rows(spec.block_bytes(0))
 
     async def fill() -> float:
-        async with place(replay_spec(block_bytes), TierSlots(0, _ROOM * BATCH, 0)) as here:
-            return await timed(here.cache.put(next(fresh), rows, tier=Tier.HOST))
+        async with private_cache(spec, slots) as here:
+            return await here.put(rows)
 
-    async def bare() -> float:
-        return _memcpy(rows, next(places))
-
-    params = {"block_bytes": block_bytes}
-    return Result.rate("client.first_fill", params, BATCH * block_bytes, *await interleaved(rounds, fill, bare))
+    return await _rate("client.first_fill", spec.block_bytes(0), BATCH, rounds, fill, _memcpy_into_memory(rows))
 
 
-async def _copies(here: Place, params: Mapping[str, Any], rounds: int) -> list[Result]:
+async def _copies(here: PrivateCache, checksum: str, rounds: int) -> list[Result]:
     block_bytes = here.cache.block_bytes
-    rows, out, fresh = _rows(block_bytes), _rows(block_bytes), chains()
+    rows, out = _rows(block_bytes), _rows(block_bytes)
 
     @asynccontextmanager
-    async def stored() -> AsyncIterator[list[bytes]]:
-        """A new chain, so that every get is the first of its blocks."""
-        chain = next(fresh)
-        await here.cache.put(chain, rows, tier=Tier.HOST)
-        yield chain
+    async def stored() -> AsyncIterator[tuple[list[bytes], float]]:
+        """Stores a new chain for the block: every get is the first of its blocks. Yields the seconds, too."""
+        chain = new_chain()
+        yield chain, await timed(here.cache.put(chain, rows, tier=Tier.HOST))
         await here.cache.drop(chain[:1])
 
     async def store() -> float:
-        started = time.perf_counter()
-        async with stored():
-            return time.perf_counter() - started
+        async with stored() as (_, seconds):
+            return seconds
 
     async def bare_store() -> float:
         async with here.cache.reserve(BATCH, Tier.HOST) as lease:
-            return _memcpy(rows, here.slots(Tier.HOST, lease.slots))
+            return memcpy(rows, _views(lease))
 
     async def get() -> float:
-        async with stored() as chain:
+        async with stored() as (chain, _):
             return await timed(here.cache.get(chain, out, tier=Tier.HOST))
 
     async def bare_get() -> float:
-        async with stored() as chain, here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
-            return _memcpy(here.slots(Tier.HOST, lease.slots), out)
+        async with stored() as (chain, _), here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
+            return memcpy(_views(lease), out)
 
-    nbytes = BATCH * block_bytes
     return [
-        Result.rate("client.store", params, nbytes, *await interleaved(rounds, store, bare_store)),
-        Result.rate("client.get", params, nbytes, *await interleaved(rounds, get, bare_get)),
+        await _rate("client.store", block_bytes, BATCH, rounds, store, bare_store, checksum=checksum),
+        await _rate("client.get", block_bytes, BATCH, rounds, get, bare_get, checksum=checksum),
     ]
 
 
-async def _full_store(here: Place, rounds: int) -> Result:
-    """Into a full tier, where each chain evicts another, beside one thread's copy into as much memory."""
-    rows, fresh = _rows(here.cache.block_bytes), chains()
-    places = cycle(empty((_ROOM, BATCH, here.cache.block_bytes)))
-
-    async def store() -> float:
-        return await timed(here.cache.put(next(fresh), rows, tier=Tier.HOST))
-
-    async def bare() -> float:
-        return _memcpy(rows, next(places))
-
-    for _ in range(_ROOM):
-        await store()
-    params = {"block_bytes": here.cache.block_bytes}
-    nbytes = BATCH * here.cache.block_bytes
-    return Result.rate("client.store_full", params, nbytes, *await interleaved(rounds, store, bare))
-
-
-async def _one_put(here: Place, rounds: int) -> list[Result]:
-    """A put of one block, and by itself each step of it; then the daemon's CPU for each of 64 blocks. The floor of a
-    call is one that finds nothing to do, of the whole two of those and the copy."""
-    rows, fresh = _rows(here.cache.block_bytes), chains(1)
-    many, steps = chains(), deque[tuple[float, float, float]]()
-
-    async def put() -> float:
-        return await timed(here.cache.put(next(fresh), rows[:1], tier=Tier.HOST))
+async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> list[Result]:
+    """Measures a put of one block and each of its steps, then the daemon's CPU for each block of a batch. The floor of
+    a step is a call that finds nothing to do; the floor of the put is two of these calls and the copy."""
+    steps: deque[tuple[float, float, float]] = deque()
 
     async def in_steps() -> float:
         began = time.perf_counter()
         async with here.cache.reserve(1, Tier.HOST) as lease:
             reserved = time.perf_counter()
-            copied = reserved + _memcpy(rows[:1], here.slots(Tier.HOST, lease.slots))
+            copied = memcpy(rows[:1], _views(lease))
             told = time.perf_counter()
-            await lease.commit(next(fresh), release=True)
-            steps.append((reserved - began, copied - reserved, time.perf_counter() - told))
+            await lease.commit(new_chain(1), release=True)
+            steps.append((reserved - began, copied, time.perf_counter() - told))
         return time.perf_counter() - began
-
-    async def bare() -> float:
-        return await timed(here.cache.set_retention([], 0))
 
     async def daemon_cpu() -> float:
         clock = ~here.daemon.pid << 3 | 2  # clock_getcpuclockid(3)
         before = time.clock_gettime(clock)
         for _ in range(_FEW):
-            await here.cache.put(next(many), rows, tier=Tier.HOST)
+            await here.put(rows)
         return (time.clock_gettime(clock) - before) / _FEW / BATCH
 
-    params = {"block_bytes": here.cache.block_bytes}
-    whole, _, call = await interleaved(rounds, put, in_steps, bare)
+    async def call() -> float:
+        return await timed(here.cache.set_retention([], 0))
+
+    whole, _, called = await interleaved(rounds, lambda: here.put(rows[:1]), in_steps, call)
     (cpu,) = await interleaved(_FEW, daemon_cpu)
-    reserve, copy, commit = (1e6 * statistics.median(step) for step in zip(*steps, strict=True))
-    return [
-        Result("client.put_one", params, 1e6 * whole, "us", copy + 2e6 * call),
-        Result("client.put_one.reserve", params, reserve, "us", 1e6 * call),
-        Result("client.put_one.commit", params, commit, "us", 1e6 * call),
-        Result("client.put_one.copy", params, copy, "us"),
-        Result("client.daemon_cpu", params, 1e6 * cpu, "us/block"),
-    ]
+    reserve, copy, commit = map(statistics.median, zip(*steps, strict=True))
+    figures = (
+        ("client.put_one", whole, copy + 2 * called),
+        ("client.put_one.reserve", reserve, called),
+        ("client.put_one.commit", commit, called),
+        ("client.put_one.copy", copy, None),
+    )
+    params = {"block_bytes": here.cache.block_bytes}
+    results = [Result(name, params, 1e6 * each, "us", floor and 1e6 * floor) for name, each, floor in figures]
+    return [*results, Result("client.daemon_cpu", params, 1e6 * cpu, "us/block")]
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
 
 
-async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int, directory: Path | None) -> AsyncIterator[Result]:
-    """Moves of 64 blocks to and from disk, and stores into full tiers, against a raw file."""
+async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> AsyncIterator[Result]:
+    """Measures moves of 64 blocks to and from disk, and stores into full tiers, beside a raw file as large as the disk
+    tier that is written and read past the page cache."""
     for block_bytes in sizes:
         slots = TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes)
-        with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
-            async with place(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
-                for result in await _disk_edges(here, Path(kept) / "raw", rounds):
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
+            async with private_cache(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
+                fd = os.open(Path(kept) / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+                for result in await _disk_edges(here, fd, rounds):
                     yield result
-                yield await _sustained(here, Path(kept) / "raw", min(rounds, 5))
+                yield await _sustained(here, fd, min(rounds, _FRESH))
+                os.close(fd)
 
 
-async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
-    """The raw file is as large as the disk tier, and written and read past the page cache in calls of as many blocks,
-    by as many threads, as the daemon has."""
+async def _disk_edges(here: PrivateCache, fd: int, rounds: int) -> list[Result]:
+    """Measures moves. The raw file takes as many blocks a call, in as many threads, as the daemon's disk tier does."""
     block_bytes, slots = here.cache.block_bytes, here.cache.slots(Tier.DISK)
-    rows, fresh = _rows(block_bytes), chains()
+    rows, parts = _rows(block_bytes), range(0, BATCH, _SYNC_BLOCKS)
     stored: deque[list[bytes]] = deque(maxlen=max(1, slots // BATCH // 2))
 
     async def write() -> float:
-        chain = next(fresh)
+        chain = new_chain()
         await here.cache.put(chain, rows, tier=Tier.HOST)
         seconds = await timed(here.move(chain, Tier.DISK))
         stored.append(chain)
@@ -337,9 +327,7 @@ async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
         return seconds
 
     async with here.cache.reserve(BATCH, Tier.HOST) as lease:
-        views = [view.data for view in here.slots(Tier.HOST, lease.slots)]
-        fd = os.open(raw, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        parts = range(0, BATCH, _SYNC_BLOCKS)
+        views = [view.data for view in _views(lease)]
 
         def write_raw(place: int) -> None:
             for first in parts:
@@ -350,8 +338,7 @@ async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
             os.preadv(fd, views[first : first + _SYNC_BLOCKS], (place + first) * block_bytes)
 
         async def bare_write() -> float:
-            place = random.randrange(slots - BATCH + 1)
-            return await timed(asyncio.to_thread(write_raw, place))
+            return await timed(asyncio.to_thread(write_raw, random.randrange(slots - BATCH + 1)))
 
         async def bare_read() -> float:
             place = random.randrange(slots - BATCH + 1)
@@ -360,59 +347,50 @@ async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
         for place in range(0, slots - BATCH + 1, BATCH):  # the first write of a place is slower than all others
             await write()
             write_raw(place)
-        params = {"block_bytes": block_bytes, "disk_bytes": slots * block_bytes}
-        results = [
-            Result.rate("tiers.host>disk", params, BATCH * block_bytes, *await interleaved(rounds, write, bare_write)),
-            Result.rate("tiers.disk>host", params, BATCH * block_bytes, *await interleaved(rounds, read, bare_read)),
+        disk_bytes = slots * block_bytes
+        return [
+            await _rate(f"tiers.{edge}", block_bytes, BATCH, rounds, *works, disk_bytes=disk_bytes)
+            for edge, works in (("host>disk", (write, bare_write)), ("disk>host", (read, bare_read)))
         ]
-        os.close(fd)
-        return results
 
 
-async def _sustained(here: Place, raw: Path, rounds: int) -> Result:
-    """Stores four times what the host tier holds into full tiers, so that each block stored sends one to disk; against
-    the raw file written from its start to its end and synced once."""
-    block_bytes, slots = here.cache.block_bytes, here.cache.slots(Tier.DISK)
-    batches = 4 * here.cache.slots(Tier.HOST) // BATCH
-    rows, fresh = _rows(block_bytes), chains()
-    places = cycle(range(0, slots - BATCH + 1, BATCH))
-    fd = os.open(raw, os.O_RDWR | os.O_DIRECT)
-    with mmap.mmap(-1, BATCH * block_bytes) as pages:
-        pages[:] = b"".join(row.tobytes() for row in rows)
+async def _sustained(here: PrivateCache, fd: int, rounds: int) -> Result:
+    """Measures stores of four times the host tier into full tiers, so that each stored block sends a block to disk. The
+    raw file is written from its start to its end and synced once."""
+    block_bytes, host = here.cache.block_bytes, here.cache.slots(Tier.HOST)
+    rows, pages, batches = _rows(block_bytes), empty((BATCH, block_bytes)), 4 * host // BATCH
+    places = cycle(range(0, here.cache.slots(Tier.DISK) - BATCH + 1, BATCH))
+    pages[:] = rows
 
-        async def store() -> float:
-            started = time.perf_counter()
-            for chain in islice(fresh, batches):
-                await here.cache.put(chain, rows, tier=Tier.HOST)
-            return time.perf_counter() - started
+    async def store() -> float:
+        return sum([await here.put(rows) for _ in range(batches)])
 
-        def write_raw() -> None:
-            for place in islice(places, batches):
-                os.pwrite(fd, pages, place * block_bytes)
-            os.fdatasync(fd)
+    def write_raw() -> None:
+        for place in islice(places, batches):
+            os.pwrite(fd, pages.data, place * block_bytes)
+        os.fdatasync(fd)
 
-        ours, floor = await interleaved(rounds, store, lambda: timed(asyncio.to_thread(write_raw)))
-    os.close(fd)
-    params = {"block_bytes": block_bytes, "host_bytes": here.cache.slots(Tier.HOST) * block_bytes}
-    return Result.rate("tiers.sustained", params, batches * BATCH * block_bytes, ours, floor)
+    works = store, lambda: timed(asyncio.to_thread(write_raw))
+    return await _rate("tiers.sustained", block_bytes, batches * BATCH, rounds, *works, host_bytes=host * block_bytes)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
 async def events(watchers: int, rounds: int, puts: int) -> AsyncIterator[Result]:
-    """Block changes a second until the last watcher has decoded all of them; the floor is without watchers.
+    """Measures block changes a second until the last watcher has decoded all of them; the floor has no watchers.
 
-    A round puts and drops chains of 256 blocks, of which every fourth moves in between. Every watcher is a process of
-    its own. Raises :class:`DaemonError` if one misses a change.
+    A round puts and drops chains of 256 blocks; every fourth chain moves in between. Every watcher is a process.
+    Raises :class:`DaemonError` if a watcher misses a change.
     """
     blocks = 256
-    rows, fresh, changes = _rows(PAGE)[:1] * blocks, chains(blocks), (2 * puts + puts // 4) * blocks
-    async with place(replay_spec(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
+    rows, changes = _rows(PAGE)[:1] * blocks, (2 * puts + puts // 4) * blocks
+    async with private_cache(replay_spec(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
         with ProcessPoolExecutor(watchers, multiprocessing.get_context("spawn")) as processes:
 
             async def store() -> None:
-                for number, chain in enumerate(islice(fresh, puts), 1):
+                for number in range(1, puts + 1):
+                    chain = new_chain(blocks)
                     await here.cache.put(chain, rows, tier=Tier.DEVICE)
                     if number % 4 == 0:
                         await here.move(chain, Tier.HOST)
@@ -429,14 +407,12 @@ async def events(watchers: int, rounds: int, puts: int) -> AsyncIterator[Result]
     yield Result("events.changes", params, changes / ours, "changes/s", changes / floor)
 
 
-@cache
-def _runner() -> asyncio.Runner:
-    """One for all rounds: gRPC goes on polling the first loop of a process."""
-    return asyncio.Runner()
+_runner: Final = cache(asyncio.Runner)
+"""Gives the same loop to all rounds: gRPC goes on polling the first loop of a process."""
 
 
 def watch(address: str, since: Cursor, changes: int) -> None:
-    """Decodes so many block changes, in a process that does so in every round."""
+    """Decodes block changes, in a process that does so in every round."""
 
     async def follow() -> None:
         seen = 0
@@ -453,87 +429,79 @@ def watch(address: str, since: Cursor, changes: int) -> None:
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Path | None) -> AsyncIterator[Result]:
-    """What one of 64 blocks of 4 KiB costs among how many others; the floor is the smallest count.
-
-    Then memory of the daemon a block, a start with so many blocks ``on_disk``, and the CPU of the loop's slow callbacks
-    while those were stored.
-    """
+async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> AsyncIterator[Result]:
+    """Measures the cost of a block of 4 KiB in calls of 64, with ``counts`` blocks in the cache; the floor is the
+    smallest count. Then the daemon's memory a block, and :func:`_restart`."""
     async with AsyncExitStack() as stack:
-        places = [await stack.enter_async_context(place(replay_spec(PAGE), TierSlots(0, each, 0))) for each in counts]
-        acquiring, storing = [], []
-        for blocks, here in zip(counts, places, strict=True):
-            fresh = chains(_FILL)
-            await _fill(here, fresh, blocks // 10)
+        spec, works = replay_spec(PAGE), dict[str, list[Work]](acquire=[], store=[])
+        for blocks in counts:
+            here = await stack.enter_async_context(private_cache(spec, TierSlots(0, blocks, 0)))
+            await _fill(here, blocks // 10)
             before = _anonymous_bytes(here)
-            last = await _fill(here, fresh, blocks - blocks // 10)
-            acquiring.append(_acquiring(here, last[:BATCH]))
-            storing.append(_storing(here, fresh))
+            last = await _fill(here, blocks - blocks // 10)
+            works["acquire"].append(partial(_acquire, here, last[:BATCH]))
+            works["store"].append(partial(_evict, here))
             memory = (_anonymous_bytes(here) - before) / (blocks - blocks // 10)
             yield Result("scale.memory", {"blocks": blocks}, memory, "bytes/block")
-        for name, works in (("acquire", acquiring), ("store", storing)):
-            costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *works)]
+        for name, each in works.items():
+            costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *each)]
             for blocks, cost in zip(counts, costs, strict=True):
                 yield Result(f"scale.{name}", {"blocks": blocks}, cost, "us/block", costs[0])
-    for result in await _restart(on_disk, directory):
+    for result in await _restart(on_disk):
         yield result
 
 
-async def _fill(here: Place, fresh: Iterator[list[bytes]], blocks: int, *, disk: bool = False) -> list[bytes]:
-    """Stores so many blocks in chains. Returns the last chain."""
+async def _fill(here: PrivateCache, blocks: int, *, disk: bool = False) -> list[bytes]:
+    """Stores ``blocks`` blocks in chains. Returns the last chain."""
     chain: list[bytes] = []
     for left in range(blocks, 0, -_FILL):
-        chain = next(fresh)[:left]
+        chain = new_chain(min(left, _FILL))
         await _store(here, chain)
         if disk:
             await here.move(chain, Tier.DISK)
     return chain
 
 
-async def _store(here: Place, chain: list[bytes]) -> None:
-    """The bytes are whatever the slots hold."""
+async def _store(here: PrivateCache, chain: list[bytes]) -> None:
+    """Commits slots as they are, without writing their bytes."""
     async with here.cache.reserve(len(chain), Tier.HOST) as lease:
         await lease.commit(chain)
 
 
-async def _acquire(here: Place, chain: list[bytes]) -> None:
+async def _evict(here: PrivateCache) -> float:
+    """Stores into a full cache, which evicts as many blocks."""
+    return await timed(_store(here, new_chain()))
+
+
+async def _acquire(here: PrivateCache, chain: list[bytes]) -> float:
+    started = time.perf_counter()
     async with here.cache.acquire(chain, Tier.HOST, min_blocks=len(chain)):
         pass
+    return time.perf_counter() - started
 
 
-def _acquiring(here: Place, chain: list[bytes]) -> Work:
-    return lambda: timed(_acquire(here, chain))
-
-
-def _storing(here: Place, fresh: Iterator[list[bytes]]) -> Work:
-    """The cache is full: each store evicts as many blocks."""
-    return lambda: timed(_store(here, next(fresh)[:BATCH]))
-
-
-async def _restart(blocks: int, directory: Path | None) -> list[Result]:
-    """The time from a start to the first answer about blocks on disk."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
+async def _restart(blocks: int) -> list[Result]:
+    """Measures the CPU of the slow callbacks of the daemon's loop while blocks go to disk, and the time from a start to
+    the first answer about them."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
         told, slots = Path(kept) / "callbacks", TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
         module = ("kvtier.bench.callbacks", str(told))
-        async with place(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:
-            last = await _fill(here, chains(_FILL), blocks, disk=True)
+        async with private_cache(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:
+            last = await _fill(here, blocks, disk=True)
             await here.daemon.stop(_STOP_S)
-            seconds = await timed(_serving(here.daemon, last))
-            return [
-                Result("scale.callback.p99.9", {"blocks": blocks}, float(told.read_text()), "us"),
-                Result("scale.restart", {"blocks": blocks}, seconds, "s"),
-            ]
+            callback = float(told.read_text())
+            started = time.perf_counter()
+            await here.daemon.start()
+            async with await aio.connect(here.daemon.address) as client:
+                cache = await client.open_cache(CACHE, replay_spec(PAGE))
+                if (await cache.match(last)).blocks != len(last):
+                    raise DaemonError("blocks on disk are not found after the restart", reason="BENCH")
+                seconds = time.perf_counter() - started
+    params = {"blocks": blocks}
+    return [Result("scale.callback.p99.9", params, callback, "us"), Result("scale.restart", params, seconds, "s")]
 
 
-async def _serving(daemon: PrivateDaemon, chain: list[bytes]) -> None:
-    await daemon.start()
-    async with await aio.connect(daemon.address) as client:
-        cache = await client.open_cache(CACHE, replay_spec(PAGE))
-        if (await cache.match(chain)).blocks != len(chain):
-            raise DaemonError("what was on disk before the restart is not found after it", reason="BENCH")
-
-
-def _anonymous_bytes(here: Place) -> int:
-    """Resident memory of the daemon that is no file's and no arena's."""
+def _anonymous_bytes(here: PrivateCache) -> int:
+    """Resident memory of the daemon, without files and arenas."""
     lines = Path(f"/proc/{here.daemon.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))

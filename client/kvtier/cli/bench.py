@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Final, TypeAlias
 
 import click
-from rich.table import Table
 
 from kvtier.abi.spec import DTYPE_BYTES
 from kvtier.bench import engine as engine_bench
@@ -20,8 +19,9 @@ from kvtier.cli.options import Group, output_option
 from kvtier.cli.output import show, table
 from kvtier.types import size
 
-_OUTPUT: Final = output_option()
-_ROUNDS: Final = click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
+Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_COUNT: Final = click.IntRange(min=1)
 _SIZES: Final = click.option(
     "--block-bytes",
     type=click.IntRange(min=4096),
@@ -29,11 +29,6 @@ _SIZES: Final = click.option(
     default=(64 << 10, 256 << 10, 1 << 20),
     show_default=True,
     help="Repeatable.",
-)
-_DISK_DIR: Final = click.option(
-    "--disk-dir",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where disk tiers go.  [default: where temporary files go]",
 )
 
 
@@ -46,6 +41,24 @@ def bench() -> None:
     """
 
 
+def measurement(*options: Option) -> Callable[[Callable[..., AsyncIterator[Result]]], click.Command]:
+    """Makes a command of the group with these options, ``--rounds`` and ``--output``."""
+    rounds = click.option("--rounds", type=_COUNT, default=20, show_default=True)
+    added: list[Option] = [output_option(), rounds, *reversed(options)]
+
+    def decorate(measure: Callable[..., AsyncIterator[Result]]) -> click.Command:
+        @wraps(measure)
+        def measured(form: str, **given: Any) -> None:
+            tell(measure(**given), form)
+
+        command: Callable[..., Any] = measured
+        for option in added:
+            command = option(command)
+        return bench.command()(command)
+
+    return decorate
+
+
 def tell(results: AsyncIterator[Result], form: str) -> None:
     """Runs the measurements, and prints all figures at the end."""
 
@@ -53,23 +66,17 @@ def tell(results: AsyncIterator[Result], form: str) -> None:
         return [result async for result in results]
 
     found = run(collect())
-    show(form, [{**asdict(result), "ratio": result.ratio} for result in found], _table(found))
-
-
-def _table(results: list[Result]) -> Table:
-    rows = (
-        (
-            result.name,
-            ", ".join(f"{name} {_shown(name, value)}" for name, value in result.params.items()),
-            f"{_figure(result.value)} {result.unit}",
-            "" if result.floor is None else _figure(result.floor),
-            "" if result.ratio is None else f"{result.ratio:.2f}",
-            "" if result.ratio is None else "more" if result.unit.endswith("/s") else "less",
-        )
-        for result in results
-    )
     columns = ("measured", "of", "value", "floor", "ratio", "better is")
-    return table(columns, rows, left=("measured", "of", "better is"))
+    text = table(columns, map(_row, found), left=("measured", "of", "better is"))
+    show(form, [{**asdict(result), "ratio": result.ratio} for result in found], text)
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    params = ", ".join(f"{name} {_shown(name, value)}" for name, value in result.params.items())
+    row = (result.name, params, f"{_figure(result.value)} {result.unit}")
+    if result.floor is None or result.ratio is None:
+        return (*row, "", "", "")
+    return (*row, _figure(result.floor), f"{result.ratio:.2f}", "more" if result.unit.endswith("/s") else "less")
 
 
 def _figure(number: float) -> str:
@@ -83,81 +90,63 @@ def _shown(name: str, value: Any) -> str:
     return size(value) if name.endswith("_bytes") else f"{value:,}"
 
 
-@bench.command()
-@_SIZES
-@_ROUNDS
-@_OUTPUT
-def client(block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
+@measurement(_SIZES)
+def client(block_bytes: tuple[int, ...], rounds: int) -> AsyncIterator[Result]:
     """Fill, store, get and look up blocks of host memory.
 
     Calls store and read 64 blocks, or one block; the prefix looked up has 8,192 keys.
     """
-    tell(host.client(block_bytes, rounds, keys=8192), form)
+    return host.client(block_bytes, rounds, keys=8192)
 
 
-@bench.command()
-@_SIZES
-@_ROUNDS
-@_DISK_DIR
-@_OUTPUT
-def tiers(block_bytes: tuple[int, ...], rounds: int, disk_dir: Path | None, form: str) -> None:
-    """Move 64 blocks between host and disk. The disk tier has 2 GiB: a smaller tier would measure the disk's caches."""
-    tell(host.tiers(block_bytes, rounds, 2 << 30, disk_dir), form)
+@measurement(_SIZES)
+def tiers(block_bytes: tuple[int, ...], rounds: int) -> AsyncIterator[Result]:
+    """Move 64 blocks between host and disk.
+
+    The disk tier has 2 GiB, in $TMPDIR: a smaller one would measure the disk's caches.
+    """
+    return host.tiers(block_bytes, rounds, 2 << 30)
 
 
-@bench.command()
-@_ROUNDS
-@_OUTPUT
-def events(rounds: int, form: str) -> None:
+@measurement()
+def events(rounds: int) -> AsyncIterator[Result]:
     """Count block changes a second, with eight watchers. The daemon makes the changes, and the watchers decode them."""
-    tell(host.events(8, rounds, puts=200), form)
+    return host.events(8, rounds, puts=200)
 
 
-@bench.command()
-@_ROUNDS
-@_DISK_DIR
-@_OUTPUT
-def scale(rounds: int, disk_dir: Path | None, form: str) -> None:
+@measurement()
+def scale(rounds: int) -> AsyncIterator[Result]:
     """Measure many blocks: memory, calls and a restart.
 
     Blocks have 4 KiB. Calls run among 10^4 and 10^6 blocks, a restart with 10^5. Takes 5 GiB of memory.
     """
-    tell(host.scale((10_000, 1_000_000), rounds, 100_000, disk_dir), form)
+    return host.scale((10_000, 1_000_000), rounds, 100_000)
 
 
-@bench.command()
-@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="cuda, cuda:1 or GPU-<uuid>.")
-@_ROUNDS
-@_OUTPUT
-def gpu(device: str, rounds: int, form: str) -> None:
+@measurement(click.option("--device", default="cuda", show_default=True, help="cuda, cuda:1 or GPU-<uuid>."))
+def gpu(device: str, rounds: int) -> AsyncIterator[Result]:
     """Move blocks between a GPU and host memory. Needs CUDA's bindings (kvtier[cuda])."""
-    tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
+    return gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0)
 
 
-@bench.command()
-@click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--head-size", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Of a block.")
-@click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True)
-@click.option("--blocks", type=click.IntRange(min=1), default=1000, show_default=True, help="Of the prompt of a step.")
-@click.option(
-    "--tokens-per-second",
-    type=click.FloatRange(min=0, min_open=True),
-    multiple=True,
-    default=(1_000, 10_000, 100_000),
-    show_default=True,
-    help="That the model computes of a prompt.  Repeatable.",
+@measurement(
+    click.option("--layers", type=_COUNT, default=32, show_default=True),
+    click.option("--kv-heads", type=_COUNT, default=8, show_default=True),
+    click.option("--head-size", type=_COUNT, default=128, show_default=True),
+    click.option("--tokens", type=_COUNT, default=16, show_default=True, help="Tokens of a block."),
+    click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True),
+    click.option("--blocks", type=_COUNT, default=1000, show_default=True, help="Blocks of the prompt of a step."),
+    click.option(
+        "--tokens-per-second",
+        type=click.FloatRange(min=0, min_open=True),
+        multiple=True,
+        default=(1_000, 10_000, 100_000),
+        show_default=True,
+        help="Prompt tokens that the model computes in a second.  Repeatable.",
+    ),
 )
-@_ROUNDS
-@_OUTPUT
-def engine(blocks: int, rounds: int, form: str, **shape: Any) -> None:
+async def engine(blocks: int, rounds: int, **shape: Any) -> AsyncIterator[Result]:
     """Time an engine's scheduler and worker. Measures a step, saves, loads, and the shortest prefix worth a load."""
-
-    async def results() -> AsyncIterator[Result]:
-        async for result in engine_bench.steps(blocks, rounds):
+    for results in (engine_bench.steps(blocks, rounds), engine_bench.copies(**shape, rounds=rounds)):
+        async for result in results:
             yield result
-        async for result in engine_bench.copies(**shape, rounds=rounds):
-            yield result
-
-    tell(results(), form)

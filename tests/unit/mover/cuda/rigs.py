@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from types import ModuleType
 
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Driver
 from kvtier.abi.layout import ArenaLayout
+from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.tiers.arena import Arena
@@ -17,18 +17,15 @@ from kvtierd.tiers.mapped import HostStore
 from tests.fake_cuda import load_fake
 from tests.unit.mover.rig import SPEC
 
-SLOTS: Mapping[tuple[int, int], int] = {(0, Tier.DEVICE): 8, (0, Tier.HOST): 8}
 
+class CopyRig:
+    """The memory of a cache on a device and in host memory, and its copies."""
 
-class Rig:
-    """``settings``: of the fake."""
-
-    def __init__(self, **settings: object) -> None:
-        self.fake: ModuleType = load_fake(**{"max_delay_ms": 1, **settings})
-        self.gpu = Gpu(Driver(self.fake, "cuda"))
-        layout = ArenaLayout.plan(SPEC, SLOTS)
+    def __init__(self, driver: Driver, spec: CacheSpec = SPEC, slots: int = 8) -> None:
+        self.gpu = Gpu(driver)
+        layout = ArenaLayout.plan(spec, {(0, tier): slots for tier in (Tier.DEVICE, Tier.HOST)})
         segment = self.gpu.create("rig", layout.data_bytes(Tier.DEVICE))
-        identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=os.getpid())
+        identity = ArenaIdentity(spec.fingerprint(), epoch=1, boot=1, pid=os.getpid())
         self.arena = Arena.create("rig", layout, identity, segment)
         self.device = CudaDevice(layout, segment)
         self.host = HostStore(self.arena)
@@ -38,4 +35,15 @@ class Rig:
         assert self.copies.close()
         self.arena.close()
         self.gpu.close()
+
+
+class Rig(CopyRig):
+    """``settings``: of the fake."""
+
+    def __init__(self, **settings: object) -> None:
+        self.fake: ModuleType = load_fake(**{"max_delay_ms": 1, **settings})
+        super().__init__(Driver(self.fake, "cuda"))
+
+    def close(self) -> None:
+        super().close()
         assert self.fake.fake_left() == {}
