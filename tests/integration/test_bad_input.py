@@ -144,8 +144,9 @@ open_ = Verb("Open", caches_pb2.OpenRequest, name="never-made", spec=spec_to_wir
 close = Verb("Close", caches_pb2.CloseRequest, cache_id=cache_of)
 
 BY_KEYS = (match, locate, checksums, touch, move, drop)
-BY_GROUP = (*BY_KEYS, reserve, acquire, listing)
-BY_CACHE = (*BY_GROUP, commit, release, close)
+BY_GROUP = (locate, checksums, touch, move, drop, reserve, listing)
+BY_GROUPS = (match, acquire)
+BY_CACHE = (*BY_GROUP, *BY_GROUPS, commit, release, close)
 
 
 def budgets(*pairs):
@@ -189,6 +190,8 @@ CASES = [
     ),
     match.refused("cache_id", str(MAX64), cache_id=MAX64, **UNKNOWN_CACHE),
     *(verb.refused("group", str(group), "0 to 0", group=group) for verb in BY_GROUP for group in (1, MAX32)),
+    *(verb.refused("groups[0]", str(group), "0 to 0", groups=[group]) for verb in BY_GROUPS for group in (1, MAX32)),
+    *(verb.refused("groups", "2", "0 to 1", groups=[0, 0]) for verb in BY_GROUPS),
     *(
         refusal
         for verb in (*BY_KEYS, commit)

@@ -61,7 +61,7 @@ async def test_a_listing_repeats_a_cancelled_step(cache, listing):
     assert await cache.put(KEYS, blocks(KEYS)) == OK
     rows = cache.pages(page_blocks=1) if listing == "pages" else cache.blocks()
     found: list[Any] = []
-    for _ in range(2):
+    for _ in range(2 if listing == "pages" else 1):  # later blocks of a page come without a wait
         await cancelled(anext(rows))
         found.append(await anext(rows))
     found += [row async for row in rows]

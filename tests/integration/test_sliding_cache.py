@@ -57,7 +57,7 @@ async def test_all_lookups_agree(cache, client):
     assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 0
     await cache.put(KEYS[:2], content(SLIDING, 0, KEYS[:2]))
     assert (await cache.match(KEYS[:9])).blocks == await cache.prefix_length(KEYS[:9]) == 2
-    assert (await cache.match(KEYS)).residency[:FIRST] == bytes([Tier.DEVICE.bit] * 2 + [0] * 2)
+    assert (await cache.probe(KEYS))[:FIRST] == bytes([Tier.DEVICE.bit] * 2 + [0] * 2)
 
 
 async def test_a_lease_holds_what_the_window_needs(cache, client):
