@@ -226,7 +226,7 @@ _TRIES: Final = 3
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """A chain, or some keys of one, to be stored. ``blocks``: flat, one a key, as all but the prompt."""
+    """A chain, or some of its keys, to be stored. All fields but ``prompt`` have one item per key; ``blocks`` are flat."""
 
     chain: Sequence[bytes]
     blocks: Rows
@@ -238,15 +238,15 @@ class Piece:
     def whole(
         cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
     ) -> Piece:
-        """Of a chain. ``parent``: the first one's; None: as the prompt says, else it is a root. Raises
-        :class:`kvtier.errors.InvalidArgument`."""
+        """Makes the part of a whole chain. ``parent``: of the first block; None: the prompt's, else the block is a
+        root. Raises :class:`kvtier.errors.InvalidArgument`."""
         if parent is None and prompt is not None and chain:
             parent = prompt.parent_of(chain[0])
         first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
         return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
 
     def only(self, places: Sequence[int]) -> Piece:
-        """The keys at these places."""
+        """Returns the part with the keys at these places."""
         return Piece(
             [self.chain[place] for place in places],
             buffers.picked(self.blocks, np.array(places, np.intp)),

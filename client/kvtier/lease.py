@@ -381,7 +381,7 @@ class Holdings:
 
         Args:
             for_read: the acquire is part of a read, which counts itself.
-        Returns: One list a chain, of one lease a group.
+        Returns: A list per chain, with a lease per group.
         """
         deadline = self._deadline(timeout)
         request = blocks_pb2.AcquireRequest(

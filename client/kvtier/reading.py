@@ -120,7 +120,7 @@ class Reader:
         return found
 
     def looked_up(self, keys: bytes, group: int, found: int) -> None:
-        """Counts a lookup, whoever answered it. Over several groups a chain counts once, in the first of them."""
+        """Counts a lookup. Over several groups a chain counts once, in the first group."""
         if keys and self._binder.asked.looked_up(keys, found):
             self.recency.note(group, (), len(keys) // KEY_BYTES, found)
 

@@ -1,8 +1,8 @@
 """Following the event stream: an async iterator that survives its daemon.
 
-Ids are contiguous inside an epoch and every batch states the range it covers, so loss is judged by ranges, whatever the
-filter lets through. After a break the watch goes on from its cursor; what the daemon can no longer tell comes as a
-:class:`kvtier.events.Gap`, never in silence.
+Ids are contiguous inside an epoch, and every batch states its range of ids, so ranges show a loss whatever the filter
+lets through. After a break the watch resumes at its cursor. Events that the daemon no longer has come as a
+:class:`kvtier.events.Gap`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ from kvtier.wire import key_prefix, tier_to_wire
 DEFAULT_HEARTBEAT_S: Final = 5.0
 MAX_KEY_PREFIXES: Final = 64
 _MISSED_HEARTBEATS: Final = 4
-"""So many quiet heartbeats mean that the daemon, or the way to it, hangs."""
+"""Heartbeats missed before the watch takes the daemon, or the way to it, for hanging."""
 
 
 @dataclass(slots=True, frozen=True)
 class Filter:
-    """What to see; an empty set lets everything through. ``tiers``: those an event moves from or to, or stores in.
+    """Selects events; an empty set lets everything through. Raises :class:`InvalidArgument`.
 
-    ``groups``: by number. ``keys``: what block keys begin with, as bytes or in hex, at most 64 of them, 1 to 32 bytes
-    each; events and slices are cut down to the blocks that match. Created and cleared concern every key and are let
-    through. Raises :class:`InvalidArgument`.
+    Args:
+        tiers: tiers that an event moves from or to, or stores in.
+        groups: window groups by number.
+        keys: at most 64 prefixes of block keys, bytes or hex, 1 to 32 bytes each. Events and slices shrink to the
+            blocks that match; created and cleared concern every key and pass.
     """
 
     types: Collection[EventType] = ()
@@ -97,7 +99,7 @@ def require_heartbeat(heartbeat_s: float) -> None:
 
 @dataclass(slots=True, frozen=True)
 class Start:
-    """Where to begin: after a cursor, at the oldest event held, with a snapshot, at a time; by default now."""
+    """The beginning of a watch: after a cursor, at the oldest event, with a snapshot, at a time; by default now."""
 
     since: Cursor | None = None
     oldest: bool = False
@@ -114,11 +116,10 @@ class Start:
 
 
 class Watch:
-    """``async for item in watch``. :attr:`cursor`: the last id that it has been told of, None before the first.
-    :attr:`newest`: the last id that the daemon had given out when it sent its last batch, None before the first.
+    """``async for item in watch``. Close the watch, or use it as a context manager, to end the stream at once.
 
-    A cancelled ``anext`` loses nothing: the next ``anext`` goes on. Close the watch, or use it as a context manager, to
-    end the stream at once.
+    A cancelled ``anext`` loses nothing: the next ``anext`` resumes. :attr:`cursor` is the last id of the items taken,
+    :attr:`newest` the daemon's last id as of its last batch; both are None before the first batch.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Watch:
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
         self.live = False
-        """Whether the stream goes on: from a batch until the stream that it came by breaks."""
+        """Whether the stream is up: true from a batch until its stream breaks."""
         self._session = session
         self._start = start
         self._filter = wanted
@@ -147,14 +148,14 @@ class Watch:
         self._batch: Iterator[WatchItem] = iter(())
         self._followed = self._follow()
         self._step: asyncio.Task[None] | None = None
-        """Fetches the next batch. It outlives a cancelled ``anext``, so that the watch keeps its place."""
+        """Fetches the next batch. A cancelled ``anext`` leaves it running, so that the watch keeps its place."""
 
     def __repr__(self) -> str:
         return f"<watch of {self._session.address}: at {self.cursor}, {'live' if self.live else 'not live'}>"
 
     @property
     def lag(self) -> int:
-        """Ids that it has not been told of yet, as of the last batch; 0 before the first."""
+        """Ids after the cursor, as of the last batch; 0 before the first batch."""
         return 0 if self.newest is None or self.cursor is None else max(0, self.newest - self.cursor.id)
 
     def __aiter__(self) -> Self:
@@ -184,7 +185,7 @@ class Watch:
         await self._followed.aclose()
 
     async def __aenter__(self) -> Self:
-        """Of a watch that begins now, now is this moment. Raises :class:`kvtier.errors.DaemonUnavailable`."""
+        """Begins a watch that starts now. Raises :class:`kvtier.errors.DaemonUnavailable`."""
         if self._begins_now:
             await self._session.call(self._pin, Deadline(self._silence_s))
         return self
@@ -193,7 +194,7 @@ class Watch:
         await self.aclose()
 
     async def _follow(self) -> AsyncGenerator[Iterator[WatchItem], None]:
-        """Yields the items a batch at a time. The cursor moves as its consumer takes them."""
+        """Yields the items a batch at a time; the cursor moves as the consumer takes them."""
         backoff = Backoff()
         resuming = False
         history: int | None = None
@@ -260,8 +261,8 @@ class Watch:
         return self.cursor is None and not elsewhere
 
     async def _pin(self, link: Link) -> Cursor:
-        """Ties "now" to an id, so that a break before the first batch loses nothing. A watch that is asked for it needs
-        no other right than to watch. Raises :class:`TimeoutError`."""
+        """Ties "now" to an id, so that a break before the first batch loses nothing. Needs only the right to watch.
+        Raises :class:`TimeoutError`."""
         request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
         call = link.stubs.events.Watch(request, metadata=link.metadata)
         try:
@@ -277,7 +278,7 @@ class Watch:
     async def _batches(
         self, link: Link, request: events_pb2.WatchRequest
     ) -> AsyncGenerator[events_pb2.WatchBatch, None]:
-        """The stream. Raises :class:`TimeoutError` where even heartbeats stay away."""
+        """Yields the batches of one stream. Raises :class:`TimeoutError` if even heartbeats stop."""
         stream = link.stubs.events.Watch(request, metadata=link.metadata)
         try:
             while True:
@@ -330,16 +331,16 @@ class Watch:
         return Gap(gap.epoch, gap.first_id, gap.last_id, gap.reason)
 
     def _skip(self, failure: CursorCompacted) -> Gap:
-        """The daemon no longer holds what comes after the cursor: goes on with the oldest event that it does."""
+        """Moves the cursor to the oldest event of the daemon, which lacks the events after the cursor."""
         if self.cursor is None:
             raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
         first = self.cursor.id + 1
         lost = Gap(self.cursor.epoch, first, failure.oldest - 1, "compacted")
-        # What is held may be of a later epoch than the cursor: the daemon knows.
+        # The oldest event may be of a later epoch than the cursor; epoch 0 lets the daemon choose.
         self.cursor = Cursor(0, failure.oldest - 1)
         return lost
 
 
 def _ends_with_event(batch: events_pb2.WatchBatch) -> bool:
-    """Whether no id after its last event was filtered away."""
+    """Whether the batch ends with an event, not with filtered ids."""
     return bool(batch.events) and batch.events[-1].id == batch.last_id

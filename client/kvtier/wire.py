@@ -83,7 +83,7 @@ class Held(Generic[T]):
 
 @dataclass(slots=True, frozen=True)
 class GroupSpan:
-    """One window group's part of a prefix, a residency byte a block: the ``sink_blocks`` first blocks of the chain, and
+    """A window group's part of a prefix, a residency byte a block: the ``sink_blocks`` first blocks of the chain, and
     the blocks from ``first_block`` to the end of the prefix."""
 
     group: int
@@ -112,7 +112,7 @@ class Match:
 
     @property
     def residency(self) -> bytes:
-        """Of a match of one group, one byte a block; 0 = absent, or not needed before a sliding window."""
+        """Residency of each block in a match of one group; 0 = not needed, before a sliding window."""
         (span,) = self.groups
         return span.residency[: span.sink_blocks].ljust(span.first_block, b"\0") + span.residency[span.sink_blocks :]
 

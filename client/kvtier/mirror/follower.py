@@ -113,7 +113,7 @@ class MirrorView:
     def match(
         self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = (), group: int | None = None
     ) -> Match:
-        """As :meth:`kvtier.groups.AcrossGroups.match` at :attr:`cursor`, without a call.
+        """Like :meth:`kvtier.Cache.match`, at :attr:`cursor`, without a call.
 
         Args:
             cache: may be omitted if only one cache is followed.

@@ -27,12 +27,12 @@ _MAX_ID: Final = 2**64 - 1
 BLOCK_GRAIN: Final = 256
 MAX_BLOCK_BYTES: Final = 16 << 20
 _KEY_WORDS: Final = 2
-"""So many 8-byte words of the key go into a block's bytes."""
+"""8-byte words of the key that go into a block's bytes."""
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One request's blocks, the first of its prompt first."""
+    """The blocks of a request, in the order of its prompt."""
 
     ids: tuple[int, ...]
 
@@ -71,7 +71,7 @@ def key_of(block: int) -> bytes:
 
 
 def replay_spec(block_bytes: int) -> CacheSpec:
-    """Blocks of exactly so many bytes, in one pool. Raises :class:`InvalidArgument` if there are none."""
+    """A specification with blocks of ``block_bytes`` in one pool. Raises :class:`InvalidArgument`."""
     if block_bytes % BLOCK_GRAIN or not 0 < block_bytes <= MAX_BLOCK_BYTES:
         limit = f"a multiple of {BLOCK_GRAIN}, at most {MAX_BLOCK_BYTES}"
         raise InvalidArgument("block_bytes", block_bytes, limit)
@@ -98,7 +98,7 @@ class Payload:
         np.bitwise_xor(self._pattern, words, out=block.view(np.uint64).reshape(-1, _KEY_WORDS))
 
     def matches(self, key: bytes, block: NDArray[np.uint8]) -> bool:
-        """Whether all of the block's bytes are those of ``key``."""
+        """Whether the block has exactly the bytes of ``key``."""
         expected = np.empty_like(block)
         self.write(key, expected)
         return np.array_equal(block, expected)

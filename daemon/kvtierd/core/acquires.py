@@ -1,10 +1,9 @@
-"""Acquires: one prefix over one or more window groups, with the blocks that each group needs for it READY and held
-there, or nothing in any.
+"""Acquires: requests for the longest prefix that one or more window groups can serve together.
 
-An acquire has a part in each group's queue, which waits there like any other request. It takes its slots in all groups
-in one step, when all of its parts are at the head of their queues and have room. Where a group cannot make room, or
-loses a block, or a copy fails, the whole acquire is matched anew, for a shorter prefix: a sliding group needs other
-blocks for a shorter prefix, not fewer of the same.
+An acquire holds the blocks that each group needs for the prefix, READY in one tier, or holds nothing. It has a part in
+each group's queue, where the part waits like any other request. When all parts are at the head of their queues and have
+room, the acquire takes its slots in all groups in one step. If a group cannot make room, loses a block, or a copy fails,
+the acquire is matched again for a shorter prefix: a sliding group needs other blocks for a shorter prefix.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class MakeRefusal(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One group's part of a request: the blocks that the prefix needs there."""
+    """A group's part of an acquire: the blocks that the group needs of the prefix."""
 
     window: WindowManager
     fetch: FetchTicket
@@ -46,8 +45,13 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class AcquireTicket:
-    """``length``: of the prefix it is after now. ``spoiled``: blocks whose copies for it have failed; it does not try
-    them again."""
+    """
+    waiting (blocks claimed, parts in queues) --room everywhere--> taken (copies fill) --> granted or refused
+         ^                                                            |
+         +------------------ a copy failed: shorter ------------------+
+
+    ``length`` is the length of the wanted prefix. ``spoiled`` blocks had a failed copy and are not tried again.
+    """
 
     id: TicketId
     session: SessionId
@@ -72,7 +76,7 @@ class AcquireTicket:
 
 
 class Acquires:
-    """The acquires of a cache. None waits that could go on: see :meth:`advance`."""
+    """The acquires of a cache. An acquire with room never waits: see :meth:`advance`."""
 
     def __init__(
         self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal
@@ -116,7 +120,7 @@ class Acquires:
         return ticket
 
     def queue(self, ticket: AcquireTicket, now: int) -> None:
-        """Shortens the request to what the tier can hold at best in every group, and lets it wait for that."""
+        """Queues the acquire for the longest prefix that the tier can hold in every group."""
         tier = ticket.tier
 
         def unheld(block: Block) -> bool:
@@ -225,7 +229,7 @@ class Acquires:
         return match([part.window.state for part in ticket.parts], ticket.keys[:bound], usable)
 
     def _readable(self, ticket: AcquireTicket, now: int) -> Usable:
-        """In the tier, on its way there, or behind a usable edge."""
+        """Accepts blocks in the tier, on their way there, or behind a usable edge."""
         windows = {part.window.state: part.window for part in ticket.parts}
 
         def readable(state: GroupState, block: Block) -> bool:
@@ -250,7 +254,7 @@ class Acquires:
         self._enqueue(ticket)
 
     def _claim(self, ticket: AcquireTicket, length: int, covers: Sequence[Cover]) -> None:
-        """Claims what the prefix needs and gives up what was claimed or held before."""
+        """Claims the blocks of the prefix and lets go of the blocks claimed or held before."""
         ticket.length = length
         for part, cover in zip(ticket.parts, covers, strict=True):
             part.needed = cover.state.attention.needs(length)
@@ -278,7 +282,7 @@ class Acquires:
         self._recorder.grant(Grant(ticket.id, tuple(groups), ticket.matched, ticket.length))
 
     def refuse(self, ticket: AcquireTicket, reason: RefusalReason) -> None:
-        """Nothing stays held."""
+        """Refuses the acquire, which then holds nothing."""
         del self.tickets[ticket.id]
         self._let_go(ticket)
         free = min(part.window.state.slots[ticket.tier].free for part in ticket.parts)

@@ -41,8 +41,8 @@ def check(manager: BlockManager) -> None:
 
 
 def _acquire(ticket: AcquireTicket) -> None:
-    """4: an acquire has in each what one length needs there, claimed or held everywhere, and waits
-    for something."""
+    """4: in each group an acquire has the blocks of one prefix, claimed or held everywhere, and an acquire that waits
+    has no room."""
     states = {part.fetch.waiting for part in ticket.parts}
     if len(states) != 1:
         raise _broken(4, f"request {ticket.id} waits in some groups only")

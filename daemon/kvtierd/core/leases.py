@@ -186,9 +186,9 @@ class FetchTicket:
     tier: Tier
     blocks: list[Block]
     hold: bool = False
-    """A part of an acquire: it holds its copies, and the acquire answers for it."""
+    """Whether this is a part of an acquire, which holds its copies and answers for it."""
     alone: bool = False
-    """The only part of its acquire: it takes its slots without waiting for other parts."""
+    """Whether this is the only part of its acquire, so that it need not wait for other parts."""
     found_in: tuple[int, ...] = ()
     wanted: tuple[Block | None, ...] = ()
     """A move's blocks in the order asked; None for a key that is not indexed."""
@@ -198,9 +198,9 @@ class FetchTicket:
     """Blocks whose copies for this request have failed."""
     pending: int = 0
     able: bool = False
-    """Of a part at the head of its queue: its slots are free."""
+    """Whether the slots are free, for a part at the head of its queue."""
     room: int | None = None
-    """Of a part at the head of its queue: the slots it can have where no copy in flight will free more."""
+    """Slots that a part at the head of its queue can have, if no copy in flight will free more."""
 
 
 Ticket = ReserveTicket | FetchTicket

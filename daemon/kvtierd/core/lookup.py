@@ -137,8 +137,7 @@ def spans(states: Sequence[GroupState], keys: Sequence[Key]) -> tuple[int, tuple
 
 
 def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
-    """Of the longest prefix of a chain that the full group has. Where the keys are not a chain: of nothing in
-    particular.
+    """Residencies of the longest prefix of a chain in a full group; meaningless if the keys are not a chain.
 
     In a full group the ancestors of an indexed block are indexed. So bisection finds the end of the prefix, and the
     blocks are read from parent to parent: look-ups in a large index miss the CPU caches.

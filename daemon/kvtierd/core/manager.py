@@ -227,7 +227,7 @@ class BlockManager:
 
         Args:
             groups: window groups; none = all. Each holds the blocks that attention over it needs of the prefix.
-        Returns: One ticket a chain.
+        Returns: A ticket per chain.
         """
         windows = [self._window(group) for group in groups or self.windows]
         windows[0].state.require(tier)  # a tier is lost for all groups

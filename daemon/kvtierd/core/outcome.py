@@ -144,7 +144,7 @@ class Holder:
 
 @dataclass(slots=True, frozen=True)
 class GroupGrant:
-    """One group's part of a grant: ``slots`` of the requested tier, for the ``needed`` blocks of a prefix or blank.
+    """A group's part of a grant: ``slots`` of the requested tier, for the ``needed`` blocks of a prefix or blank.
 
     ``found_in``: the residency set of each block at the match. ``lease``: None where no slot is held.
     """

@@ -147,8 +147,8 @@ class Engine:
         chains: Sequence[ChainRequest],
         timeout_s: float | None,
     ) -> list[Grant | Refusal]:
-        """One answer a chain, in order: the longest prefix that ``groups`` (none = all) can serve, READY in ``tier``
-        and held."""
+        """Returns an answer per chain, in order: the longest prefix that ``groups`` (none = all) can serve, READY in
+        ``tier`` and held."""
         cache = self._accepting(cache_id)
         tickets, outcome = cache.manager.acquire(session, groups, tier, chains, self._clock())
         waiting = [
