@@ -226,7 +226,7 @@ _TRIES: Final = 3
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """A chain, or some of its keys, to be stored. All fields but ``prompt`` have one item per key; ``blocks`` are flat."""
+    """A chain, or some of its keys, to be stored. All fields but ``prompt`` have one item per key."""
 
     chain: Sequence[bytes]
     blocks: Rows

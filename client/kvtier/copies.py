@@ -19,14 +19,14 @@ from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
 from kvtier.chains import Piece
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
-from kvtier.lease import Holdings, Owner, ReadLease, granted
+from kvtier.lease import Holdings, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
 from kvtier.transport.link import Link
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
-from kvtier.wire import tier_to_wire
+from kvtier.wire import granted, tier_to_wire
 
 MAX_PIECE: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""

@@ -36,7 +36,7 @@ from kvtier.retention import BlockRetention, Retention, chain_message
 from kvtier.transport.link import Link
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, commit_request, split_keys, tier_to_wire
+from kvtier.wire import Keys, commit_request, granted, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     import torch
@@ -325,11 +325,6 @@ class ReadLease(Lease):
         return bool(np.array_equal(now, self.generations[held]))
 
 
-def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> Needed:
-    """The blocks of a chain that a group's part of an acquire holds."""
-    return Needed(part.sink_blocks, chain.blocks - len(part.found_in) + part.sink_blocks, chain.blocks)
-
-
 _touched: Final[Counter[Memory | None]] = Counter()
 """Per memory, the number of leases that kernels may still touch. The memory stays mapped after its cache is garbage, to
 the end of the process if the end of the kernels is never confirmed."""
@@ -399,38 +394,20 @@ class Holdings:
             error = chain_error(answer, min_blocks) if answer.refusal else None
             parts = answer.groups or [blocks_pb2.AcquiredGroup() for _ in owners]
             leases = [
-                self._acquired(owner, binding, tier, keys, answer, part, error)
+                ReadLease(
+                    *(owner, self, binding, tier, part.lease_id, part.slots),
+                    needed=(needed := granted(answer, part)),
+                    keys=split_keys(needed.cut(keys, KEY_BYTES)),
+                    generations=part.generations,
+                    found_in=part.found_in,
+                    matched=answer.matched,
+                    error=error,
+                )
                 for owner, part in zip(owners, parts, strict=True)
             ]
             self.keep(lease for lease in leases if lease.id)
             acquired.append(leases)
         return acquired
-
-    def _acquired(
-        self,
-        owner: Owner,
-        binding: Binding,
-        tier: Tier,
-        packed: bytes,
-        chain: blocks_pb2.AcquiredChain,
-        part: blocks_pb2.AcquiredGroup,
-        error: KvtierError | None,
-    ) -> ReadLease:
-        needed = granted(chain, part)
-        return ReadLease(
-            owner,
-            self,
-            binding,
-            tier,
-            part.lease_id,
-            part.slots,
-            keys=split_keys(needed.cut(packed, KEY_BYTES)),
-            generations=part.generations,
-            found_in=part.found_in,
-            matched=chain.matched,
-            error=error,
-            needed=needed,
-        )
 
     async def join(self, cache: Owner, ticket: LeaseTicket, timeout: float | None) -> Lease:
         """See :meth:`kvtier.Cache.join`."""
@@ -620,11 +597,5 @@ class Holdings:
 
 
 def fence_of(leases: Iterable[Lease], stream: Stream | None) -> Fence:
-    """The point that ``stream`` has reached, for the leases in GPU memory mapped here; other leases need no wait. None:
-    torch's current stream of this thread, else the legacy default stream.
-
-    Raises :class:`InvalidArgument`, :class:`DeviceError`.
-    """
-    if isinstance(stream, Fence):
-        return stream
+    """The point that ``stream`` has reached, for the leases in mapped GPU memory: see :func:`fence_over`."""
     return fence_over({id(memory): memory for lease in leases if (memory := lease.memory) is not None}.values(), stream)

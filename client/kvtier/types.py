@@ -130,7 +130,7 @@ class WritePolicy(IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class CacheOptions:
-    """Options to open a cache with. An omitted option is taken from the existing cache, or else from the daemon's defaults."""
+    """Options to open a cache with. The existing cache, or else the daemon, has a value for each omitted option."""
 
     write_policy: WritePolicy = WritePolicy.DEFAULT
     eviction: str = ""

@@ -12,6 +12,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonError, InvalidArgument, require_within
@@ -306,6 +307,11 @@ _MOST_RECOMPUTE_S: Final = 3600
 def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
     """Keys of several chains in wire format; errors name the chain."""
     return [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+
+
+def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> Needed:
+    """The blocks of a chain that a group's part of an acquire holds."""
+    return Needed(part.sink_blocks, chain.blocks - len(part.found_in) + part.sink_blocks, chain.blocks)
 
 
 def split_keys(packed: bytes) -> list[bytes]:

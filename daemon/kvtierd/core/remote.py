@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from kvtierd.core.block import READY, Block
+from kvtierd.core.block import READY, Block, Copy
 from kvtierd.core.events import REMOVED, UPDATED, Cause
 from kvtierd.core.eviction import Candidates
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, REMOTE, GroupId, Key, Tier, Traits
+from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import Outcome, Recorder, Transfer
-from kvtierd.core.policy import RemotePolicy, RemoteWrites
-
-if TYPE_CHECKING:
-    from kvtierd.core.group import GroupState
+from kvtierd.core.policy import GroupShape, RemotePolicy, RemoteWrites
+from kvtierd.core.slots import SlotTable
 
 _READABLE: Final = BITS[HOST] | BITS[DISK]
 
@@ -36,11 +35,27 @@ class Offer(NamedTuple):
     recovered: bool
 
 
+class Group(Protocol):
+    """A window group as the remote store sees it: see :class:`kvtierd.core.group.GroupState`."""
+
+    shape: GroupShape
+    tiers: tuple[Tier, ...]
+    slots: dict[Tier, SlotTable]
+    index: BlockIndex
+    losing: dict[Copy, Iterator[None]]
+    removed: int
+    remote: Remote | None
+
+    def reconsider(self, block: Block) -> None: ...
+
+    def candidates(self, tier: Tier) -> Candidates: ...
+
+
 class Remote:
     """The remote store's side of one window group. ``settled``: blocks that are in the store, on their way, or
     excluded."""
 
-    def __init__(self, state: GroupState, writes: RemoteWrites) -> None:
+    def __init__(self, state: Group, writes: RemoteWrites) -> None:
         self._state = state
         self._writes = writes
         self._lowest = state.tiers[-1]
@@ -181,9 +196,7 @@ class Remote:
 class Beyond:
     """A cache's side of the remote store. ``take``: returns the outcome of a call, see :class:`BlockManager`."""
 
-    def __init__(
-        self, states: Mapping[GroupId, GroupState], recorder: Recorder, take: Callable[[int], Outcome]
-    ) -> None:
+    def __init__(self, states: Mapping[GroupId, Group], recorder: Recorder, take: Callable[[int], Outcome]) -> None:
         self._states = states
         self._recorder = recorder
         self._take = take

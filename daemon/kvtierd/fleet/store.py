@@ -17,10 +17,10 @@ from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, StreamError
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, KvtierError, NotFound, PermissionDenied, chain_error
-from kvtier.lease import granted
 from kvtier.session import Session
 from kvtier.transport.link import Link
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, transfer_pb2
+from kvtier.wire import granted
 from kvtierd.core.ids import Key
 from kvtierd.fleet.peers import Peer
 from kvtierd.tiers.remote.base import ABSENT, Listed, RemoteError, RemoteRefused, RemoteUnavailable
