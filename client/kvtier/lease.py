@@ -41,7 +41,6 @@ from kvtier.wire import Keys, commit_request, granted, split_keys, tier_to_wire
 if TYPE_CHECKING:
     import torch
 
-
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 

@@ -117,11 +117,12 @@ async def test_the_wire_takes_it(daemon):
             "Pin": blocks_pb2.PinRequest(cache_id=cache, tier=host),
         }.items():
             reply = await raw.call(getattr(raw.stubs.blocks, method), request)
-            assert {field.name for field, _ in reply.ListFields()} <= {"as_of_event", "chains"}, "nothing is told"
+            told = {field.name for field, _ in reply.ListFields()}
+            assert told <= {"as_of_event", "chains", "groups"}, "nothing is told"
         header = transfer_pb2.PutHeader(commit=blocks_pb2.CommitRequest(cache_id=cache, seq=1), tier=host)
         call = raw.stubs.transfer.Put(iter([transfer_pb2.PutChunk(header=header)]), metadata=raw.metadata, timeout=10)
         assert (await call).results == b""
-        acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=host, chains=[blocks_pb2.Chain()])
+        acquire = blocks_pb2.AcquireRequest(cache_id=cache, groups=[0], tier=host, chains=[blocks_pb2.Chain()])
         got = raw.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=raw.metadata, timeout=10)
         assert [chunk.header.found.blocks async for chunk in got] == [0]
         assert await state(raw) == before
