@@ -122,7 +122,7 @@ async def test_the_wire_takes_it(daemon):
         header = transfer_pb2.PutHeader(commit=blocks_pb2.CommitRequest(cache_id=cache, seq=1), tier=host)
         call = raw.stubs.transfer.Put(iter([transfer_pb2.PutChunk(header=header)]), metadata=raw.metadata, timeout=10)
         assert (await call).results == b""
-        acquire = blocks_pb2.AcquireRequest(cache_id=cache, groups=[0], tier=host, chains=[blocks_pb2.Chain()])
+        acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=host, chains=[blocks_pb2.Chain()])
         got = raw.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=raw.metadata, timeout=10)
         assert [chunk.header.found.blocks async for chunk in got] == [0]
         assert await state(raw) == before

@@ -284,7 +284,6 @@ async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw, client, name)
     ("more", "field"),
     [
         ({"chains": []}, "acquire.chains"),
-        ({"groups": []}, "acquire.groups"),
         ({"groups": [0, 0]}, "acquire.groups"),
         ({"groups": [3]}, "acquire.groups[0]"),
         ({"tier": common_pb2.TIER_DISK}, "acquire.tier"),

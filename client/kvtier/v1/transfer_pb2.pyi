@@ -139,7 +139,7 @@ class GetRequest(google.protobuf.message.Message):
     """with what a block's object in a store has besides its bytes: see GetChunk"""
     @property
     def acquire(self) -> kvtier.v1.blocks_pb2.AcquireRequest:
-        """as for Blocks.Acquire, with one chain and one group; its seq is not used"""
+        """as for Blocks.Acquire, with one chain in one group; its seq is not used"""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ async def test_a_reader_that_takes_nothing_is_given_up(short_dir: Path) -> None:
         keys = chain(SLOTS - 1)
         await client.put(cache, keys, HOST)
         chains = [blocks_pb2.Chain(keys=b"".join(keys))]
-        acquire = blocks_pb2.AcquireRequest(cache_id=cache, groups=[0], tier=HOST, chains=chains)
+        acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=chains)
         call = stub(client).Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
         assert (await call.read()).header.found.blocks == SLOTS - 1
         assert await held(client) == SLOTS - 1

@@ -132,9 +132,9 @@ class TransferService:
     async def get(self, session: Session, request: transfer_pb2.GetRequest) -> AsyncGenerator[bytes, None]:
         acquire = request.acquire
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
-        validation.count("acquire.groups", len(acquire.groups), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
-        (group,) = validation.groups("acquire.groups", cache, acquire.groups)
+        group, *others = validation.groups("acquire.groups", cache, acquire.groups)
+        validation.count("acquire.groups", 1 + len(others), 1, 1)
         tier = _tier("acquire.tier", acquire.tier, cache)
         (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
         (part,) = chain.groups or [blocks_pb2.AcquiredGroup()]
