@@ -83,7 +83,7 @@ def all_whole(reads: Iterable[Read]) -> bool:
     return all(read.whole for read in reads)
 
 
-class Group(Owner, Protocol):
+class GroupCache(Owner, Protocol):
     """A cache in one of its window groups: see :class:`kvtier.Cache`."""
 
     @property
@@ -156,7 +156,7 @@ class AcrossGroups(PrefixVerbs):
     group."""
 
     def __init__(
-        self, caches: Sequence[Group], binder: Binder, holdings: Holdings, reader: Reader, default_timeout: float
+        self, caches: Sequence[GroupCache], binder: Binder, holdings: Holdings, reader: Reader, default_timeout: float
     ) -> None:
         super().__init__(binder, reader, range(len(caches)), default_timeout)
         self._caches: Final = caches

@@ -35,7 +35,7 @@ class Offer(NamedTuple):
     recovered: bool
 
 
-class Group(Protocol):
+class OfferingGroup(Protocol):
     """A window group as the remote store sees it: see :class:`kvtierd.core.group.GroupState`."""
 
     shape: GroupShape
@@ -55,7 +55,7 @@ class Remote:
     """The remote store's side of one window group. ``settled``: blocks that are in the store, on their way, or
     excluded."""
 
-    def __init__(self, state: Group, writes: RemoteWrites) -> None:
+    def __init__(self, state: OfferingGroup, writes: RemoteWrites) -> None:
         self._state = state
         self._writes = writes
         self._lowest = state.tiers[-1]
@@ -196,7 +196,7 @@ class Remote:
 class Beyond:
     """A cache's side of the remote store. ``take``: returns the outcome of a call, see :class:`BlockManager`."""
 
-    def __init__(self, states: Mapping[GroupId, Group], recorder: Recorder, take: Callable[[int], Outcome]) -> None:
+    def __init__(self, states: Mapping[GroupId, OfferingGroup], recorder: Recorder, take: Callable[[int], Outcome]) -> None:
         self._states = states
         self._recorder = recorder
         self._take = take
