@@ -240,9 +240,9 @@ class AcrossGroups(PrefixVerbs):
             first, step = len(chain) - len(rows), cache.spec.tokens_per_block
             later = retention and retention.after(first, step)
             kept = block_retention(len(rows), step, ranks and ranks[first:], later)
-            piece = Piece.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
+            part = Piece.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
             way = cache.way(place)
-            results[group] = await copies.put(cache.slots(place), way, place, piece, cache.absent, timeout)
+            results[group] = await copies.put(cache.slots(place), way, place, part, cache.absent, timeout)
         return results
 
     def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:

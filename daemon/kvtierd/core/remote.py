@@ -196,7 +196,9 @@ class Remote:
 class Beyond:
     """A cache's side of the remote store. ``take``: returns the outcome of a call, see :class:`BlockManager`."""
 
-    def __init__(self, states: Mapping[GroupId, OfferingGroup], recorder: Recorder, take: Callable[[int], Outcome]) -> None:
+    def __init__(
+        self, states: Mapping[GroupId, OfferingGroup], recorder: Recorder, take: Callable[[int], Outcome]
+    ) -> None:
         self._states = states
         self._recorder = recorder
         self._take = take
