@@ -60,6 +60,8 @@ class BlockManager:
         self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
         self._moving: dict[MoveId, GroupId] = {}
         self._last_ticket = 0
+        self._served: tuple[WindowManager, ...] = ()
+        """Groups that the call has served, so that it may have changed them."""
         self.windows = {
             shape.group: WindowManager(shape, self._recorder, policy, self._leases.grant, self._refusal)
             for shape in shapes
@@ -515,8 +517,9 @@ class BlockManager:
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _take(self, now: int) -> Outcome:
-        for window in self.windows.values():
+        for window in self._served or self.windows.values():
             window.state.stamp(now)
+        self._served = ()
         outcome = self._recorder.take(now, self._capacity)
         if self._leases.unstamped:
             self._leases.stamp(now)
@@ -533,6 +536,7 @@ class BlockManager:
         if self.acquires.tickets:
             self._pump_all(now)
         else:
+            self._served = (*self._served, window)
             window.pump(now)
 
     def _pump_all(self, now: int) -> None:
@@ -540,6 +544,7 @@ class BlockManager:
         acquires = self.acquires
         if acquires.tickets:
             acquires.refresh(now)
+        self._served = tuple(self.windows.values())
         while True:
             for window in self.windows.values():
                 window.pump(now)
