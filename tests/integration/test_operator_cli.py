@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from kvtier import LeaseLost, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
-from tests.integration.test_cli import DEADLINE_S, KVTIER
+from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
-
-
-def kvtier(*arguments, status=0):
-    """Runs a command to its end, which must have this exit status and no traceback. Nobody is at its terminal."""
-    done = subprocess.run(
-        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, input=""
-    )
-    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done
 
 
 def answer(*arguments, status=0):

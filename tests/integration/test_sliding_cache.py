@@ -90,14 +90,6 @@ async def test_a_get_copies_the_window_out_of_any_tier(cache, below):
     assert (out[:FIRST] == 0xEE).all() and (out[11:] == 0xEE).all()
 
 
-async def test_a_window_in_two_tiers_is_one(cache):
-    await cache.move(KEYS[FIRST:7], Tier.DISK)
-    assert_window(await cache.get(MORE))
-    await cache.move(KEYS[9:], Tier.DEVICE)
-    assert_window(await cache.get(MORE))
-    assert_window(await cache.get(MORE, tier=Tier.HOST))
-
-
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):
     """The daemon is asked for the whole chain: a piece of it would have a window of its own."""
     daemon = start_for(SLIDING, host=8, disk=64)

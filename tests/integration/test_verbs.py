@@ -195,15 +195,6 @@ async def test_a_lease_of_nothing_is_released_as_any_other(cache):
     assert again.value.reason == "RELEASED"
 
 
-async def test_a_held_block_is_not_evicted(cache):
-    await put(cache, KEYS, Tier.HOST)
-    async with cache.acquire(KEYS, Tier.HOST) as lease:
-        crowd = chain("crowd", 64)
-        await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
-        assert lease.unchanged()
-        assert_bytes(KEYS, [bytes_in(lease.view(index)) for index in range(4)])
-
-
 async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
     keys, later = chain("held-parent", 4), chain("later", 2)
