@@ -66,17 +66,6 @@ async def test_a_lease_says_what_is_held_by_whom_since_when(operator: Client, en
     assert [lease.lease_id for lease in await leases(operator)] == [blank.lease_id]
 
 
-async def test_an_acquired_chain_is_a_lease_as_old_as_its_grant(operator: Client, engine: Client) -> None:
-    cache = await engine.open()
-    await engine.put(cache, chain(2))
-    blank = await engine.reserve(cache, 1)
-    request = blocks_pb2.AcquireRequest(cache_id=cache, tier=DEVICE, chains=[blocks_pb2.Chain(keys=b"".join(chain(2)))])
-    await engine.call(engine.blocks.Acquire, request)
-    reserved, acquired = await leases(operator)
-    assert (reserved.lease_id, acquired.held_blocks) == (blank.lease_id, 2)
-    assert 0 < acquired.age_ns <= reserved.age_ns < 60e9
-
-
 async def test_leases_of_one_cache_or_one_session(operator: Client, engine: Client) -> None:
     small: dict[int, int] = {DEVICE: 4 * SPEC.record_bytes(0)}
     one, two = await engine.open("one", small), await engine.open("two", small)

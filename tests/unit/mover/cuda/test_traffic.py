@@ -105,15 +105,6 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.close()
 
 
-def test_what_went_up_comes_down_again(rig: Rig) -> None:
-    for slot in range(20):
-        rig.fill(slot, slot + 1)
-    rig.up(0, 30, slots=20)()
-    rig.down(30, 40, slots=20)()
-    assert [rig.value(40 + slot) for slot in range(20)] == list(range(1, 21))
-    assert rig.traffic.under_way == 0
-
-
 def test_slots_with_gaps_keep_what_is_between_them(rig: Rig) -> None:
     for slot in range(6):
         rig.fill(slot, slot + 1)
