@@ -97,15 +97,6 @@ def test_an_object_of_another_length_is_a_miss(adapt):
     assert results == [True, *[False] * 5], "the first one has the same length"
 
 
-def test_some_of_a_batch_are_there(adapt):
-    adapter = adapt()
-    adapter.store(KEYS[::2], OBJECTS[::2])
-    assert adapter.exists() == (True, [True, False] * 3)
-    results, buffers = adapter.load()
-    assert results == [True, False] * 3
-    assert buffers[::2] == OBJECTS[::2]
-
-
 def test_a_deleted_object_is_gone(adapt):
     adapter = adapt()
     adapter.store()

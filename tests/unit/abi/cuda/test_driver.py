@@ -213,12 +213,6 @@ def test_a_device_is_found_by_its_uuid_wherever_it_stands(fake, driver, monkeypa
         Driver(fake, name)
 
 
-@pytest.mark.parametrize("device", ["cuda:7", "GPU-00000000-0000-0000-0000-000000000000"])
-def test_a_device_that_is_not_there(fake, device):
-    with pytest.raises(CudaUnavailable, match=device):
-        Driver(fake, device)
-
-
 @pytest.mark.parametrize(
     ("call", "code"),
     [
@@ -246,10 +240,6 @@ def opening(bindings, monkeypatch):
     with pytest.raises(CudaUnavailable) as caught:
         Driver.open("cuda")
     return str(caught.value)
-
-
-def test_without_bindings_it_says_how_to_get_them(monkeypatch):
-    assert "pip install 'kvtier[cuda]'" in opening(None, monkeypatch)
 
 
 @pytest.mark.parametrize("version", ["11.8.7", "12.8.0", "12.9.0"])
