@@ -135,14 +135,3 @@ async def test_replay_of_more_than_fits(tmp_path):
     assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
     assert sum(report["hits"].values()) + report["misses"] == report["block_refs"]
     assert report["hits"]["disk"] > 0
-
-
-async def test_replay_against_a_daemon_that_runs(daemon, client, name, tmp_path):
-    """Twice: what the first has stored, the second finds."""
-    trace = conversations(tmp_path / "trace.jsonl", count=3, turns=2)
-    replay = ("replay", str(trace), "--address", daemon.address, "--cache", name, "--block-bytes", "4096", "-o", "json")
-    first, second = (json.loads(kvtier(*replay).stdout) for _ in range(2))
-    assert (first["stored"], second["stored"], second["misses"]) == (13, 0, 0)
-    assert second["hits"]["device"] == second["block_refs"]
-    for report in (first, second):
-        assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)

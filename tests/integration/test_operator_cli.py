@@ -80,9 +80,10 @@ async def test_a_hanging_client_is_kicked(at, client, cache):
     assert "4 slots taken" in kvtier("kick", session, *at).stdout
     (left,) = answer("leases", "--session", session, *at)
     assert (left["blank_slots"], left["orphaned"]) == (4, True)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLost, match="kicked"):
         await lease.commit(chain(cache.name, 4))
     await lease.release()
+    await (await cache.reserve(8)).release()
     await eventually(client.stats, lambda stats: int(session) not in {one.session_id for one in stats.sessions})
     assert "no such session" in kvtier("kick", session, *at, status=1).stderr
 

@@ -44,17 +44,6 @@ async def test_one_reads_what_the_other_committed_and_still_holds(cache, other):
             assert reading.unchanged()
 
 
-async def test_both_write_the_same_chain(client, cache, other):
-    """Whoever comes second keeps nothing: neither a slot nor a second copy."""
-    keys = KEYS[:2]
-    theirs = await other.open_cache(cache.name, SPEC)
-    results = await asyncio.gather(cache.put(keys, blocks(keys)), theirs.put(keys, blocks(keys)))
-    assert sorted(results) == [[OK, OK], [EXISTS, EXISTS]]
-    stats = await tier_stats(client, cache.name, Tier.DEVICE)
-    assert (stats.ready, stats.free, stats.held) == (2, 2, 0)
-    assert_bytes(keys, await theirs.get(keys))
-
-
 async def test_a_full_tier_says_at_once_who_holds_it(client, daemon, cache):
     with Actor("hold", address=daemon.address, cache=cache.name, reserve={"DEVICE": 3}, acquire={}) as holder:
         session = holder.says()["session"]
