@@ -18,7 +18,6 @@ from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import (
-    calls,
     device_generations,
     fake_gpu,
     gpu_daemon,
@@ -92,15 +91,6 @@ async def test_a_reader_is_told_why_it_gets_none(daemon):
         assert said.fds == (attach.CONTROL, attach.HOST)
         assert "no read-only form" in said.unmapped[attach.DEVICE]
         close_all(fds)
-
-
-async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
-    with serving(short_dir, device=DEVICE, host=HOST) as daemon:
-        async with await patient(daemon.address) as client:
-            for name in ("a", "b"):
-                await client.open_cache(name, SPEC, budgets=sizes(device=DEVICE // 2, host=2))
-            await client.remove_cache("a", force=True)
-            assert sum(call["call"] == "cuMemUnmap" for call in calls(short_dir, daemon.pid)) == 1
 
 
 @pytest.mark.parametrize("code", [None, "INVALID_VALUE", "NOT_PERMITTED", "NOT_SUPPORTED"])

@@ -53,20 +53,6 @@ def finish(driver, stream):
         pass
 
 
-def test_sizes_and_addresses_are_multiples_of_the_granularity(driver):
-    granularity = driver.granularity()
-    with refused():
-        driver.create(granularity + 4096)
-    handle, address = driver.create(granularity), driver.reserve(2 * granularity)
-    assert address % granularity == 0
-    with refused():
-        driver.map(address, 4096, handle)
-    with refused():
-        driver.map(address, 2 * granularity, handle)  # more than the memory has
-    with refused():
-        driver.map(plus(address, 2 * granularity), granularity, handle)  # not reserved
-
-
 def test_memory_is_mapped_and_allowed_before_it_is_touched(driver, at):
     size = driver.granularity()
     stream = driver.stream()
@@ -80,35 +66,6 @@ def test_memory_is_mapped_and_allowed_before_it_is_touched(driver, at):
     driver.copy(address, at, 4096, stream)
     with refused():
         driver.copy(address, at, size + 1, stream)
-
-
-def test_a_range_is_given_back_after_its_mapping_and_once(driver):
-    size = driver.granularity()
-    handle, address = driver.create(size), driver.reserve(size)
-    driver.map(address, size, handle)
-    driver.release(handle)
-    with refused():
-        driver.release(handle)
-    with refused():
-        driver.unreserve(address, size)
-    driver.unmap(address, size)
-    with refused():
-        driver.unmap(address, size)
-    driver.unreserve(address, size)
-    with refused():
-        driver.unreserve(address, size)
-
-
-def test_plain_and_host_memory_is_given_back_once(driver):
-    plain, pinned = driver.alloc(4096), driver.alloc_host(4096)
-    driver.free(plain)
-    driver.free_host(pinned)
-    with refused():
-        driver.free(plain)
-    with refused():
-        driver.free_host(pinned)
-    with refused("HOST_MEMORY_NOT_REGISTERED"):
-        driver.unregister(pinned)
 
 
 def test_memory_is_registered_once(driver):
