@@ -91,10 +91,7 @@ async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["watch", "--since", "yesterday"], 2, "EPOCH"),
         (["watch", "--since", "999999999"], 1, "since.id"),
-        (["watch", "--type", "vanished"], 2, "stored"),
-        (["watch", "--oldest", "--snapshot"], 2, "exclude"),
         (["watch", "--cache", "no/such"], 1, "filter.caches[0]"),
         (["status", "--nonsense"], 2, "nonsense"),
     ],

@@ -12,7 +12,6 @@ from kvtier import (
     BlockResult,
     Client,
     DeadlineExceeded,
-    DeviceError,
     InvalidArgument,
     Tier,
     session,
@@ -146,16 +145,6 @@ async def test_a_release_that_is_cancelled_meanwhile_goes_on_by_itself(client, c
     assert await held(client, cache) == (0, 3)
     gate.open()
     await eventually(lambda: held(client, cache), lambda now: now == (0, 0))
-
-
-async def test_where_the_device_cannot_tell_nothing_is_sent(client, cache):
-    gate, lease = Gate(), await read(cache)
-    gate.fail(DeviceError("gone", call="cuEventQuery", code=719, reason="DEVICE_LOST"))
-    with pytest.raises(DeviceError):
-        await lease.release(stream=gate)
-    assert not lease.released
-    assert await held(client, cache) == (0, 3)
-    await lease.release()
 
 
 async def test_what_is_no_stream_is_refused(cache):

@@ -214,16 +214,6 @@ async def test_what_is_found_without_the_daemon_can_be_loaded(adapt, lent):
     ]
 
 
-async def test_a_silent_daemon_costs_one_timeout(adapt, lent):
-    adapter = adapt(load_timeout=0.5)
-    adapter.store()
-    lent.pause()
-    assert adapter.store(["new"], [b"object"]) == (False, [False])
-    assert adapter.load() == ([True] * 6, OBJECTS)
-    lent.resume()
-    await eventually(lambda: adapter.store(["new"], [b"object"]), lambda answer: answer == (True, [True]))
-
-
 async def test_a_daemon_that_comes_late_is_used(adapt, lent):
     lent.stop()
     adapter = adapt()
