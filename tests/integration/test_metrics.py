@@ -99,6 +99,8 @@ async def test_sessions_watchers_and_events(daemon, client):
         seen = await scrape(daemon)
         assert seen.value("kvtier_watchers") == 1
         assert seen.value("kvtier_watcher_lag_events") == 0
+        (one,) = (await client.stats()).watcher_stats
+        assert (one.session_id, one.pid, one.uid, one.lag) == (client.session_id, os.getpid(), os.getuid(), 0)
         assert seen.value("kvtier_events_total") == (await client.stats()).last_event_id
         assert seen.value("kvtier_events_total", type="stored", cause="commit") >= 1
     assert seen.value("kvtier_sessions", state="attached") == 1
