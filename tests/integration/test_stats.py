@@ -1,4 +1,4 @@
-"""Numbers for those who look often: what is clean, who watches and how far behind, and the clock of the counters."""
+"""Numbers for those who look often: what is clean, and the clock of the counters."""
 
 from __future__ import annotations
 
