@@ -13,16 +13,10 @@ class Gate(Fence):
     def __init__(self) -> None:
         self.asked = threading.Event()
         self._open = False
-        self._error: Exception | None = None
 
     def passed(self) -> bool:
         self.asked.set()
-        if self._error is not None:
-            raise self._error
         return self._open
 
     def open(self) -> None:
         self._open = True
-
-    def fail(self, error: Exception) -> None:
-        self._error = error

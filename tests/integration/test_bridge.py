@@ -156,20 +156,6 @@ async def some_life(cache, name):
     await cache.drop(chain(f"{name}/1", 1))
 
 
-async def test_a_router_follows_from_a_snapshot_through_life(daemon, cache):
-    await some_life(cache, "before")
-    with bridge(daemon) as process:
-        follower = process.follower()
-        await assert_knows(follower, cache)
-        assert follower.router.listing, "there was something to know"
-        await some_life(cache, "after")
-        await assert_knows(follower, cache)
-        await cache.reset()
-        await assert_knows(follower, cache)
-        assert follower.router.listing == {}
-        follower.close()
-
-
 async def test_the_daemon_is_killed_and_the_router_ends_up_right(daemon, client, cache):
     """Also one that comes only then."""
     with bridge(daemon) as process:
@@ -298,12 +284,6 @@ async def test_a_bridge_that_can_say_nothing_says_so(daemon, client, options, sa
             assert process.stderr.readline().startswith(says)
         finally:
             process.kill()
-
-
-def test_a_place_that_other_hosts_reach_is_asked_for(daemon):
-    done = ended(command(daemon, "--endpoint", "tcp://0.0.0.0:5557"))
-    assert done.returncode == 2
-    assert "--insecure-any" in done.stderr
 
 
 def test_without_the_extra_it_says_what_to_install():

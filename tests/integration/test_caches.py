@@ -16,7 +16,6 @@ from kvtier import (
     Cause,
     Event,
     EventType,
-    InvalidArgument,
     KvtierError,
     NotFound,
     SpecMismatch,
@@ -156,16 +155,6 @@ async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(dae
     assert {tier.tier: tier.capacity for tier in (await cache_stats(client, "next")).tiers} == budgets
 
 
-async def test_options_of_a_cache_on_disk_outlive_the_daemon(daemon, client):
-    options = CacheOptions(write_policy=WritePolicy.BACK, eviction="lfuda", checksum="commit")
-    cache = await client.open_cache("c", SPEC, options=options)
-    assert cache.info.options == options
-    await asyncio.to_thread(daemon.restart)
-    (listed,) = await client.caches()
-    assert listed.options == options
-    assert (await client.open_cache("c", SPEC)).info.options == options
-
-
 async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemon):
     """Whoever opens it first, who need not have chosen them."""
     options = CacheOptions(WritePolicy.THROUGH, "lfuda", event_hash="v2_sha256", keep_tokens=True, checksum="commit")
@@ -185,13 +174,6 @@ async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemo
         await chooser.open_cache("c", SPEC, options=options)
         await asyncio.to_thread(daemon.restart)
         assert (await client.open_cache("c", other)).info.options == defaults
-
-
-async def test_options_that_there_are_not_are_refused_and_make_no_cache(client):
-    with pytest.raises(InvalidArgument) as refused:
-        await client.open_cache("c", SPEC, options=CacheOptions(eviction="random"))
-    assert (refused.value.field, refused.value.value) == ("options.eviction", "random")
-    assert await client.caches() == []
 
 
 async def refused(cache, count, tier=Tier.HOST):

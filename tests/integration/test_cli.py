@@ -21,9 +21,9 @@ DEADLINE_S = 180
 
 
 def kvtier(*arguments, status=0, env=None):
-    """Runs a command to its end, which must have this exit status and no traceback."""
+    """Runs a command to its end, which must have this exit status and no traceback. Nobody is at its terminal."""
     done = subprocess.run(
-        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=env
+        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=env, input=""
     )
     assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
@@ -88,24 +88,10 @@ async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
     assert both == [down, up]
 
 
-async def test_watch_in_words(daemon, client, cache):
-    start = await last_event(client)
-    (key,) = await a_life(cache)
-    shown = kvtier("watch", "--address", daemon.address, "--since", str(start), "--limit", "4").stdout.splitlines()
-    assert len(shown) == 4
-    assert "\x1b" not in "".join(shown), "colours where there is no terminal"
-    for words, line in zip((["stored", "commit"], ["device → disk"], ["disk → host"], ["removed"]), shown, strict=True):
-        for word in (*words, key[:4].hex(), cache.name):
-            assert word in line
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["watch", "--since", "yesterday"], 2, "EPOCH"),
         (["watch", "--since", "999999999"], 1, "since.id"),
-        (["watch", "--type", "vanished"], 2, "stored"),
-        (["watch", "--oldest", "--snapshot"], 2, "exclude"),
         (["watch", "--cache", "no/such"], 1, "filter.caches[0]"),
         (["status", "--nonsense"], 2, "nonsense"),
     ],
@@ -146,14 +132,3 @@ async def test_replay_of_more_than_fits(tmp_path):
     assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
     assert sum(report["hits"].values()) + report["misses"] == report["block_refs"]
     assert report["hits"]["disk"] > 0
-
-
-async def test_replay_against_a_daemon_that_runs(daemon, client, name, tmp_path):
-    """Twice: what the first has stored, the second finds."""
-    trace = conversations(tmp_path / "trace.jsonl", count=3, turns=2)
-    replay = ("replay", str(trace), "--address", daemon.address, "--cache", name, "--block-bytes", "4096", "-o", "json")
-    first, second = (json.loads(kvtier(*replay).stdout) for _ in range(2))
-    assert (first["stored"], second["stored"], second["misses"]) == (13, 0, 0)
-    assert second["hits"]["device"] == second["block_refs"]
-    for report in (first, second):
-        assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)

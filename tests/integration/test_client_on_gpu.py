@@ -219,14 +219,6 @@ class Tensors:
         self.bytes[:] = 0
 
 
-async def test_arrays_on_the_gpu_go_in_and_come_out(cache):
-    assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.DEVICE) == OK
-    out = [Array(cache) for _ in range(4)]
-    found = await cache.get([*KEYS, chain("nobody has it", 1)[0]], out, tier=Tier.DEVICE)
-    assert all(one is other for one, other in zip(found, out[:3], strict=True))
-    assert_bytes(KEYS, [each.bytes for each in found])
-
-
 @pytest.mark.parametrize("tier", [Tier.HOST, None], ids=str)
 async def test_arrays_on_the_gpu_go_to_host_slots_and_back(daemon, cache, tier):
     """As a connector's blocks do, whose engine has its own memory on the GPU."""

@@ -11,7 +11,6 @@ import os
 import signal
 import statistics
 from contextlib import ExitStack
-from typing import Any
 
 import grpc
 import numpy as np
@@ -103,22 +102,6 @@ async def test_slots_are_back_at_once_after_a_clients_death(client, daemon, cach
             )
     print("answers until slots were back:", answers)
     assert statistics.median(answers) < ANSWERS, answers
-
-
-async def test_a_stopped_client_keeps_what_it_holds(client, daemon, cache):
-    """It may go on copying any moment. A neighbour's death does not change that."""
-    script: dict[str, Any] = {"address": daemon.address, "cache": cache.name, "reserve": {"HOST": 3}, "acquire": {}}
-    with Actor("hold", **script) as stopped, Actor("hold", **script) as killed:
-        stopped.says()
-        killed.says()
-        stopped.signal(signal.SIGSTOP)
-        killed.kill()
-        await eventually(lambda: session_of(client, killed.pid), lambda session: session is None)
-        stats = await tier_stats(client, cache.name, Tier.HOST)
-        assert (stats.blank, stats.held) == (3, 3)
-        with pytest.raises(TierFull) as full:
-            await cache.reserve(4, Tier.HOST)
-        assert [holder.pid for holder in full.value.holders] == [stopped.pid]
 
 
 async def test_a_kicked_writer_that_goes_on_writes_into_nobodys_blocks(client, daemon, cache):

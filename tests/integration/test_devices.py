@@ -199,19 +199,24 @@ async def test_a_device_that_is_unknown_or_not_the_caches_is_refused_and_nothing
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
 @pytest.mark.parametrize("disk", [0, DISK // 2], ids=["memory", "disk"])
 async def test_a_restart_finds_both_caches_on_their_gpus(supervised, short_dir, end, disk):
-    """Whatever the order of the tables is, and whatever names they have."""
+    """Whatever the order of the tables is, and whatever names they have. Not a byte has moved, nor a generation
+    changed, and the next daemon copies them."""
     async with await patient(supervised.address) as client:
         caches = await on_both(client, budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk), mapped=False)
         for cache in caches:
             keys = chain(cache.name, DEVICE)
             await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+        places = [await cache.locate(chain(cache.name, DEVICE)) for cache in caches]
         written(short_dir, f"{SECOND}={DEVICE}", f"cuda={DEVICE}")
         await asyncio.to_thread(supervised.kill if end == "kill" else supervised.upgrade)
-        for cache, uuid in zip(caches, (FIRST, SECOND), strict=True):
+        for cache, uuid, before in zip(caches, (FIRST, SECOND), places, strict=True):
             keys = chain(cache.name, DEVICE)
             again = await client.open_cache(cache.name)
             assert again.info.device == uuid
-            assert [place.residency for place in await again.locate(keys)] == [Tier.DEVICE.bit] * DEVICE
+            assert {place.residency for place in before} == {Tier.DEVICE.bit}
+            assert await again.locate(keys) == before
+            assert_bytes(keys, await again.get(keys))
+            assert await again.move(keys[-1:], Tier.HOST) == [BlockResult.OK]
             assert_bytes(keys, await again.get(keys))
     assert "not adopted" not in supervised.log
     assert supervised.stop() == 0

@@ -182,14 +182,6 @@ async def test_a_power_cut_may_undo_the_last_transaction_unless_each_is_synced(s
         await asyncio.to_thread(daemon.stop)
 
 
-async def test_every_block_flipped_is_a_miss_for_every_chain(daemon, client, cache):
-    slab(daemon).write_bytes(b"\xa5" * slab(daemon).stat().st_size)
-    for name in NAMES:
-        assert await cache.get(chain(name, LENGTH)) == []
-        assert (await cache.match(chain(name, LENGTH))).blocks == 0
-    assert (await cache_stats(client, "c")).blocks == 0
-
-
 async def test_a_slab_cut_short_while_stopped_costs_what_was_cut_off(daemon, client, cache):
     await asyncio.to_thread(daemon.stop)
     left = min(disk_slot(daemon, key) for name in ("hurt", "right") for key in chain(name, LENGTH))

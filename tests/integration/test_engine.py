@@ -69,15 +69,6 @@ def test_what_was_saved_outlives_the_daemon(daemon, layout):
         assert second.run(PROMPT).loaded == 10
 
 
-def test_an_engine_goes_on_over_a_restart_of_the_daemon(daemon):
-    with engine(daemon.address) as toy:
-        toy.run(PROMPT)
-        toy.settle()
-        daemon.kill()
-        daemon.start()
-        wait_until(lambda: toy.run(OTHER).loaded == 6)
-
-
 def test_a_stopped_daemon_costs_nothing(daemon):
     with engine(daemon.address) as toy:
         toy.run(PROMPT)
@@ -138,15 +129,6 @@ def test_a_block_that_leaves_is_named_and_not_offered_again(daemon):
         toy.end(run)
         toy.settle()
         assert toy.run(PROMPT).loaded == 10
-
-
-def test_half_of_a_hybrid_is_a_miss(daemon):
-    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
-        chain = toy.chain(PROMPT)
-        client.open_cache(toy.planner.leader.name).in_group(1).drop([chain.key(9)])
-        assert toy.planner.offer("x", chain, 0, total_tokens=len(PROMPT)) == 9 * TOKENS
 
 
 def test_the_same_block_is_saved_once(daemon):

@@ -18,7 +18,6 @@ from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import (
-    calls,
     device_generations,
     fake_gpu,
     gpu_daemon,
@@ -27,7 +26,6 @@ from tests.integration.on_gpu import (
 )
 from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
-from tests.integration.test_cli import kvtier
 from tests.integration.waiting import patient
 
 MIB = 1 << 20
@@ -95,23 +93,6 @@ async def test_a_reader_is_told_why_it_gets_none(daemon):
         close_all(fds)
 
 
-async def test_status_says_which_gpu_it_is(daemon):
-    async with await patient(daemon.address) as client:
-        (device,) = (await client.stats()).devices
-        assert (device.kind, device.name, device.memory_bytes) == ("cuda", "Fake GPU 0", 1 << 30)
-        shown = kvtier("status", "--address", daemon.address)
-        assert f"device: Fake GPU 0 {device.uuid}, 1.0 GiB" in shown.stdout
-
-
-async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
-    with serving(short_dir, device=DEVICE, host=HOST) as daemon:
-        async with await patient(daemon.address) as client:
-            for name in ("a", "b"):
-                await client.open_cache(name, SPEC, budgets=sizes(device=DEVICE // 2, host=2))
-            await client.remove_cache("a", force=True)
-            assert sum(call["call"] == "cuMemUnmap" for call in calls(short_dir, daemon.pid)) == 1
-
-
 @pytest.mark.parametrize("code", [None, "INVALID_VALUE", "NOT_PERMITTED", "NOT_SUPPORTED"])
 async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir, code):
     """The device says that it cannot, or a container has the driver refuse it."""
@@ -129,23 +110,6 @@ async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir, code)
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_the_gpus_blocks_survive_the_daemon(supervised, end):
-    """Not a byte has moved, nor a generation changed, and the next daemon copies them."""
-    keys = chain("gpu", DEVICE)
-    async with await patient(supervised.address) as client:
-        cache = await client.open_cache("c", SPEC, mapped=False)
-        await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
-        places = await cache.locate(keys)
-        await asyncio.to_thread(supervised.kill if end == "kill" else supervised.upgrade)
-        assert await cache.locate(keys) == places
-        assert_bytes(keys, await cache.get(keys))
-        await cache.move(keys[-1:], Tier.HOST)
-        assert [place.residency for place in await cache.locate(keys[-1:])] == [Tier.HOST.bit]
-        assert_bytes(keys, await cache.get(keys))
-    assert "not adopted" not in supervised.log
 
 
 IMPORT_FAILS = {"fail": [{"call": "cuMemImportFromShareableHandle", "code": "CUDA_ERROR_INVALID_VALUE"}]}

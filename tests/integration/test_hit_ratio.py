@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvtier import Cache, Tier
-from kvtier import Client as SyncClient
 from kvtier.replay.runner import replay
 from kvtier.replay.trace import read, replay_spec
 from kvtier.types import CacheStats
@@ -143,21 +141,3 @@ async def test_replay_status_top_and_metrics_agree_with_a_script(start_fresh):
         assert re.search(rf"\b{found}\s+{found / queried:.1%}", shown), shown
     said = json.loads(kvtier("status", "--address", daemon.address, "-o", "json").stdout)["caches"][0]
     assert (said["queried"], said["found"]) == (queried, found)
-
-
-def test_a_plain_program_is_counted_as_an_asynchronous_one_is(daemon, name):
-    with SyncClient(daemon.address) as client:
-        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
-        keys = chain(name, 4)
-        cache.put(keys[:2], blocks(keys[:2]))
-        assert cache.prefix_length(keys) == cache.match(keys).blocks == 2
-        assert len(cache.get(keys)) == 2
-        with cache.acquire(keys) as lease:
-            assert lease.blocks == 2
-
-    async def stats():
-        async with await patient(daemon.address) as client:
-            return await counted(client, name, 8)
-
-    told = asyncio.run(stats())
-    assert (told.queried, told.found) == (8, 4)

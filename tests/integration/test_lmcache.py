@@ -97,15 +97,6 @@ def test_an_object_of_another_length_is_a_miss(adapt):
     assert results == [True, *[False] * 5], "the first one has the same length"
 
 
-def test_some_of_a_batch_are_there(adapt):
-    adapter = adapt()
-    adapter.store(KEYS[::2], OBJECTS[::2])
-    assert adapter.exists() == (True, [True, False] * 3)
-    results, buffers = adapter.load()
-    assert results == [True, False] * 3
-    assert buffers[::2] == OBJECTS[::2]
-
-
 def test_a_deleted_object_is_gone(adapt):
     adapter = adapt()
     adapter.store()
@@ -221,16 +212,6 @@ async def test_what_is_found_without_the_daemon_can_be_loaded(adapt, lent):
     assert [buffer for buffer, there in zip(buffers, found, strict=True) if there] == [
         each for each, there in zip(objects, found, strict=True) if there
     ]
-
-
-async def test_a_silent_daemon_costs_one_timeout(adapt, lent):
-    adapter = adapt(load_timeout=0.5)
-    adapter.store()
-    lent.pause()
-    assert adapter.store(["new"], [b"object"]) == (False, [False])
-    assert adapter.load() == ([True] * 6, OBJECTS)
-    lent.resume()
-    await eventually(lambda: adapter.store(["new"], [b"object"]), lambda answer: answer == (True, [True]))
 
 
 async def test_a_daemon_that_comes_late_is_used(adapt, lent):

@@ -99,6 +99,8 @@ async def test_sessions_watchers_and_events(daemon, client):
         seen = await scrape(daemon)
         assert seen.value("kvtier_watchers") == 1
         assert seen.value("kvtier_watcher_lag_events") == 0
+        (one,) = (await client.stats()).watcher_stats
+        assert (one.session_id, one.pid, one.uid, one.lag) == (client.session_id, os.getpid(), os.getuid(), 0)
         assert seen.value("kvtier_events_total") == (await client.stats()).last_event_id
         assert seen.value("kvtier_events_total", type="stored", cause="commit") >= 1
     assert seen.value("kvtier_sessions", state="attached") == 1
@@ -164,12 +166,15 @@ def test_every_metric_is_told_and_documented(seen):
     assert "kvtier_loop_lateness_seconds" in page and "kvtier_call_seconds" in page
 
 
-def test_the_dashboard_asks_for_what_there_is(seen):
-    asked = re.findall(r'"expr": "(.*)"', (DOCS / "grafana-dashboard.json").read_text())
-    assert len(asked) > 10
+@pytest.mark.parametrize(
+    ("file", "query"), [("docs/grafana-dashboard.json", r'"expr": "(.*)"'), ("deploy/alerts.yml", "expr: (.*)")]
+)
+def test_dashboard_and_alert_rules_ask_for_what_there_is(seen, file, query):
+    asked = re.findall(query, (DOCS.parent / file).read_text())
+    assert len(asked) > 5
     names = {sample.name for family in seen.families.values() for sample in family.samples}
-    for query in asked:
-        assert set(re.findall(r"\b(?:kvtier|process)_\w+", query)) <= names, query
+    for each in asked:
+        assert set(re.findall(r"\b(?:kvtier|process)_\w+", each)) <= names, each
 
 
 def test_nothing_listens_unless_asked(start_fresh):
@@ -188,11 +193,3 @@ async def test_a_client_that_says_nothing_holds_up_neither_the_daemon_nor_its_st
         cache = await client.open_cache("c", SPEC)
         assert (await cache.match(KEYS)).blocks == 0
         assert isinstance(await scrape(daemon), Scrape)  # after the silent one has been given up
-
-
-def test_the_alert_rules_ask_for_what_there_is(seen):
-    asked = re.findall(r"expr: (.*)", (DOCS.parent / "deploy" / "alerts.yml").read_text())
-    assert len(asked) > 5
-    names = {sample.name for family in seen.families.values() for sample in family.samples}
-    for query in asked:
-        assert set(re.findall(r"\b(?:kvtier|process)_\w+", query)) <= names, query

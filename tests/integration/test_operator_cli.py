@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from kvtier import LeaseLost, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
-from tests.integration.test_cli import DEADLINE_S, KVTIER
+from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
-
-
-def kvtier(*arguments, status=0):
-    """Runs a command to its end, which must have this exit status and no traceback. Nobody is at its terminal."""
-    done = subprocess.run(
-        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, input=""
-    )
-    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done
 
 
 def answer(*arguments, status=0):
@@ -91,9 +80,10 @@ async def test_a_hanging_client_is_kicked(at, client, cache):
     assert "4 slots taken" in kvtier("kick", session, *at).stdout
     (left,) = answer("leases", "--session", session, *at)
     assert (left["blank_slots"], left["orphaned"]) == (4, True)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLost, match="kicked"):
         await lease.commit(chain(cache.name, 4))
     await lease.release()
+    await (await cache.reserve(8)).release()
     await eventually(client.stats, lambda stats: int(session) not in {one.session_id for one in stats.sessions})
     assert "no such session" in kvtier("kick", session, *at, status=1).stderr
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from kvtier import (
     BlockResult,
     CacheOptions,
-    Client,
-    Event,
-    EventType,
     Mirror,
     MultimodalItem,
     Scope,
@@ -76,12 +72,6 @@ async def test_the_first_block_of_a_prompt_matches_in_part(cache):
     assert (await cache.match_tokens(cache.prompt(IDS[:1]))).tokens == 0
     for nothing in ([], [1, 2, 3], list(range(100))):
         assert await cache.match_tokens(cache.prompt(nothing)) == TokenMatch(0, 0, 0, b"", b"")
-
-
-async def test_a_match_in_part_ends_before_a_whole_block(cache):
-    await put(cache, IDS[: 2 * WIDTH])
-    assert (await cache.match_tokens(cache.prompt(IDS))).tokens == 2 * WIDTH
-    assert (await cache.match_tokens(cache.prompt(IDS[: 2 * WIDTH - 1]))).tokens == 2 * WIDTH - 1
 
 
 ITEM = MultimodalItem(b"i" * 32, WIDTH + 4, 6)
@@ -205,16 +195,6 @@ async def test_its_tokens_are_told_and_a_mirror_knows_it(client, cache):
                 return
 
 
-async def test_a_partial_block_is_told_of_as_stored(client, cache):
-    before = (await client.stats()).last_event_id
-    await put(cache, IDS[:5])
-    async with client.watch(caches=[cache.name], oldest=True) as watch:
-        async for item in watch:
-            if isinstance(item, Event) and item.event_id > before and item.type is EventType.STORED:
-                assert item.tokens[0].token_ids == tuple(IDS[:5])
-                return
-
-
 async def test_while_no_daemon_answers_whole_blocks_count(start_daemon):
     daemon = start_daemon(host=64)
     async with await patient(daemon.address) as client:
@@ -225,14 +205,3 @@ async def test_while_no_daemon_answers_whole_blocks_count(start_daemon):
         await eventually(lambda: client.connected, lambda connected: not connected)
         assert (await cache.match_tokens(cache.prompt(IDS[: 2 * WIDTH - 1]))).tokens == WIDTH
         assert (await cache.match_tokens(swapped)).tokens == WIDTH + 3
-
-
-def test_the_synchronous_client_asks_in_tokens(daemon, name):
-    with Client(daemon.address) as client:
-        cache = client.open_cache(name, **opening())
-        prompt = cache.prompt(IDS[: WIDTH + 5], partial=True)
-        cache.put(prompt.keys, blocks(split_keys(prompt.keys)), prompt=prompt)
-        assert cache.match_tokens(prompt).tokens == WIDTH + 5
-        found = cache.match_tokens(cache.prompt(IDS[: WIDTH + 2]))
-        assert (found.tokens, found.partial_tokens) == (WIDTH + 2, 2)
-        assert np.array_equal(cache.get(found.keys)[1], blocks([prompt.keys[32:]])[0])

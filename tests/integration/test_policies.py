@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
 
 import pytest
 
@@ -88,59 +87,6 @@ async def test_a_threshold_keeps_blocks_from_going_down(start_daemon):
         for name in ("a", "b"):
             await cache.put(chain(name, 4), blocks(chain(name, 4)), tier=Tier.HOST)
         assert (await cache.match(chain("a", 4))).blocks == 0
-
-
-OK = BlockResult.OK
-SLOTS = {Tier.DEVICE: 4, Tier.HOST: 6, Tier.DISK: 8}
-SUBSETS = [
-    (Tier.DEVICE,),
-    (Tier.HOST,),
-    (Tier.DEVICE, Tier.HOST),
-    (Tier.DEVICE, Tier.DISK),
-    (Tier.HOST, Tier.DISK),
-    (Tier.DEVICE, Tier.HOST, Tier.DISK),
-]
-
-
-def ids(subset):
-    return "+".join(map(str, subset))
-
-
-@pytest.mark.parametrize("subset", SUBSETS, ids=ids)
-async def test_blocks_go_down_as_far_as_there_are_tiers_and_then_out(start_daemon, subset):
-    daemon = start_daemon(**{str(tier): SLOTS[tier] for tier in subset})
-    capacity = sum(SLOTS[tier] for tier in subset)
-    prompts = [chain(f"prompt {index}", 2) for index in range(capacity)]
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("subset", SPEC)
-        assert cache.tiers == subset
-        for keys in prompts:
-            assert await cache.put(keys, blocks(keys)) == [OK, OK]
-        stats = await eventually(
-            lambda: cache_stats(client, "subset"),
-            lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
-        )
-        assert stats.stored == 2 * capacity
-        assert stats.blocks == stats.stored - stats.removed
-        # All of it is used, but for the few disk slots that are kept free ahead of need and copies in two tiers.
-        assert SLOTS[subset[-1]] <= stats.blocks <= capacity
-        assert stats.blocks > SLOTS[subset[0]] or len(subset) == 1
-        assert {edge.edge for edge in stats.edges if edge.blocks} == {
-            f"{upper}>{lower}" for upper, lower in pairwise(subset)
-        }
-        survivors = 0
-        for keys in reversed(prompts):
-            found = await cache.match(keys)
-            assert all(where & ~sum(tier.bit for tier in subset) == 0 for where in found.residency)
-            survivors += found.blocks
-        assert survivors == stats.blocks
-        assert (await cache.match(prompts[-1])).blocks == 2, "the last one in is the first one out"
-        assert (await cache.match(prompts[0])).blocks == 0, "nothing was ever dropped"
-        # Reading brings blocks up and so moves others down or out; what is found is right.
-        for keys in reversed(prompts):
-            found_bytes = await cache.get(keys)
-            assert_bytes(keys[: len(found_bytes)], found_bytes)
-        assert_bytes(prompts[-1][:1], (await cache.get(prompts[-1]))[:1])
 
 
 async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon):

@@ -178,16 +178,6 @@ async def test_what_is_no_block_is_named(cache):
         await cache.get(keys, [bytes(size)] * 2)
 
 
-def test_the_synchronous_client_fills_strided_arrays_too(daemon, name):
-    keys = chain("strided", 2)
-    with Client(daemon.address) as client:
-        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
-        cache.put(keys, blocks(keys))
-        kv = np.zeros((2, 2, cache.block_bytes // 2), np.uint8)
-        cache.get(keys, [kv[:, 1], kv[:, 0]])
-        assert_bytes(keys, [kv[:, 1].reshape(-1), kv[:, 0].reshape(-1)])
-
-
 async def test_a_lease_lost_is_no_lease_forgotten(daemon, client, cache):
     lease = await cache.reserve(1, tier=Tier.HOST)
     daemon.kill()

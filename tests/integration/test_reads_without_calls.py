@@ -138,16 +138,6 @@ async def test_blocks_are_copied_to_where_the_caller_wants_them(cache):
     assert (cache.reads.hits, cache.reads.calls) == (16, 0)
 
 
-async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache):
-    for number in range(20):
-        keys = chain(f"at once {number}", 3)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
-        assert await cache.prefix_length(keys) == 3
-        await cache.drop(keys[1:2])
-        assert await cache.prefix_length(keys) == 1
-    assert cache.reads.calls == 0
-
-
 async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon, name):
     """Its slot keeps its generation for as long as the disk takes; what is stored under its key by then is the new."""
     keys = chain("dropped", 3)

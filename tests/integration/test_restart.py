@@ -10,10 +10,6 @@ import pytest
 from kvtier import (
     BlockResult,
     CacheSpec,
-    Cause,
-    Cursor,
-    Event,
-    EventType,
     LeaseLost,
     SpecMismatch,
     Tier,
@@ -65,27 +61,6 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
         # What was lost can be stored again.
         await cache.put(IN_MEMORY, blocks(IN_MEMORY))
         assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
-
-
-async def test_a_cache_is_announced_anew(daemon):
-    async with await patient(daemon.address) as client:
-        await filled(client)
-        before = await client.stats()
-        await restart(daemon)
-        last = (await client.stats()).last_event_id
-        events: list[Event] = []
-        async with client.watch(since=Cursor(before.epoch, before.last_event_id)) as watch:
-            async for item in watch:
-                assert isinstance(item, Event)
-                events.append(item)
-                if item.event_id >= last:
-                    break
-        created, cleared, *stored = events
-        assert (created.type, cleared.type, cleared.cause) == (EventType.CREATED, EventType.CLEARED, Cause.SHUTDOWN)
-        assert created.num_blocks_per_cache_level == tuple(SLOTS.values())
-        assert {(event.type, event.cause) for event in stored} == {(EventType.STORED, Cause.RECOVERED)}
-        found = {key: parent for event in stored for key, parent in zip(event.keys, event.parents, strict=True)}
-        assert found == dict(zip(ON_DISK, [None, *ON_DISK[:-1]], strict=True))
 
 
 async def test_budgets_and_spec_are_remembered(daemon):

@@ -395,11 +395,6 @@ async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daem
         await works(client)
 
 
-async def test_a_user_who_is_allowed_may_attach(start_daemon):
-    daemon = open_up(start_daemon("--allow", ALLOWED, device=2, host=2))
-    assert (await foreigner(daemon))["hello"] == "welcome"
-
-
 async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon):
     """Least of all what says where they are: others read by that, without asking anybody."""
     daemon = open_up(start_daemon("--allow", ALLOWED, device=2, host=8))

@@ -9,7 +9,6 @@ import asyncio
 import os
 import pickle
 import signal
-import statistics
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -30,7 +29,7 @@ from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.seeing import session_of, tier_stats
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.test_dead_clients import ANSWERS, answers_until, break_connection
+from tests.integration.test_dead_clients import break_connection
 from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import eventually, patient
 
@@ -122,28 +121,6 @@ async def test_a_schedulers_death_gives_nothing_away_under_its_workers(client, d
         workers[1].kill()
         await gone(client, workers[1].pid)
     await (await cache.reserve(HOST)).release()
-
-
-async def test_slots_are_back_at_once_after_the_last_holders_death(client, daemon, cache):
-    with ExitStack() as stack:
-
-        def actor(part, **script):
-            return stack.enter_context(Actor(part, address=daemon.address, cache=cache.name, **script))
-
-        scheduler = actor("plan", leases=[1, 1, 1])
-        tickets = scheduler.says()["tickets"]
-        workers = [actor("work", tickets=[ticket]) for ticket in tickets]
-        for worker in workers:
-            worker.says()
-        scheduler.kill()
-        await gone(client, scheduler.pid)
-        answers = []
-        for left, worker in zip((2, 1, 0), workers, strict=True):
-            assert (await host(client, cache))[0] == left + 1
-            worker.kill()
-            back = answers_until(lambda: host(client, cache), lambda now, left=left: now[0] == left)
-            answers.append(await back)
-    assert statistics.median(answers) < ANSWERS, answers
 
 
 @pytest.mark.parametrize("dies", ["scheduler", "worker"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Client, InvalidArgument, Mirror, Scope, Tier, TooShort, chain_keys
+from kvtier import InvalidArgument, Mirror, Scope, Tier, TooShort, chain_keys
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import Keys
 from tests.integration.blocks import SPEC, sizes
@@ -72,22 +72,6 @@ async def test_every_verb_over_all_groups_takes_it(daemon, opening):
             assert [part.blocks for part in lease.groups] == [0, 0, 0]
         with pytest.raises(TooShort):
             await across.acquire(NONE, min_blocks=1)
-
-
-def test_the_synchronous_client_takes_it(daemon, opening):
-    with Client(daemon.address) as client:
-        cache = client.open_cache("short", **opening)
-        for at in map(cache.in_group, groups_of(VSWA)):
-            assert at.match(NONE).blocks == at.prefix_length(NONE) == len(at.locate(NONE)) == 0
-            assert at.get(NONE) == at.stream_get(NONE) == at.put(NONE, []) == at.stream_put(NONE, []) == []
-            assert at.move(NONE, Tier.HOST) == at.pin(NONE, Tier.HOST) == at.set_retention(NONE, 1) == []
-            assert at.drop(NONE).dropped == 0
-            with at.acquire(NONE) as lease, at.acquire_many([NONE]) as leases:
-                assert (lease.blocks, [each.blocks for each in leases]) == (0, [0])
-        assert cache.across.match(NONE).blocks == cache.across.get(NONE).blocks == 0
-        assert cache.across.put(NONE, NOTHING) == NOTHING
-        with cache.across.acquire(NONE) as lease:
-            assert lease.blocks == 0
 
 
 async def test_a_commit_of_none_ends_its_lease(daemon):

@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from typing import Any, Final
@@ -111,30 +110,6 @@ async def test_every_call_ends_at_its_deadline(daemon):
             await asyncio.gather(*(call(verb) for verb in islice(cycle(VERBS), CALLS)))
             assert time.monotonic() - began < TIMEOUT_S + SLACK_S
         await all_is_given_back(client, cache)
-
-
-async def test_every_call_of_a_thread_ends_at_its_deadline(daemon):
-    await fill(daemon)
-
-    def calls():
-        with Client(daemon.address) as client, ThreadPoolExecutor(CALLS) as threads:
-            cache = client.open_cache("c", SPEC)
-
-            def call(verb):
-                with pytest.raises(DeadlineExceeded):
-                    VERBS[verb](client, cache, timeout=TIMEOUT_S)
-
-            with paused(daemon):
-                began = time.monotonic()
-                list(threads.map(call, islice(cycle(VERBS), CALLS)))
-                taken = time.monotonic() - began
-            until = time.monotonic() + PATIENCE_S
-            while not client.connected or client.leases():
-                assert time.monotonic() < until, "slots stayed leased"
-            with cache.reserve(SLOTS):
-                return taken
-
-    assert await asyncio.to_thread(calls) < TIMEOUT_S + SLACK_S
 
 
 IMPATIENCE_S: Final = 0.05
@@ -277,20 +252,6 @@ async def test_a_hit_that_cannot_be_loaded_is_offered_once(daemon, how):
         assert_bytes(KEYS, await cache.get(KEYS))
         assert cache.lookups == "shared memory"
         assert await client.leases() == []
-
-
-async def test_what_a_daemon_closed_is_read_once_it_is_known_to_be_away(daemon):
-    """It closed the memory when it ended, and a daemon that answers would have to be asked."""
-    await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        await asyncio.to_thread(daemon.stop)
-        await missed(client)
-        assert (await cache.match(KEYS)).blocks == 4
-        assert_bytes(MAPPED, await cache.get(KEYS))
-        await asyncio.to_thread(daemon.start)
-        await eventually(lambda: cache.prefix_length(KEYS), lambda length: length == 8)
-        assert_bytes(KEYS, await cache.get(KEYS))
 
 
 async def test_a_read_that_a_dying_daemon_is_not_told_of_costs_nothing(daemon):

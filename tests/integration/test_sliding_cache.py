@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheSpec, Client, Mirror, PoolSpec, Tier, TierFull, TooShort, WindowGroupSpec
+from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, TierFull, TooShort, WindowGroupSpec
 from tests.integration.blocks import chain
-from tests.integration.models import assert_content, by_hand, content
+from tests.integration.models import assert_content, content
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import patient
@@ -90,14 +90,6 @@ async def test_a_get_copies_the_window_out_of_any_tier(cache, below):
     assert (out[:FIRST] == 0xEE).all() and (out[11:] == 0xEE).all()
 
 
-async def test_a_window_in_two_tiers_is_one(cache):
-    await cache.move(KEYS[FIRST:7], Tier.DISK)
-    assert_window(await cache.get(MORE))
-    await cache.move(KEYS[9:], Tier.DEVICE)
-    assert_window(await cache.get(MORE))
-    assert_window(await cache.get(MORE, tier=Tier.HOST))
-
-
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):
     """The daemon is asked for the whole chain: a piece of it would have a window of its own."""
     daemon = start_for(SLIDING, host=8, disk=64)
@@ -142,24 +134,6 @@ async def test_a_block_whose_slot_is_given_away_under_the_copy_takes_the_window_
     assert_window(await mapped.get(MORE))
     reads = mapped.reads
     assert (reads.hits, reads.misses, reads.reuses, reads.calls) == ((7, 2, 1, 0) if times == 1 else (0, 0, 2, 1))
-
-
-def test_the_synchronous_client_does_the_same(daemon):
-    with Client(daemon.address) as client:
-        for name, mapped in (("mapped", True), ("streamed", False)):
-            cache = client.open_cache(name, SLIDING, budgets=by_hand(SLIDING, device=8, host=8, disk=16), mapped=mapped)
-            cache.put(KEYS, content(SLIDING, 0, KEYS), tier=Tier.HOST)
-            cache.drop(KEYS[:FIRST])
-            assert cache.match(MORE).blocks == cache.prefix_length(MORE) == cache.across.match(MORE).blocks == 11
-            assert_window(cache.get(MORE))
-            assert_window(cache.get(MORE, verify=True))
-            assert_window(cache.stream_get(MORE))
-            out = [np.zeros(SLIDING.block_bytes(0), np.uint8) for _ in MORE]
-            found = cache.get(MORE, out)
-            assert_window(found)
-            assert found[FIRST] is out[FIRST] and not any(each.any() for each in out[:FIRST])
-            with cache.acquire(MORE) as lease:
-                assert (lease.prefix_length, lease.needed.first, lease.blocks) == (11, FIRST, 7)
 
 
 async def test_holders_slide_along_together(client, daemon):

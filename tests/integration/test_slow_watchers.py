@@ -12,8 +12,6 @@ from itertools import count
 from statistics import median
 from typing import Any, Final
 
-import pytest
-
 from kvtier import Cursor, Event, Gap, Tier, connect
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
@@ -21,7 +19,6 @@ from tests.integration.blocks import chain
 from tests.integration.raw import attached
 from tests.integration.seeing import edge_stats, memory
 from tests.integration.seeing import last_event as last_event  # noqa: PLC0414  test_event_log takes it from here
-from tests.integration.test_watch_restart import up_to
 from tests.integration.waiting import PATIENCE_S, eventually
 
 RING_BYTES = 256 << 10
@@ -87,20 +84,6 @@ async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start
         slow.cancel()
         assert gaps, "it never fell behind: this showed nothing"
         assert gaps[-1][1] < end.id, "and nothing came after the gap"
-
-
-@pytest.mark.parametrize("log", [(), ("--event-log-bytes", "0")], ids=["log", "no-log"])
-async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon, log):
-    daemon = start_daemon(*log, host=2 * BLOCKS)
-    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
-        cache = (await raw.open(NAME)).cache_id
-        start = await last_event(client)
-        for index in range(PUTS):
-            await store(raw, cache, f"prompt {index}")
-        end = await last_event(client)
-        async with client.watch(since=start) as watch:
-            items = await up_to(watch, end)
-        assert [item.event_id for item in items if isinstance(item, Event)] == list(range(start.id + 1, end.id + 1))
 
 
 async def test_watchers_that_do_not_read_delay_no_move(start_daemon):

@@ -1,8 +1,6 @@
-"""Numbers for those who look often: what is clean, who watches and how far behind, and the clock of the counters."""
+"""Numbers for those who look often: what is clean, and the clock of the counters."""
 
 from __future__ import annotations
-
-import os
 
 from kvtier import CacheOptions, Tier
 from kvtier.types import WritePolicy
@@ -24,23 +22,6 @@ async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(c
     assert (written.free, written.ready) == (5, 3)
     disk = await tier_stats(client, name, Tier.DISK)
     assert (disk.clean, disk.free) == (13, 13), "below the disk there is nothing"
-
-
-async def test_each_watcher_is_named_with_its_lag(client, name):
-    cache = await client.open_cache(name, SPEC, budgets=sizes(host=8))
-    keys = chain(name, 4)
-    await cache.put(keys, blocks(keys), tier=Tier.HOST)
-    async with client.watch(oldest=True) as watch:
-        await anext(watch)
-
-        async def lags():
-            stats = await client.stats()
-            mine = [one for one in stats.watcher_stats if one.session_id == client.session_id]
-            assert all((one.pid, one.uid) == (os.getpid(), os.getuid()) for one in mine)
-            assert stats.watchers == len(mine) == 1
-            return [one.lag for one in mine]
-
-        await eventually(lags, lambda found: found == [0])
 
 
 async def test_the_uptime_goes_on_and_begins_anew_with_the_daemon(start_daemon):

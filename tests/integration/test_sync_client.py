@@ -72,32 +72,6 @@ def test_every_verb(calls, cache):
     assert held(calls) == 0
 
 
-def test_errors_are_those_of_the_asynchronous_client(calls, cache):
-    with pytest.raises(errors.InvalidArgument, match="keys"):
-        cache.match(b"short")
-    with pytest.raises(errors.TierFull), cache.reserve(8):
-        cache.reserve(8)
-    with pytest.raises(errors.TooShort):
-        cache.acquire(chain("nowhere", 2), min_blocks=1)
-    with pytest.raises(errors.SpecMismatch):
-        calls.open_cache(cache.name, type(SPEC).single("other", "uint8", 16, 1, 1, 64))
-    with pytest.raises(errors.DaemonUnavailable):
-        Client("/nonexistent")
-
-
-def test_threads_share_a_client(calls, cache):
-    def work(thread):
-        for turn in range(10):
-            keys = chain(f"thread-{thread}-{turn}", 2)
-            cache.put(keys, blocks(keys))
-            found = cache.get(keys)
-            assert_bytes(keys[: len(found)], found)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert held(calls) == 0
-
-
 def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon, calls, name):
     cache = calls.open_cache(name, SPEC, budgets=sizes(device=4))
     daemon.pause()

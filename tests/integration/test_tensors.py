@@ -53,17 +53,6 @@ async def test_any_dtype_of_the_right_size(cache, dtype):
     assert torch.equal(torch.stack([each.view(torch.uint8) for each in out]), raw)
 
 
-async def test_tensors_that_are_not_contiguous(cache):
-    blocks = some()
-    turned = [block.transpose(0, 2).contiguous().transpose(0, 2) for block in blocks]
-    assert not turned[0].is_contiguous()
-    assert await cache.put(KEYS, turned) == OK
-    out = [torch.zeros_like(each) for each in turned]  # keeps the strides
-    assert not out[0].is_contiguous()
-    await cache.get(KEYS, out)
-    assert all(torch.equal(one, other) for one, other in zip(out, blocks, strict=True))
-
-
 async def test_a_tensor_of_another_size_is_refused(cache):
     with pytest.raises(errors.InvalidArgument, match=r"blocks\[0\]"):
         await cache.put(KEYS, some().to(torch.float32))

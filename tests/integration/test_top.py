@@ -46,10 +46,6 @@ async def test_a_look_as_json(daemon, client):
     assert shown["leases"] == []
 
 
-def test_it_takes_a_daemon(short_dir):
-    assert "no daemon answers" in kvtier("top", "--once", "--address", str(short_dir), status=1).stderr
-
-
 @pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"\x03", 0), (b"", 128 + signal.SIGTERM)])
 async def test_a_terminal_is_painted_over_a_restart_and_given_back(start_daemon, key, status):
     daemon = start_daemon(host=8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier import Client, connect, errors
+from kvtier import connect, errors
 from kvtier.abi.stream import MAX_CHUNK_BYTES
 from kvtier.errors import FAILED_WRITE
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
@@ -19,7 +19,7 @@ from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.models import MLA, VSWA, assert_content, content, groups_of
+from tests.integration.models import MLA, assert_content, content
 from tests.integration.raw import attached, refusal
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.waiting import eventually
@@ -81,28 +81,6 @@ async def test_blocks_larger_than_a_chunk(start_for):
         assert_content(MLA, 0, keys, await cache.get(keys))
 
 
-async def test_all_window_groups_at_once(start_for):
-    daemon = start_for(VSWA, host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", VSWA, mapped=False)
-        keys = chain("groups", 3)
-        data = {group: content(VSWA, group, keys) for group in groups_of(VSWA)}
-        assert await cache.across.put(keys, data) == dict.fromkeys(groups_of(VSWA), [OK] * 3)
-        found = await cache.across.get(keys)
-        assert found.blocks == 3
-        for group, rows in found.groups.items():
-            assert_content(VSWA, group, keys, rows)
-
-
-def test_the_synchronous_client_streams_too(daemon, name):
-    keys = chain("sync", 3)
-    with Client(daemon.address) as client:
-        cache = client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
-        assert cache.put(keys, blocks(keys)) == [OK] * 3
-        assert_bytes(keys, cache.get(keys))
-        assert_bytes(keys, cache.stream_get(keys))
-
-
 async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed):
     keys = chain("views", 1)
     await streamed.put(keys, blocks(keys))
@@ -133,17 +111,6 @@ async def test_many_put_and_get_while_blocks_are_evicted(client, name):
 
     await asyncio.gather(*(one(number) for number in range(4)))
     await nothing_held(client, streamed.name)
-
-
-async def test_what_does_not_fit_is_refused_as_ever(client, streamed):
-    keys = chain("held", 8)
-    for start in (0, 4):
-        await streamed.put(keys[start : start + 4], blocks(keys[start : start + 4]), parent=keys[3] if start else None)
-    async with streamed.acquire(keys) as lease:
-        assert lease.blocks == 8
-        with pytest.raises(errors.TierFull) as full:
-            await streamed.put(chain("more", 1), blocks(chain("more", 1)))
-        assert full.value.tier is Tier.DEVICE
 
 
 # -- hostile ones ----------------------------------------------------------------------------------------------------

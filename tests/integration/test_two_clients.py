@@ -12,11 +12,9 @@ from kvtier import BlockResult, Tier, TierFull, connect
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
-from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import eventually
 
 OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
-KEYS = chain("shared", 4)
 MOST_TURNS = 40
 
 
@@ -29,30 +27,6 @@ async def other(daemon):
 @pytest.fixture
 async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
-
-
-async def test_one_reads_what_the_other_committed_and_still_holds(cache, other):
-    theirs = await other.open_cache(cache.name, SPEC, write=False)
-    async with cache.reserve(4) as lease:
-        for index, data in enumerate(blocks(KEYS)):
-            write_into(lease.view(index), data)
-        assert (await theirs.match(KEYS)).blocks == 0, "bytes of an uncommitted slot were offered"
-        await lease.commit(KEYS)
-        async with theirs.acquire(KEYS, min_blocks=4) as reading:
-            assert_bytes(KEYS, [bytes_in(reading.view(index)) for index in range(4)])
-            assert_bytes(KEYS, await cache.get(KEYS))
-            assert reading.unchanged()
-
-
-async def test_both_write_the_same_chain(client, cache, other):
-    """Whoever comes second keeps nothing: neither a slot nor a second copy."""
-    keys = KEYS[:2]
-    theirs = await other.open_cache(cache.name, SPEC)
-    results = await asyncio.gather(cache.put(keys, blocks(keys)), theirs.put(keys, blocks(keys)))
-    assert sorted(results) == [[OK, OK], [EXISTS, EXISTS]]
-    stats = await tier_stats(client, cache.name, Tier.DEVICE)
-    assert (stats.ready, stats.free, stats.held) == (2, 2, 0)
-    assert_bytes(keys, await theirs.get(keys))
 
 
 async def test_a_full_tier_says_at_once_who_holds_it(client, daemon, cache):

@@ -195,15 +195,6 @@ async def test_a_lease_of_nothing_is_released_as_any_other(cache):
     assert again.value.reason == "RELEASED"
 
 
-async def test_a_held_block_is_not_evicted(cache):
-    await put(cache, KEYS, Tier.HOST)
-    async with cache.acquire(KEYS, Tier.HOST) as lease:
-        crowd = chain("crowd", 64)
-        await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
-        assert lease.unchanged()
-        assert_bytes(KEYS, [bytes_in(lease.view(index)) for index in range(4)])
-
-
 async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
     keys, later = chain("held-parent", 4), chain("later", 2)
@@ -295,23 +286,6 @@ async def test_listing_comes_in_pages_of_one_moment(cache):
     assert [block.key for block in listed] == keys
     assert [block.parent for block in listed] == [None, *keys[:-1]]
     assert {(block.residency, block.priority) for block in listed} == {(HOST, 35)}
-
-
-async def test_stats_count_slots_hits_and_sessions(client, cache):
-    await put(cache, KEYS)
-    await cache.move(KEYS[2:], Tier.DISK)
-    lease = await cache.acquire([*KEYS, *chain("absent", 2)])
-    stats = await client.stats()
-    (one,) = [each for each in stats.caches if each.name == cache.name]
-    assert (one.hits_device, one.hits_host, one.hits_disk, one.queried, one.found) == (2, 0, 2, 6, 4)
-    assert (one.blocks, one.stored, one.removed, one.waiting) == (4, 4, 0, 0)
-    for tier in one.tiers:
-        states = tier.free + tier.blank + tier.filling + tier.ready + tier.retiring + tier.orphaned + tier.quarantined
-        assert states == tier.capacity
-    (session,) = [each for each in stats.sessions if each.session_id == client.session_id]
-    assert (session.attached, session.leases, session.held_slots) == (True, 1, 4)
-    assert stats.problems == ()
-    await lease.release()
 
 
 async def test_put_and_get_of_more_than_a_tier_go_in_pieces(cache):

@@ -14,7 +14,6 @@ from kvtier import (
     Event,
     EventType,
     Gap,
-    Heartbeat,
     SnapshotEnd,
     SnapshotSlice,
     SnapshotStart,
@@ -182,19 +181,6 @@ async def test_reservations_and_lookups_are_no_events(client, cache):
         await cache.match(keys)
         await cache.locate(keys)
     assert await last_event(client) == start
-
-
-async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client, cache):
-    async with client.watch(caches=["someone-else"], heartbeats=True, heartbeat_s=0.05) as watch:
-        await anext(watch)
-        await a_life(cache, chain(cache.name, 2))
-        end = await last_event(client)
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                beat = await anext(watch)
-                assert isinstance(beat, Heartbeat)
-                if beat.cursor == end:
-                    break
 
 
 async def test_a_snapshot_is_exact_at_its_end(client, raw, name):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier import CacheOptions, SnapshotSlice, Tier, connect, event_hashes
+from kvtier import CacheOptions, Tier, connect, event_hashes
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.seeing import last_event
 from tests.integration.terminal import terminal
@@ -304,13 +304,6 @@ def watched(daemon, *arguments):
     return lines(kvtier("watch", "--address", daemon.address, "-o", "trtllm", *arguments).stdout)
 
 
-async def first_slice(watch):
-    async for item in watch:
-        if isinstance(item, SnapshotSlice):
-            return item
-    raise AssertionError("the watch ended")
-
-
 async def opened(client):
     cache = await client.open_cache(NAME, SPEC, budgets=sizes(device=8, host=8, disk=8), options=NAMED)
     return cache, cache.prompt(IDS)
@@ -355,22 +348,6 @@ async def test_a_life_in_their_words(start_daemon):
     removed = [each for each in rest if each["type"] == "removed"]
     assert [number for each in removed for number in each["block_hashes"]] == hashes()[::-1]
     assert len(moves) + len(removed) == len(rest)
-
-
-async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
-    daemon = start_daemon(device=8, host=8, disk=8)
-    async with await patient(daemon.address) as client:
-        cache, prompt = await opened(client)
-        await cache.put(prompt.keys, blocks([prompt.keys[:32]] * 3), prompt=prompt)
-        await cache.move(prompt.keys, Tier.DISK)
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
-        cache, prompt = await opened(client)
-        async with client.watch(snapshot=True, caches=[NAME]) as watch:
-            found = await first_slice(watch)
-    assert found.event_hash == "v1_block_key"
-    assert [int.from_bytes(name, "big") for name in found.hashes] == hashes()
-    assert [token for block in found.tokens for token in block.token_ids] == IDS
 
 
 def test_one_cache_is_asked_for(daemon):

@@ -9,7 +9,6 @@ epoch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -29,8 +28,7 @@ from kvtier import (
 )
 from kvtier.events import WatchItem
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
-from tests.integration.residency import ResidencyTable, snapshot
+from tests.integration.residency import ResidencyTable
 from tests.integration.seeing import last_event
 from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
@@ -53,7 +51,6 @@ async def uncleanly(daemon):
 
 
 BOTH = pytest.mark.parametrize("restart", [cleanly, uncleanly])
-Restart = Callable[[DaemonProcess], Awaitable[None]]
 
 
 async def on_disk(client, name):
@@ -197,16 +194,6 @@ async def test_a_watcher_that_does_not_read_is_told_what_it_missed(daemon, clien
                 assert item.event_id == expected
                 expected += 1
     assert expected == (await last_event(client)).id + 1
-
-
-@BOTH
-async def test_a_snapshot_after_a_restart_is_the_listing(daemon, client, restart):
-    cache = await on_disk(client, "before")
-    await restart(daemon)
-    await cache.get(chain("before", 3))
-    listed = {row.key: row.residency async for row in cache.blocks()}
-    table, _ = await snapshot(client)
-    assert table.blocks(cache.name, cache.group) == listed
 
 
 async def test_a_snapshot_cut_short_begins_anew(daemon, client):

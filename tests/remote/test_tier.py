@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -306,31 +305,6 @@ async def test_no_more_is_written_than_the_limit_lets(start, opened, store):
         await store.has([key for part in range(4) for key in chain(f"part {part}", 8)])
         took = time.monotonic() - began
         assert took >= 16 * BLOCK_BYTES / rate
-
-
-async def test_a_name_of_another_model_is_another_s(start, opened, store):
-    keys = chain("model", 2)
-    async with opened(start()) as (_, cache):
-        await put(cache, keys)
-        await store.has(keys)
-    async with opened(start(), spec=replace(SPEC, model="another")) as (_, other):
-        assert await other.get(keys) == []
-
-
-async def test_a_start_on_a_store_that_refuses_says_so_and_serves_the_rest(start_fresh, opened, tmp_path):
-    keys = chain("local", 2)
-    readonly = tmp_path / "file"
-    readonly.mkdir()
-    daemon = start_fresh("--remote", f"file://{readonly}", host=64)
-    async with opened(daemon, sizes(host=8)) as (client, cache):
-        readonly.rmdir()
-        readonly.write_bytes(b"")  # no directory any more
-        await put(cache, keys)
-        assert_bytes(keys, await cache.get(keys))
-        assert await cache.get(chain("elsewhere", 2)) == []
-        stats = await client.stats()
-        assert stats.remote.problem
-        assert [problem for problem in stats.problems if "remote tier" in problem]
 
 
 async def test_bytes_that_a_client_gets_stay_right_under_pressure(start, opened, store):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi import control as abi
-from kvtier.abi.control import MAX_SLOTS, STATE_OFFSET, ArenaIdentity, ArenaState, Header, write_state
+from kvtier.abi.control import MAX_SLOTS, STATE_OFFSET, ArenaIdentity, ArenaState, Header
 from kvtier.abi.layout import DEVICE, DISK, HOST, MEMORY_TIERS, ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import AbiError, CacheSpec, PoolSpec, WindowGroupSpec
 from tests.unit.tiers.arena_helpers import parts
@@ -215,13 +215,6 @@ def test_generations_of_a_later_boot_are_above_all_before(boot, earlier, writes)
         assert first_generation(boot) > first_generation(earlier) + writes
     assert not is_ready(first_generation(boot))
     assert is_ready(first_generation(boot) + 1)
-
-
-def test_the_state_is_outside_of_the_checked_header():
-    control = formatted(two_pools(), TWO_POOLS)
-    write_state(control, ArenaState.SERVING)
-    assert control[STATE_OFFSET] == ArenaState.SERVING
-    assert ArenaLayout.read(control, TWO_POOLS) == two_pools()
 
 
 @pytest.mark.parametrize(

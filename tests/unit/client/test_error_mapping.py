@@ -12,7 +12,6 @@ from grpc.aio import AioRpcError, Metadata
 
 from kvtier import errors
 from kvtier.errors import error_of, fault_of, link_is_broken
-from kvtier.types import Tier
 from kvtier.v1 import common_pb2
 
 Code = grpc.StatusCode
@@ -69,23 +68,6 @@ def test_a_detail_that_makes_no_sense_leaves_the_status() -> None:
     assert isinstance(full, errors.TierFull) and full.tier is None
     garbage = AioRpcError(Code.NOT_FOUND, Metadata(), Metadata(("grpc-status-details-bin", b"\xff" * 9)), details="no")
     assert isinstance(error_of(fault_of(garbage)), errors.NotFound)
-
-
-def test_an_invalid_argument_carries_field_value_and_limit() -> None:
-    error = raised(Code.INVALID_ARGUMENT, "BAD_ARGUMENT", field="priorities[3]", value="101", limit="0 to 100")
-    assert isinstance(error, errors.InvalidArgument)
-    assert (error.field, error.value, error.limit) == ("priorities[3]", "101", "0 to 100")
-    assert str(error) == "priorities[3] = 101: must be 0 to 100"
-
-
-def test_a_full_tier_says_who_holds_what() -> None:
-    holder = common_pb2.Holder(session_id=7, pid=4242, command="python engine.py", slots=190)
-    error = raised(
-        Code.RESOURCE_EXHAUSTED, "TIER_FULL", tier=common_pb2.TIER_DEVICE, wanted=20, free=10, holders=[holder]
-    )
-    assert isinstance(error, errors.TierFull)
-    assert (error.tier, error.wanted, error.free) == (Tier.DEVICE, 20, 10)
-    assert error.holders == (errors.Holder(7, 4242, "python engine.py", 190),)
 
 
 @pytest.mark.parametrize(

@@ -204,12 +204,6 @@ def test_noise_all_over_the_index(ours: Given, seed: int, keeps_keys: bool) -> N
     try_it(bytes(spoilt), ours)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 5000])
-def test_a_segment_cut_short(ours: Given, size: int) -> None:
-    with sent(ours.right[:size], ours) as fds, pytest.raises(DaemonError):
-        Arena(fds, write=False, spec=SPEC)
-
-
 def test_a_block_in_a_slot_that_there_is_not_is_asked_for(ours: Given) -> None:
     spoilt = bytearray(ours.right)
     entries_of(spoilt)[:, :, 48:] = 0xFF
@@ -217,21 +211,6 @@ def test_a_block_in_a_slot_that_there_is_not_is_asked_for(ours: Given) -> None:
         read = reader_of(Arena(fds, write=False, spec=SPEC)).begin(PACKED[:KEY_BYTES], 0, None, None)
         read.copy()
         assert (read.blocks, read.done) == (0, False)
-
-
-def test_buckets_that_stay_odd_are_asked_about(ours: Given) -> None:
-    spoilt = bytearray(ours.right)
-    buckets_of(spoilt)[:, 0] |= 1
-    with sent(bytes(spoilt), ours) as fds:
-        reader = reader_of(Arena(fds, write=False, spec=SPEC))
-        for keys in (PACKED, PACKED[:KEY_BYTES]):
-            for group in GROUPS:
-                assert reader.prefix_length(keys, [group]) is None
-                assert reader.match(keys, [group]) is None
-                assert reader.locate(keys, group) is None
-                read = reader.begin(keys, group, None, None)
-                assert (read.blocks, read.done) == (0, False)
-            assert reader.match(keys, GROUPS) is None
 
 
 class Restless(list[int]):

@@ -36,7 +36,6 @@ from tests.fakes.cuda.bindings._settings import Failure
 
 POOL_BYTES = (6000, 160)
 BLOCK_BYTES = sum(POOL_BYTES)
-RECORD_BYTES = 8192 + 4096
 SLOTS = 15
 SPEC = CacheSpec(
     "two-pools", "uint8", 1, groups=(WindowGroupSpec(pools=tuple(PoolSpec(1, 1, n, 1) for n in POOL_BYTES)),)
@@ -44,8 +43,6 @@ SPEC = CacheSpec(
 LAYOUT = ArenaLayout.plan(SPEC, {(0, HOST): SLOTS})
 CHUNK = 16 << 10
 """Smaller than two records, so that pools' parts lie on both sides of a border."""
-HUGE_PAGE = 64 << 10
-"""Of some hosts."""
 
 
 @pytest.fixture
@@ -53,19 +50,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return use(load_fake(max_delay_ms=2, devices=2), monkeypatch)
 
 
-def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch, chunk: int = CHUNK) -> ModuleType:
+def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
     monkeypatch.setattr(Gpu, "_open", {})
-    monkeypatch.setattr(page_locks, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(memory, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(page_locks, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK)
     return fake
 
 
-def mapping(alignment: int = 4096) -> Bytes:
+def mapping() -> Bytes:
     """A host segment."""
-    pages = mmap(-1, LAYOUT.host_bytes + 2 * alignment)
-    start = -np.frombuffer(pages, np.uint8).ctypes.data % alignment
-    return np.frombuffer(pages, np.uint8, LAYOUT.host_bytes, start)
+    return np.frombuffer(mmap(-1, LAYOUT.host_bytes), np.uint8)
 
 
 class Array:
@@ -154,16 +149,6 @@ def test_what_cannot_be_locked_is_copied_all_the_same_and_told_once(
     (message,) = caplog.messages
     assert f"{3 * CHUNK} of {LAYOUT.host_bytes} bytes of host memory are page-locked" in message
     assert "cuMemHostRegister: CUDA_ERROR_INVALID_VALUE" in message
-
-
-def test_a_host_with_large_pages_locks_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LAYOUT.host_bytes % HUGE_PAGE
-    fake = use(load_fake(max_delay_ms=0), monkeypatch, chunk=HUGE_PAGE)
-    monkeypatch.setattr(cuda_driver, "HOST_PAGE", HUGE_PAGE)
-    host, driver = CpuMemory(LAYOUT, Tier.HOST, mapping(HUGE_PAGE)), Driver(fake, "cuda")
-    there_and_back(host, driver)
-    until(lambda: locks(fake) == -(-LAYOUT.host_bytes // HUGE_PAGE))
-    there_and_back(host, driver)
 
 
 def test_memory_is_unlocked_before_it_is_unmapped(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

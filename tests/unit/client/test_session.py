@@ -66,20 +66,6 @@ async def test_a_refusal_is_not_repeated(daemon: FakeDaemon, cache: Cache) -> No
     assert len(daemon.calls["Match"]) == 1
 
 
-async def test_a_broken_attach_connection_resumes_the_session(daemon: FakeDaemon, cache: Cache) -> None:
-    daemon.answers |= {"Match": match, "Reserve": reserve}
-    lease = await cache.reserve(1)
-    daemon.hang_up()
-    await daemon.until(lambda: len(daemon.hellos) == 2)
-    assert daemon.hellos[1].token in daemon.known
-    assert len(daemon.known) == 1
-    assert (await cache.match(KEYS)).blocks == 2
-    lease.require_live()
-    assert len(daemon.calls["Open"]) == 1
-    await lease.release()
-    assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5]]
-
-
 async def test_a_mapped_cache_is_opened_in_the_next_session_unasked_but_never_made(
     daemon: FakeDaemon, cache: Cache
 ) -> None:
@@ -274,15 +260,6 @@ async def test_work_that_comes_after_the_end_is_not_begun(daemon: FakeDaemon) ->
 
 async def never(request: Any, context: Context) -> Any:
     await asyncio.Event().wait()
-
-
-async def test_a_daemon_that_never_answers_costs_the_timeout_and_no_more(daemon: FakeDaemon, cache: Cache) -> None:
-    daemon.answers["Match"] = never
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    with pytest.raises(kvtier.DeadlineExceeded):
-        await cache.match(KEYS, timeout=0.05)
-    assert loop.time() - began < 3
 
 
 async def test_a_call_under_way_when_the_client_closes_is_told_so(daemon: FakeDaemon) -> None:

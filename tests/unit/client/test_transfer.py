@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier import buffers
-from kvtier.errors import InvalidArgument
 
 POOLS = (48, 16)
 BLOCK_BYTES = sum(POOLS)
@@ -55,26 +54,6 @@ def test_blocks_come_back_from_the_slots_they_went_to() -> None:
 def test_any_dtype_and_shape_of_the_right_size_is_taken_in_c_order(block: NDArray[Any]) -> None:
     (flat,) = buffers.of_cpu(buffers.readable([block], 1, BLOCK_BYTES))
     assert flat.tobytes() == block.tobytes()
-
-
-def test_one_array_whose_first_axis_is_the_block_is_n_blocks() -> None:
-    blocks = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
-    flat = buffers.of_cpu(buffers.readable(blocks, 3, BLOCK_BYTES))
-    assert [row.tobytes() for row in flat] == [row.tobytes() for row in blocks]
-
-
-def test_an_output_that_cannot_be_written_is_refused() -> None:
-    frozen = np.zeros(64, np.uint8)
-    frozen.flags.writeable = False
-    with pytest.raises(InvalidArgument, match=r"out\[0\]"):
-        buffers.writable([frozen], 1, BLOCK_BYTES)
-
-
-def test_an_output_is_written_through_its_own_shape() -> None:
-    out = np.zeros((4, 4), np.float32)
-    (flat,) = buffers.of_cpu(buffers.writable([out], 1, BLOCK_BYTES))
-    flat[:] = np.arange(16, dtype=np.float32).view(np.uint8)
-    assert np.array_equal(out, np.arange(16, dtype=np.float32).reshape(4, 4))
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -161,13 +161,6 @@ def test_only_the_difference_is_told_after_a_gap() -> None:
     ]
 
 
-def test_names_are_the_cache_s_event_hashes_where_it_has_them() -> None:
-    named: dict[str, Any] = {"packed_hashes": KEYS[5] + KEYS[6], "packed_parent_hashes": bytes(32) + KEYS[5]}
-    chain = replace(stored(0, 1, parents=[None, 0], event_hash="v2_sha256"), **named)
-    (only,) = told(begun(), chain)
-    assert isinstance(only, BlockStored) and only.block_hashes == [number(KEYS[5]), number(KEYS[6])]
-
-
 def test_what_cannot_be_named_or_placed_is_left_out_for_good() -> None:
     bare = stored(0, 1, parents=[None, 0], event_hash="v1_block_key", packed_parent_hashes=bytes(16))
     events = begun(replace(bare, packed_hashes=bytes(8) + bytes(range(8))))

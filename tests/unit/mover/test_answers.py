@@ -267,16 +267,6 @@ async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> 
         assert sum(bool(place.residency & DEVICE.bit) for place in places) == MOVE_SLICE
 
 
-async def test_a_long_prefetch_comes_in_slices_and_whole(tmp_path: Path) -> None:
-    many = [key(number) for number in range(2 * MOVE_SLICE + 8)]
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 3 * MOVE_SLICE, DISK: 3 * MOVE_SLICE})
-        client = house.client()
-        await client.put(many)
-        await client.move(many, DISK)
-        assert (await client.move(many, DEVICE)).results == (True,) * len(many)
-
-
 async def test_what_is_forgotten_is_so_even_if_the_system_goes_down(
     used: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,8 @@ def step(tmp_path):
 def hour(tmp_path, step):
     """Runs steps; its status and what its report says."""
 
-    def run(*steps, budget_s=600.0, kept=()):
-        status = gpu.hour(steps, budget_s, dict(kept), tmp_path, time.monotonic())
+    def run(*steps, budget_s=600.0):
+        status = gpu.hour(steps, budget_s, {}, tmp_path, time.monotonic())
         assert f"| {steps[0].name} |" in (tmp_path / "gpu-hour.md").read_text()
         return status, json.loads((tmp_path / "gpu-hour.json").read_text())
 
@@ -87,20 +87,6 @@ def test_a_step_that_hangs_is_killed_with_all_it_started_and_the_next_one_runs(h
     assert (status, report["go_on"]) == (1, "hangs")
     said = capfd.readouterr().out
     assert "gpu: hangs: killed after" in said and said.endswith("; go on with KVTIER_GPU_FROM=hangs\n")
-
-
-def test_without_time_no_step_is_started_and_what_is_known_is_kept(hour, step):
-    _, known = hour(step("tells"))
-    status, report = hour(step("tells"), budget_s=5, kept=known["steps"])
-    assert (status, report["go_on"], report["steps"]) == (0, "tells", known["steps"])
-
-
-@pytest.mark.parametrize(
-    ("first", "only", "names"),
-    [("", "", "abc"), ("a", "", "abc"), ("c", "", "ac"), ("", "b", "ab"), ("", "a", "a"), ("b", "", "abc")],
-)
-def test_the_first_step_goes_before_those_that_are_chosen(step, first, only, names):
-    assert "".join(each.name for each in gpu.chosen([step(name) for name in "abc"], first, only)) == names
 
 
 def test_a_step_that_is_not_there_is_refused_by_name(step):

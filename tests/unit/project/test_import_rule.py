@@ -49,7 +49,8 @@ def test_what_is_exempt_is_not_judged():
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("kvtier.abi", ("grpc", "google.protobuf", "torch", "cuda", "lmdb", "kvtierd")),
+        ("kvtier; from kvtier import *", ("torch", "cuda", "lmdb", "kvtierd")),
+        ("kvtier.abi", ("grpc", "google.protobuf", "click", "rich", "torch", "cuda", "lmdb", "kvtierd")),
         ("kvtier.abi.cuda.views", ("torch", "cuda")),
         ("kvtier.cli", ("torch", "cuda", "lmdb", "kvtierd")),
         ("kvtier.cli.simulate", ("torch", "cuda", "lmdb", "kvtierd")),

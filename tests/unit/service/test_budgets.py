@@ -77,12 +77,6 @@ def test_what_is_asked_is_given_in_whole_slots() -> None:
     assert budgets.slots_for(SPEC, {Tier.HOST: TierBudget(2 * EACH + 1)}) == {Tier.HOST: (2,)}
 
 
-def test_groups_are_given_what_was_asked_by_hand() -> None:
-    budgets = Budgets({Tier.HOST: 1 << 20})
-    asked = TierBudget(1 << 20, (5 * PAGE, 3 * TWO + 1))
-    assert budgets.slots_for(WINDOWS, {Tier.HOST: asked}) == {Tier.HOST: (5, 3)}
-
-
 @pytest.mark.parametrize(
     ("by_hand", "field"),
     [
@@ -116,14 +110,6 @@ def test_budgets_that_cannot_be_given(size: int, code: grpc.StatusCode, reason: 
     assert budgets.left(Tier.HOST) == 1 << 20
 
 
-def test_slots_are_remembered_over_a_restart(tmp_path: Path) -> None:
-    RememberedSlots(tmp_path / "caches").put("one", {Tier.HOST: (3, 4), Tier.DISK: (9, 1)})
-    again = RememberedSlots(tmp_path / "caches")
-    assert again.get("one") == {Tier.HOST: (3, 4), Tier.DISK: (9, 1)}
-    assert again.groups("one") == 2
-    assert again.get("two") is None
-
-
 def test_slots_remembered_by_a_later_daemon_are_refused(tmp_path: Path) -> None:
     write_superblock(tmp_path, "budgets", {"version": 3, "caches": {}})
     with pytest.raises(DamagedDirectory, match="version 3"):
@@ -145,22 +131,6 @@ def test_caches_that_cannot_come_back_are_forgotten(tmp_path: Path, stored: set[
     assert (again.device("kept"), again.device("volatile")) == ("GPU-1", None)
     again.forget("kept")
     assert RememberedSlots(tmp_path).device("kept") is None
-
-
-def test_options_outlive_their_cache_until_it_is_forgotten(tmp_path: Path) -> None:
-    remembered = RememberedSlots(tmp_path)
-    past = PastOptions("aa", {"eviction": "lfuda"})
-    remembered.put("volatile", {Tier.HOST: (9,)}, past)
-    remembered.forget_gone(set())
-    again = RememberedSlots(tmp_path)
-    assert again.names == frozenset()
-    assert again.past_options("volatile", "aa") == past.options
-    assert again.past_options("volatile", "bb") is None
-    again.put("volatile", {Tier.HOST: (9,), Tier.DISK: (9,)})  # from now on its superblock says them
-    assert again.past_options("volatile", "aa") is None
-    again.put("volatile", {Tier.HOST: (9,)}, past)
-    again.forget("volatile")
-    assert RememberedSlots(tmp_path).past_options("volatile", "aa") is None
 
 
 def test_only_the_latest_options_of_gone_caches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,21 +168,9 @@ specs = st.lists(
 ).map(lambda groups: spec(*groups))
 
 
-def test_one_group_gets_all() -> None:
-    one = spec((0, 2))
-    assert split(one, 10 * one.record_bytes(0) + 1) == (10,)
-
-
 def test_groups_of_opaque_pages_get_as_many_slots_each() -> None:
     pages = WindowGroupSpec(0, (PoolSpec.opaque(4096),)), WindowGroupSpec(64, (PoolSpec.opaque(8192),))
     assert split(CacheSpec("m", "uint8", 16, groups=pages), 30 * 12288) == (30, 30)
-
-
-def test_a_sliding_group_gets_no_more_than_a_sequence_keeps() -> None:
-    """gpt-oss-like: layers alternate between full attention and a window of 128 tokens."""
-    both = spec((0, 3), (128, 3))
-    each = both.record_bytes(0)
-    assert split(both, (100 + 9) * each) == (100, 9)
 
 
 @given(specs, st.integers(1, 20))

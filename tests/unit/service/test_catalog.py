@@ -64,17 +64,6 @@ async def restored(directory: Path, **sizes: int) -> dict[str, dict[int, int]]:
         return await slots(client)
 
 
-async def test_caches_on_disk_come_back_with_their_budgets(short_dir: Path) -> None:
-    budgets: dict[str, dict[int, int]] = {"one": {DEVICE: 3, HOST: 5, DISK: 20}, "two": {HOST: 2, DISK: 10}}
-    await with_caches(short_dir, **budgets)
-    assert await restored(short_dir, device=8, host=16, disk=64) == budgets
-
-
-async def test_caches_without_a_disk_are_forgotten(short_dir: Path) -> None:
-    await with_caches(short_dir, gone={DEVICE: 3}, kept={DISK: 3})
-    assert await restored(short_dir, device=8, host=16, disk=64) == {"kept": {DISK: 3}}
-
-
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [

@@ -99,19 +99,6 @@ def first_to_last(first: int, last: int) -> list[int]:
     return list(range(first, last + 1))
 
 
-async def test_what_left_the_ring_is_told_by_the_log(tmp_path: Path) -> None:
-    async with life(tmp_path / "log") as now:
-        await now.publish(499)
-        await now.logged()
-        await now.publish(1)
-        assert now.hub._oldest_in_memory > 400
-        for cursor in (0, 1, 123, 440, 499, 500):
-            assert await now.told(1, cursor) == (first_to_last(cursor + 1, 500), [])
-        await now.logged()
-        assert now.hub.oldest == 1
-        assert await now.told(1, 77) == (first_to_last(78, 500), [])
-
-
 async def test_each_epoch_is_told_up_to_what_was_logged_of_it(tmp_path: Path) -> None:
     """Of the third nothing was."""
     async with life(tmp_path / "log") as one:

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvtier import LeaseLost, NotFound, Tier, connect
+from kvtier import NotFound, connect
 from kvtier.abi import attach
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
 from kvtierd.service import server
@@ -64,17 +64,6 @@ async def test_a_lease_says_what_is_held_by_whom_since_when(operator: Client, en
         assert lease.command
     await engine.release(cache, written)
     assert [lease.lease_id for lease in await leases(operator)] == [blank.lease_id]
-
-
-async def test_an_acquired_chain_is_a_lease_as_old_as_its_grant(operator: Client, engine: Client) -> None:
-    cache = await engine.open()
-    await engine.put(cache, chain(2))
-    blank = await engine.reserve(cache, 1)
-    request = blocks_pb2.AcquireRequest(cache_id=cache, tier=DEVICE, chains=[blocks_pb2.Chain(keys=b"".join(chain(2)))])
-    await engine.call(engine.blocks.Acquire, request)
-    reserved, acquired = await leases(operator)
-    assert (reserved.lease_id, acquired.held_blocks) == (blank.lease_id, 2)
-    assert 0 < acquired.age_ns <= reserved.age_ns < 60e9
 
 
 async def test_leases_of_one_cache_or_one_session(operator: Client, engine: Client) -> None:
@@ -184,25 +173,6 @@ async def test_a_repeated_kick_is_answered_not_repeated(operator: Client, engine
     request = admin_pb2.KickRequest(session_id=engine.welcome.session_id, seq=7)
     first, second = [await operator.call(operator.admin.Kick, request) for _ in range(2)]
     assert (first.slots, first) == (3, second)
-
-
-async def test_a_kicked_client_library_says_so_and_goes_on(daemon: Daemon) -> None:
-    async with await connect(daemon.address) as operator, await connect(daemon.address) as client:
-        cache = await client.open_cache("cache", SPEC)
-        lease = await cache.reserve(2, Tier.DEVICE)
-        before = client.session_id
-        (seen,) = await operator.leases(session_id=before)
-        assert (seen.cache, seen.tier, seen.blank_slots, seen.pid) == ("cache", Tier.DEVICE, 2, os.getpid())
-        assert (await operator.kick(before, dry_run=True)).slots == 2
-        assert (await operator.kick(before)).leases == 1
-        with pytest.raises(LeaseLost, match="kicked"):
-            await lease.commit(chain(2))
-        await lease.release()  # until then its views may be written
-        assert client.session_id != before
-        async with cache.reserve(8, Tier.DEVICE):
-            assert [each.session_id for each in await operator.leases()] == [client.session_id]
-        with pytest.raises(NotFound, match="no such session"):
-            await operator.kick(before)
 
 
 async def test_a_session_of_an_earlier_daemon_is_not_kicked_in_another_s_place(short_dir: Path) -> None:

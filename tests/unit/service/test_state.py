@@ -84,15 +84,6 @@ def test_a_state_that_is_behind_the_log_begins_an_epoch_above_it(
     again.close(None)
 
 
-def test_a_log_without_a_state_is_heeded(tmp_path: Path) -> None:
-    (tmp_path / "events").mkdir()
-    opened = StateDir.open(tmp_path)
-    opened.begin(3, 1000)
-    assert (opened.identity.epoch, opened.identity.boot, opened.identity.unclean) == (4, 4, True)
-    assert opened.identity.epoch_first > 1000
-    opened.close(None)
-
-
 def test_a_life_that_never_began_leaves_no_trace(tmp_path: Path) -> None:
     life(tmp_path).close(5)
     before = (tmp_path / SUPERBLOCK).read_bytes()
@@ -207,13 +198,6 @@ def _recording(callers: list[str], real: Callable[[StateDir, int], None]) -> Cal
         real(self, mark)
 
     return reserve
-
-
-def test_the_state_is_private(tmp_path: Path) -> None:
-    opened = life(tmp_path / "state")
-    assert os.stat(tmp_path / "state").st_mode & 0o077 == 0
-    assert os.stat(tmp_path / "state" / SUPERBLOCK).st_mode & 0o077 == 0
-    opened.close(None)
 
 
 def test_a_history_is_kept_over_all_lives_of_a_state_and_by_no_other(tmp_path: Path) -> None:

@@ -115,12 +115,6 @@ def test_descriptors_are_not_inherited(arena: Arena) -> None:
     assert "kvtier:unit:host" in os.readlink(f"/proc/self/fd/{arena.shared(write=False).fds['host']}")
 
 
-def test_every_page_exists_before_use() -> None:
-    segment = Memfd.create("kvtier:unit:allocated", 3 << 20)
-    assert os.fstat(segment.fd).st_blocks * 512 == 3 << 20
-    segment.close()
-
-
 def test_prefault_maps_every_page() -> None:
     size = (160 << 20) + (5 << 12)  # more than two pieces, and small pages besides huge ones
     segment = Memfd.create("kvtier:unit:prefault", size)

@@ -105,15 +105,6 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.close()
 
 
-def test_what_went_up_comes_down_again(rig: Rig) -> None:
-    for slot in range(20):
-        rig.fill(slot, slot + 1)
-    rig.up(0, 30, slots=20)()
-    rig.down(30, 40, slots=20)()
-    assert [rig.value(40 + slot) for slot in range(20)] == list(range(1, 21))
-    assert rig.traffic.under_way == 0
-
-
 def test_slots_with_gaps_keep_what_is_between_them(rig: Rig) -> None:
     for slot in range(6):
         rig.fill(slot, slot + 1)
@@ -148,22 +139,6 @@ def test_without_that_wait_two_streams_race(monkeypatch: pytest.MonkeyPatch) -> 
     gate.set()
     up()
     rig.close()
-
-
-def test_a_failing_copy_fails_its_batch_once_nothing_of_it_runs_and_no_other(rig: Rig) -> None:
-    call = "cuMemcpyAsync" if not rig.driver.features.batch_copy else "cuMemcpyBatchAsync"
-    rig.fill(0, 3)
-    good = rig.up(0, 0)
-    rig.fake.STATE.settings.fail.append(_next(rig.fake, call, "CUDA_ERROR_INVALID_VALUE"))
-    if rig.driver.features.batch_copy:
-        until_locked(rig.locks)
-    bad = rig.up(0, 8, slots=2)
-    with pytest.raises(CudaError, match="INVALID_VALUE"):
-        bad()
-    good()
-    assert rig.pool.lost is None
-    rig.down(0, 1)()
-    assert rig.value(1) == 3
 
 
 def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
