@@ -205,7 +205,7 @@ async def test_what_is_found_without_the_daemon_can_be_loaded(adapt, lent):
     assert adapter.store(keys, objects) == (True, [True] * 30)
     await eventually(partial(blocks_on_disk, lent), lambda found: found == 30)
     lent.kill()
-    _, found = adapter.exists(keys)
+    _, found = await eventually(lambda: adapter.exists(keys), lambda answer: not all(answer[1]))  # it has noticed
     loaded, buffers = adapter.load(keys, [PIECE] * 30)
     assert loaded == found
     assert 1 <= sum(found) <= 10
