@@ -19,6 +19,7 @@ import grpc.aio
 from kvtier.abi.attach import VERSION
 from kvtier.v1 import session_pb2
 from kvtierd.rights import Identity
+from kvtierd.service import wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
@@ -183,15 +184,12 @@ class RemoteSessions:
         return self._sessions.begin(peer, this_task())
 
     def _welcome(self, session: Session, *, resumed: bool) -> session_pb2.Welcome:
-        daemon = self._identity
-        return session_pb2.Welcome(
+        return wire.same_fields(
+            session_pb2.Welcome,
+            self._identity,
             token=session.token,
             session_id=session.id,
             resumed=resumed,
-            epoch=daemon.epoch,
-            boot=daemon.boot,
-            pid=daemon.pid,
-            history=daemon.history,
             heartbeat_ns=int(self._heartbeat_s * 1e9),
             grace_ns=int(self._grace_s * 1e9),
         )
