@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,39 +51,26 @@ _STATES: Final[Mapping[Phase, admin_pb2.CopyState.ValueType]] = {
 }
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class AdminService:
-    def __init__(
-        self,
-        engine: Engine,
-        catalog: Catalog,
-        sessions: SessionRegistry,
-        access: Access,
-        hub: EventHub,
-        identity: DaemonIdentity,
-        health: Health,
-        watching: Callable[[], Iterable[tuple[Session, int]]],
-        log: EventLog | None,
-        devices: Sequence[admin_pb2.DeviceStats],
-        remote: RemoteTier | None,
-        fleet: Fleet | None,
-    ) -> None:
-        """``watching``: returns the session and the unsent events of each watcher. ``fleet``: None if no peer is
-        configured."""
-        self._engine: Final = engine
-        self._catalog: Final = catalog
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._hub: Final = hub
-        self._identity: Final = identity
-        self._health: Final = health
-        self._watching: Final = watching
-        self._log: Final = log
-        self._devices: Final = devices
-        self._remote: Final = remote
-        self._fleet: Final = fleet
-        self._version: Final = version("kvtier")
-        self._start_time_ns: Final = time.time_ns()
-        self._started: Final = time.monotonic_ns()
+    """``_watching``: returns the session and the unsent events of each watcher. ``_fleet``: None if no peer is
+    configured."""
+
+    _engine: Engine
+    _catalog: Catalog
+    _sessions: SessionRegistry
+    _access: Access
+    _hub: EventHub
+    _identity: DaemonIdentity
+    _health: Health
+    _watching: Callable[[], Iterable[tuple[Session, int]]]
+    _log: EventLog | None
+    _devices: Sequence[admin_pb2.DeviceStats]
+    _remote: RemoteTier | None
+    _fleet: Fleet | None
+    _version: str = field(default_factory=partial(version, "kvtier"), init=False)
+    _start_time_ns: int = field(default_factory=time.time_ns, init=False)
+    _started: int = field(default_factory=time.monotonic_ns, init=False)
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
         """Covers the caches that the caller administers and the sessions that have these open or hold slots there.

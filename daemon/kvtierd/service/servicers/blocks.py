@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from hmac import compare_digest
 from typing import Final, TypeVar
@@ -53,17 +54,17 @@ MAX_LEASES: Final = 65536
 """Most leases of a session, over all caches."""
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class Caps:
     """The limits of a session. Loop thread only.
 
-    ``reserved_fraction``: a session's largest share of a tier's slots of a window group.
+    ``_reserved_fraction``: a session's largest share of a tier's slots of a window group.
     """
 
-    def __init__(self, engine: Engine, reserved_fraction: float) -> None:
-        self._engine: Final = engine
-        self._reserved_fraction: Final = reserved_fraction
-        self._reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = Counter()
-        self._leasing: Counter[SessionId] = Counter()
+    _engine: Engine
+    _reserved_fraction: float
+    _reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = field(default_factory=Counter, init=False)
+    _leasing: Counter[SessionId] = field(default_factory=Counter, init=False)
 
     @contextmanager
     def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
@@ -125,40 +126,25 @@ def _over(
     return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"over the cap {cap}: {says}", detail)
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class BlocksService:
     """The servicer.
 
-    Args:
-        identity: Gives the epoch of the cursors.
-        wait_s: Default of ``timeout_ns``.
-        describe: Detail of a refusal, with the holders of the slots.
+    ``_identity``: gives the epoch of the cursors. ``_wait_s``: default of ``timeout_ns``. ``_describe``: detail of a
+    refusal, with the holders of the slots. ``_hashing``: serialises the calls that hash blocks.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        catalog: Catalog,
-        sessions: SessionRegistry,
-        access: Access,
-        identity: DaemonIdentity,
-        wait_s: float,
-        describe: Callable[[Refusal], common_pb2.ErrorDetail],
-        caps: Caps,
-        forgotten: Forgotten,
-        remote: RemoteTier | None = None,
-    ) -> None:
-        self._engine: Final = engine
-        self._forgotten: Final = forgotten
-        self._remote: Final = remote
-        self._caps: Final = caps
-        self._catalog: Final = catalog
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._identity: Final = identity
-        self._wait_s: Final = wait_s
-        self._describe: Final = describe
-        self._hashing: Final = asyncio.Lock()
-        """Serialises the calls that hash blocks."""
+    _engine: Engine
+    _catalog: Catalog
+    _sessions: SessionRegistry
+    _access: Access
+    _identity: DaemonIdentity
+    _wait_s: float
+    _describe: Callable[[Refusal], common_pb2.ErrorDetail]
+    _caps: Caps
+    _forgotten: Forgotten
+    _remote: RemoteTier | None
+    _hashing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache = self._catalog.opened(session, request.cache_id)
