@@ -229,28 +229,23 @@ class Capacity:
     of_identity: int
 
 
+@dataclass(slots=True, eq=False)
 class SessionRegistry:
     """All live sessions. Loop thread only. At capacity, an orphaned session without a lease gives way."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        capacity: Capacity,
-        roll: Roll | None = None,
-    ) -> None:
-        self._engine = engine
-        self._capacity = capacity
-        self._by_token: dict[str, Session] = {}
-        self._by_id: dict[SessionId, Session] = {}
-        self._of: Counter[Identity] = Counter()
-        self._ids = count(1)
-        self._roll = roll
-        self._remnants: dict[str, Session] = {}
-        self._keeper = SessionId(0)
-        self._gone_before_settled: list[SessionId] | None = None
-        self._began: Final = time.monotonic()
-        self.left: Final[dict[CacheId, float]] = {}
-        """When a session last closed the cache, or ended with it."""
+    _engine: Engine
+    _capacity: Capacity
+    _roll: Roll | None = None
+    _by_token: dict[str, Session] = field(default_factory=dict, init=False)
+    _by_id: dict[SessionId, Session] = field(default_factory=dict, init=False)
+    _of: Counter[Identity] = field(default_factory=Counter, init=False)
+    _ids: count[int] = field(default_factory=partial(count, 1), init=False)
+    _remnants: dict[str, Session] = field(default_factory=dict, init=False)
+    _keeper: SessionId = field(default=SessionId(0), init=False)
+    _gone_before_settled: list[SessionId] | None = field(default=None, init=False)
+    _began: float = field(default_factory=time.monotonic, init=False)
+    left: dict[CacheId, float] = field(default_factory=dict, init=False)
+    """When a session last closed the cache, or ended with it."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NoReturn
 
 import grpc
@@ -76,32 +76,27 @@ class RemotePeer:
         """Does nothing: the peer holds nothing open."""
 
 
+@dataclass(slots=True, eq=False)
 class RemoteSessions:
     """The servicer. A task per stream runs its conversation; the task is the session's connection.
 
-    ``grace_s``: seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most.
+    ``_grace_s``: seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most.
     """
 
     name: ClassVar[str] = _SERVICE.full_name
 
-    def __init__(
-        self,
-        sessions: SessionRegistry,
-        access: Access,
-        identity: DaemonIdentity,
-        grace_s: float,
-        translate: Translator,
-        visitors: Visitors,
-    ) -> None:
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._identity: Final = identity
-        self._grace_s: Final = grace_s
-        self._heartbeat_s: Final = min(5.0, max(0.01, grace_s / 10))
-        self._translate: Final = translate
-        self._visitors: Final = visitors
-        self._conversations: set[asyncio.Task[None]] = set()
-        self._closed = False
+    _sessions: SessionRegistry
+    _access: Access
+    _identity: DaemonIdentity
+    _grace_s: float
+    _translate: Translator
+    _visitors: Visitors
+    _conversations: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return min(5.0, max(0.01, self._grace_s / 10))
 
     def handler(self, open_calls: OpenCalls) -> grpc.GenericRpcHandler:
         method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
