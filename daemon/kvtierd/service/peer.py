@@ -1,4 +1,4 @@
-"""The process at the other end of a unix socket: its credentials, and a pidfd that shows its end."""
+"""The clients of sessions: a process behind a unix socket, with a pidfd that shows its end, or a TCP stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtierd.rights import User
+from kvtierd.rights import Identity, User
 
 _SO_PEERGROUPS: Final = 59
 """Linux 4.13: supplementary groups of the peer when it connected."""
@@ -27,6 +27,8 @@ _GID: Final = struct.Struct("I")
 _MAX_GROUPS: Final = 256
 """Limit of the standard library for a socket option. For a peer with more groups only the primary group counts."""
 _MAX_COMMAND: Final = 256
+NO_UID: Final = 2**32 - 1
+"""The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
 
 class UnknownPeer(Exception):
@@ -56,10 +58,7 @@ class Credentials:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Peer:
-    """A live process. Owns ``pidfd``, which becomes readable when the process ends.
-
-    Implements :class:`kvtierd.service.sessions.SessionPeer`.
-    """
+    """A live process. Owns ``pidfd``, which becomes readable when the process ends."""
 
     pid: int
     identity: User
@@ -77,6 +76,7 @@ class Peer:
         return self.identity.uid
 
     def is_same(self, other: object) -> bool:
+        """Whether the other peer may resume a session of this peer."""
         return isinstance(other, Peer) and (other.pid, other.uid) == (self.pid, self.uid)
 
     def watch(self, gone: Callable[[], None]) -> None:
@@ -93,6 +93,47 @@ class Peer:
 
     def close(self) -> None:
         os.close(self.pidfd)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class RemotePeer:
+    """A client behind a TCP stream. ``address``: in gRPC's form. ``grace_s``: seconds that its session may stay
+    orphaned."""
+
+    identity: Identity
+    address: str
+    grace_s: float
+
+    pid: int = 0
+    uid: int = NO_UID
+
+    @property
+    def transport_identity(self) -> Identity:
+        """The identity that the transport of each call must prove."""
+        return self.identity
+
+    @property
+    def command(self) -> str:
+        return printable(f"{self.identity} at {self.address}")
+
+    def is_same(self, other: object) -> bool:
+        return isinstance(other, RemotePeer) and other.identity == self.identity
+
+    def is_gone(self) -> bool:
+        return False
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Does nothing: a remote client has no process to watch."""
+
+    def unwatch(self) -> None:
+        """Does nothing, like :meth:`watch`."""
+
+    def close(self) -> None:
+        """Does nothing: the peer holds nothing open."""
+
+
+SessionPeer = Peer | RemotePeer
+"""The client of a session."""
 
 
 def credentials(sock: socket.socket) -> Credentials:

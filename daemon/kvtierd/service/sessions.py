@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -23,7 +23,7 @@ from kvtierd.core.ids import CacheId, SessionId
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Identity, User
 from kvtierd.service.errors import CallRefused, bad_argument, refused
-from kvtierd.service.peer import Peer
+from kvtierd.service.peer import Peer, SessionPeer
 from kvtierd.service.recovery import Entry, OldLife, Roll
 
 RECEIVED: Final = 8
@@ -120,51 +120,6 @@ GOODBYE: Final = "goodbye"
 """The reason of a session's end that its client asked for."""
 
 _log = logging.getLogger(__name__)
-
-
-class SessionPeer(Protocol):
-    """The client of a session: a process of this host, or a TCP stream."""
-
-    @property
-    def identity(self) -> Identity: ...
-    @property
-    def pid(self) -> int:
-        """0 for a TCP client."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Address in gRPC's form; empty for a process of this host."""
-        ...
-
-    @property
-    def uid(self) -> int: ...
-    @property
-    def command(self) -> str:
-        """Command line or address, for logs and statistics."""
-        ...
-
-    @property
-    def transport_identity(self) -> Identity | None:
-        """The identity that the transport of each call must prove; None for a transport that proves none."""
-        ...
-
-    @property
-    def grace_s(self) -> float | None:
-        """Seconds that the session may stay orphaned; None = as long as its process lives."""
-        ...
-
-    def is_same(self, other: SessionPeer) -> bool:
-        """Whether the other peer may resume a session of this peer."""
-        ...
-
-    def is_gone(self) -> bool: ...
-    def watch(self, gone: Callable[[], None]) -> None:
-        """Calls ``gone`` on the loop when the process has ended, until :meth:`unwatch`."""
-        ...
-
-    def unwatch(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class AttachRefused(Exception):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NoReturn
 
@@ -23,15 +22,13 @@ from kvtierd.service import wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
-from kvtierd.service.peer import printable
-from kvtierd.service.sessions import GOODBYE, AttachRefused, Session, SessionPeer, SessionRegistry, this_task
+from kvtierd.service.peer import RemotePeer
+from kvtierd.service.sessions import GOODBYE, AttachRefused, Session, SessionRegistry, this_task
 from kvtierd.service.visitors import Visitors, abort, write
 
 HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
 """Heartbeats missed before the other side counts as gone."""
-NO_UID: Final = 2**32 - 1
-"""The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
 _SERVICE: Final = session_pb2.DESCRIPTOR.services_by_name["Sessions"]
 _METHOD: Final = _SERVICE.methods_by_name["Session"]
@@ -39,41 +36,6 @@ _METHOD: Final = _SERVICE.methods_by_name["Session"]
 _log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class RemotePeer:
-    """A client behind a stream. Implements :class:`kvtierd.service.sessions.SessionPeer`."""
-
-    identity: Identity
-    address: str
-    grace_s: float
-
-    pid: int = 0
-    uid: int = NO_UID
-
-    @property
-    def transport_identity(self) -> Identity:
-        return self.identity
-
-    @property
-    def command(self) -> str:
-        return printable(f"{self.identity} at {self.address}")
-
-    def is_same(self, other: SessionPeer) -> bool:
-        return isinstance(other, RemotePeer) and other.identity == self.identity
-
-    def is_gone(self) -> bool:
-        return False
-
-    def watch(self, gone: Callable[[], None]) -> None:
-        """Does nothing: a remote client has no process to watch."""
-
-    def unwatch(self) -> None:
-        """Does nothing, like :meth:`watch`."""
-
-    def close(self) -> None:
-        """Does nothing: the peer holds nothing open."""
 
 
 @dataclass(slots=True, eq=False)
