@@ -140,10 +140,6 @@ class Store:
 
         return self._tried(group, "a save failed", put, len(keys))
 
-    def has(self, group: int, key: bytes) -> bool:
-        """Whether :meth:`probe` finds one key."""
-        return self.probe(group, [key])[0]
-
     def drop(self, group: int, keys: Sequence[bytes]) -> bool:
         """Forgets blocks. Whether all of them were there and are gone."""
 
