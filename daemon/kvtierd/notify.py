@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class PassedFd:
-    """A descriptor from the manager's store, which the daemon must close. ``name``: its name in the store."""
+    """A descriptor in the manager's store. The daemon that it is passed to must close it. ``name``: in the store."""
 
     name: str
     fd: int

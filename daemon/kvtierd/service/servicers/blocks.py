@@ -151,7 +151,8 @@ class BlocksService:
         groups = validation.groups("groups", cache, request.groups)
         keys = validation.keys("keys", request.keys)
         tokens, scope = validation.following(cache, groups, request)
-        remote = await self._reach(cache, groups, keys) if request.remote else 0
+        store = self._remote if request.remote else None
+        remote = 0 if store is None else await store.fetcher.reach(cache, groups, keys)
         manager = self._engine.manager(cache.id)
         found = manager.match(groups, keys, tokens, scope)
         response = blocks_pb2.MatchResponse(
@@ -197,7 +198,7 @@ class BlocksService:
 
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        tier = validation.tier("tier", request.tier, _leasable(cache))
+        tier = validation.tier("tier", request.tier, leasable(cache))
         wanted = validation.count("count", request.count, 1, cache.slots[tier][group])
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, wanted):
@@ -218,7 +219,7 @@ class BlocksService:
         """``bring``: fetch missing blocks from the remote tier; false for a peer, which wants this host's blocks."""
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
-        tier = validation.tier("tier", request.tier, _leasable(cache))
+        tier = validation.tier("tier", request.tier, leasable(cache))
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         chains = _chains(request.chains)
         with self._caps.leasing(session, len(chains)):
@@ -363,9 +364,6 @@ class BlocksService:
             as_of_event=self._now_cursor(),
         )
 
-    async def _reach(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
-        return 0 if self._remote is None else await self._remote.fetcher.reach(cache, groups, keys)
-
     async def _bring(
         self,
         cache: Cache,
@@ -377,8 +375,8 @@ class BlocksService:
         """Fetches missing blocks of the chains from the remote tier. Returns the remaining seconds of ``wait_s``."""
         if self._remote is None:
             return wait_s
-        started = time.monotonic()
-        await self._remote.bring(cache, groups, chains, FETCH_SHARE * wait_s, recompute_s)
+        started, bring = time.monotonic(), self._remote.fetcher.bring
+        await asyncio.gather(*(bring(cache, groups, keys, FETCH_SHARE * wait_s, recompute_s) for keys in chains))
         return max(0.0, wait_s - (time.monotonic() - started))
 
     def _acquired(self, cache: Cache, tier: Tier, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
@@ -424,7 +422,8 @@ class BlocksService:
         return bytes(results)
 
 
-def _leasable(cache: Cache) -> list[Tier]:
+def leasable(cache: Cache) -> list[Tier]:
+    """The tiers of a cache whose slots clients can lease."""
     return [tier for tier in MEMORY_TIERS if tier in cache.slots]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final
 
 import grpc
 import grpc.aio
@@ -117,9 +117,9 @@ class RemoteSessions:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 request = await _next(context)
         except TimeoutError:
-            _refuse("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s")
+            raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
         if request is None or request.WhichOneof("message") != "hello":
-            _refuse("NO_HELLO", "the first message must be a hello")
+            raise AttachRefused("NO_HELLO", "the first message must be a hello")
         if request.hello.version != VERSION:
             raise bad_argument("hello.version", request.hello.version, f"{VERSION}: what this daemon speaks")
         hello: session_pb2.Hello = request.hello
@@ -129,9 +129,9 @@ class RemoteSessions:
         """The caller's identity. Raises :class:`AttachRefused` for a local client or if no rule names the caller."""
         who = caller_of(context)
         if who is None:
-            _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
+            raise AttachRefused("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
         if not self._access.admits(who):
-            _refuse("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {who}")
+            raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {who}")
         return who
 
     def _admit(self, context: _Context, who: Identity, token: str) -> Session:
@@ -195,7 +195,3 @@ _CODES: Final = {
     "TOO_MANY_SESSIONS": grpc.StatusCode.UNAVAILABLE,
     "TOO_MANY_OF_IDENTITY": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-
-
-def _refuse(reason: str, message: str) -> NoReturn:
-    raise AttachRefused(reason, message)

@@ -31,7 +31,7 @@ from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, Caps
+from kvtierd.service.servicers.blocks import BlocksService, Caps, leasable
 from kvtierd.service.sessions import Session, require_attached
 from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
 from kvtierd.tiers.remote import objects
@@ -65,14 +65,11 @@ class _Held:
 
     def stretches(self, spans: Iterable[Span]) -> list[Stretch]:
         """The slots' stretches for the spans. Raises AssertionError if a READY slot has changed."""
-        for span in spans:
-            if self.generations:
-                self._require_unchanged(span.block, self.slots[span.block])
+        for span in spans if self.generations else ():
+            slot, generation = self.slots[span.block], self.generations[span.block]
+            if self.cache.runtime.arena.generation(self.tier, self.group, slot) != generation:
+                raise AssertionError(f"{self.tier} slot {slot} changed under lease {self.lease}")
         return [Stretch(self.slots[span.block], span.start, span.stop) for span in spans]
-
-    def _require_unchanged(self, index: int, slot: SlotId) -> None:
-        if self.cache.runtime.arena.generation(self.tier, self.group, slot) != self.generations[index]:
-            raise AssertionError(f"{self.tier} slot {slot} changed under lease {self.lease}")
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -97,7 +94,7 @@ class TransferService:
             )
         cache = self._catalog.opened(session, commit.cache_id)
         group = _group("header.group", header.group, cache)
-        tier = _tier("header.tier", header.tier, cache)
+        tier = validation.tier("header.tier", header.tier, leasable(cache))
         keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
         validation.commit_items(cache, commit, range(len(keys)))  # refuse before the first byte arrives
         checksums = _checksums(header.checksums, len(keys))
@@ -126,7 +123,7 @@ class TransferService:
         validation.count("acquire.groups", len(acquire.groups), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
         (group,) = validation.groups("acquire.groups", cache, acquire.groups)
-        tier = _tier("acquire.tier", acquire.tier, cache)
+        tier = validation.tier("acquire.tier", acquire.tier, leasable(cache))
         (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
         (part,) = chain.groups or [blocks_pb2.AcquiredGroup()]
         lease, slots, generations = LeaseId(part.lease_id), list(map(SlotId, part.slots)), list(part.generations)
@@ -241,10 +238,6 @@ def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
 
 def _group(field: str, value: int, cache: Cache) -> GroupId:
     return GroupId(validation.count(field, value, 0, len(cache.spec.groups) - 1))
-
-
-def _tier(field: str, value: int, cache: Cache) -> Tier:
-    return validation.tier(field, value, [tier for tier in MEMORY_TIERS if tier in cache.slots])
 
 
 def _checksums(packed: bytes, count: int) -> list[bytes]:
