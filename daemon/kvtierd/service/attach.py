@@ -29,8 +29,8 @@ from kvtierd.service.calls import Access, Dispatcher
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.local import LocalCalls, Packets
-from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
-from kvtierd.service.sessions import GOODBYE, AttachRefused, Capacity, Session, SessionRegistry, this_task
+from kvtierd.service.peer import AttachRefused, credentials, identify
+from kvtierd.service.sessions import GOODBYE, Capacity, Session, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
@@ -167,7 +167,7 @@ class AttachServer:
         user = credentials(sock).identity
         if not self._access.admits(user):
             raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {user}")
-        peer = _peer(sock)
+        peer = identify(sock)
         if hello.token is None:
             return self._sessions.begin(peer, this_task())
         with closing(peer):
@@ -201,14 +201,6 @@ class AttachServer:
             _send(sock, attach.Failure("TOO_MANY_DESCRIPTORS", self.problem))
         else:
             self.problem = None
-
-
-def _peer(sock: socket.socket) -> Peer:
-    """The peer of a connection; the caller closes it. Raises :class:`AttachRefused`."""
-    try:
-        return identify(sock)
-    except UnknownPeer as error:
-        raise AttachRefused(error.reason, str(error)) from error
 
 
 async def _hear_hello(packets: Packets) -> attach.Hello:

@@ -31,21 +31,13 @@ NO_UID: Final = 2**32 - 1
 """The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
 
-class UnknownPeer(Exception):
-    """The daemon cannot identify the process: it has ended, or its pid namespace hides it."""
+class AttachRefused(Exception):
+    """The daemon gives the peer no session. ``reason`` is stable and machine readable."""
 
-    reason = "UNKNOWN_PEER"
-    """Machine-readable reason in the refusal."""
-
-
-class NoDescriptorLeft(UnknownPeer):
-    """The daemon has no descriptor left for a pidfd. The peer may try again."""
-
-    reason = "TOO_MANY_SESSIONS"
-
-    def __init__(self, error: OSError) -> None:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        super().__init__(f"the daemon has no file descriptor left for a session, its limit is {most}: {error.strerror}")
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,12 +144,14 @@ def _groups(sock: socket.socket) -> list[int]:
 
 
 def identify(sock: socket.socket) -> Peer:
-    """The peer as a process. The caller closes it. Raises :class:`UnknownPeer`."""
+    """The peer as a process. The caller closes it. Raises :class:`AttachRefused`: UNKNOWN_PEER for a process that has
+    ended or that its pid namespace hides, TOO_MANY_SESSIONS if no descriptor is left."""
     who = credentials(sock)
     if who.pid == 0:
-        raise UnknownPeer(
+        raise AttachRefused(
+            "UNKNOWN_PEER",
             "the client's process is not visible from the daemon's pid namespace: run the daemon in the host's "
-            "(hostPID: true in Kubernetes, --pid=host in Docker and Podman)"
+            "(hostPID: true in Kubernetes, --pid=host in Docker and Podman)",
         )
     pidfd = _open_pidfd(sock, who)
     return Peer(who.pid, who.identity, pidfd, command_of(who.pid))
@@ -174,10 +168,12 @@ def _open_pidfd(sock: socket.socket, who: Credentials) -> int:
     return pidfd
 
 
-def _unknown(who: Credentials, error: OSError) -> UnknownPeer:
+def _unknown(who: Credentials, error: OSError) -> AttachRefused:
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return NoDescriptorLeft(error)
-    return UnknownPeer(f"process {who.pid} is gone: {error.strerror}")
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        says = f"the daemon has no file descriptor left for a session, its limit is {most}: {error.strerror}"
+        return AttachRefused("TOO_MANY_SESSIONS", says)
+    return AttachRefused("UNKNOWN_PEER", f"process {who.pid} is gone: {error.strerror}")
 
 
 def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
@@ -190,7 +186,7 @@ def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
     poll.register(sock, select.POLLRDHUP)
     if poll.poll(0):
         os.close(pidfd)
-        raise UnknownPeer(f"process {who.pid} is gone")
+        raise AttachRefused("UNKNOWN_PEER", f"process {who.pid} is gone")
     return pidfd
 
 

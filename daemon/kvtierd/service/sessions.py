@@ -23,7 +23,7 @@ from kvtierd.core.ids import CacheId, SessionId
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Identity, User
 from kvtierd.service.errors import CallRefused, bad_argument, refused
-from kvtierd.service.peer import Peer, SessionPeer
+from kvtierd.service.peer import AttachRefused, Peer, SessionPeer
 from kvtierd.service.recovery import Entry, OldLife, Roll
 
 RECEIVED: Final = 8
@@ -120,15 +120,6 @@ GOODBYE: Final = "goodbye"
 """The reason of a session's end that its client asked for."""
 
 _log = logging.getLogger(__name__)
-
-
-class AttachRefused(Exception):
-    """The daemon gives the peer no session. ``reason`` is stable and machine readable."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
 
 
 @dataclass(slots=True, eq=False)

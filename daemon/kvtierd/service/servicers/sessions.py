@@ -22,8 +22,8 @@ from kvtierd.service import wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
-from kvtierd.service.peer import RemotePeer
-from kvtierd.service.sessions import GOODBYE, AttachRefused, Session, SessionRegistry, this_task
+from kvtierd.service.peer import AttachRefused, RemotePeer
+from kvtierd.service.sessions import GOODBYE, Session, SessionRegistry, this_task
 from kvtierd.service.visitors import Visitors, abort, write
 
 HELLO_TIMEOUT_S: Final = 5.0
