@@ -25,7 +25,7 @@ from kvtierd.core.removal import DropReport
 from kvtierd.core.transfers import BlockResult, ChainRequest, GroupSpan, Location, ResetReport
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import Refused, UnknownCache
-from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
+from kvtierd.mover.runtime import CacheRuntime, Stretch
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
@@ -519,13 +519,10 @@ def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[]
     """Returns a reader of a slot's bytes for a thread. The reader keeps the memory mapped if the cache is removed."""
     tier, slot = place
     if tier is DEVICE and runtime.cuda is not None:
-        return partial(_fetch, runtime.cuda, group, Stretch(slot, 0, runtime.spec.block_bytes(group)))
+        copies, stretch = runtime.cuda, Stretch(slot, 0, runtime.spec.block_bytes(group))
+        return lambda: [copies.fetch(group, [stretch])]
     parts = runtime.memory(tier).parts(group, slot)
     return lambda: parts
-
-
-def _fetch(copies: GpuCopies, group: GroupId, stretch: Stretch) -> Sequence[Bytes]:
-    return [copies.fetch(group, [stretch])]
 
 
 def _in_memory(block: Location) -> _Place | None:
