@@ -171,11 +171,8 @@ class Store:
         if not groups:
             return [False] * count
         try:
-            if self._reset.due:
-                first = groups[0]
-                reset = self._reset.carry_out_now
-                if not self._reachable or not reset(lambda repeats: first.reset(force=True, repeats=repeats)):
-                    return [False] * count
+            if self._reset.due and not (self._reachable and self._reset.carry_out_now(groups[0])):
+                return [False] * count
             return work(groups[group])
         except Exception as error:  # noqa: BLE001  the engine's thread must not end because of its cache
             self.complaints.add(failure, error)

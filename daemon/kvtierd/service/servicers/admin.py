@@ -111,7 +111,9 @@ class AdminService:
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
         await self._catalog.loaded()
-        found = sorted(self._leases(self._wanted_caches(request.cache)), key=lambda lease: lease[1].granted_at)
+        caches = self._wanted_caches(request.cache)
+        leases = ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
+        found = sorted(leases, key=lambda lease: lease[1].granted_at)
         now = time.time_ns()
         return admin_pb2.LeasesResponse(
             leases=[
@@ -211,9 +213,6 @@ class AdminService:
         if cache is None:
             raise unknown("cache", name)
         return [cache]
-
-    def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
-        return ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
 
     def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
         """``caches``: the caches whose leases are counted. ``held_slots``: the session's slots in these caches."""
