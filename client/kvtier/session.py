@@ -501,17 +501,14 @@ class Session:
         except TimeoutError:
             raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
         try:
-            return self._linked_by(attached, old)
+            if old is not None and old.channel is not attached.channel:
+                self.spawn(_close_channel(old.channel))
+            number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
+            stubs = Stubs.over(attached.calls)
+            return Link(number, attached.welcome, attached.connection, attached.channel, stubs)
         except Exception:
             attached.connection.close()
             raise
-
-    def _linked_by(self, attached: Attached, old: Link | None) -> Link:
-        channel = attached.channel
-        if old is not None and old.channel is not channel:
-            self.spawn(_close_channel(old.channel))
-        number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
-        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(attached.calls))
 
     async def _hello(self, old: Link | None) -> Attached:
         if old is None:

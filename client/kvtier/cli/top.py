@@ -8,7 +8,7 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -183,7 +183,7 @@ def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
 
 
 def _hits(look: Look) -> Table:
-    counters: Iterable[Callable[[CacheStats], int]] = [*map(attrgetter, COUNTERS)]
+    counters: list[Callable[[CacheStats], int]] = [attrgetter(name) for name in COUNTERS]
     total = [look.total(counter) for counter in counters]
     rows = (
         ("blocks/s", *(_rate(look.rate(counter)) for counter in counters), ""),

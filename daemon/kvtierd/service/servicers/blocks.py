@@ -388,7 +388,7 @@ class BlocksService:
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
         cache = self._catalog.opened(session, cache_id)
-        return cache, GroupId(validation.count("group", group, 0, len(cache.spec.groups) - 1))
+        return cache, validation.group("group", group, cache)
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
         return blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event)

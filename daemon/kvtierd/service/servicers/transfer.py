@@ -93,7 +93,7 @@ class TransferService:
                 "header.commit.lease_id", commit.lease_id, "absent, as are slots: the call reserves them"
             )
         cache = self._catalog.opened(session, commit.cache_id)
-        group = _group("header.group", header.group, cache)
+        group = validation.group("header.group", header.group, cache)
         tier = validation.tier("header.tier", header.tier, leasable(cache))
         keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
         validation.commit_items(cache, commit, range(len(keys)))  # refuse before the first byte arrives
@@ -234,10 +234,6 @@ def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
         for field in ("lease_id", "slots", "generations"):
             part.ClearField(field)
     return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))
-
-
-def _group(field: str, value: int, cache: Cache) -> GroupId:
-    return GroupId(validation.count(field, value, 0, len(cache.spec.groups) - 1))
 
 
 def _checksums(packed: bytes, count: int) -> list[bytes]:
