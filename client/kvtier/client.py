@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
-from types import TracebackType
 from typing import Any, Final, Self
 
 from grpc.aio import UnaryUnaryMultiCallable
@@ -384,9 +383,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -108,13 +108,15 @@ class Session:
         """See :func:`kvtier.transport.transport_to` and :func:`kvtier.connect`."""
         self.address = address
         self._transport = transport_to(address, tls, insecure=insecure)
+        self.can_map: Final = self._transport.can_map
+        """Whether caches' memory can be mapped; False over TCP."""
         self._wait = wait
         self._patience = patience
         self._link: Link | None = None
         self._changed = asyncio.Event()
         """Set when the link or the daemon's reachability changes. A waiter clears the event and looks again."""
         self._fatal: KvtierError | None = None
-        self._closed = False
+        self.closed = False
         self._numbers = count(1)
         self._seq = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,18 +154,9 @@ class Session:
         return self._link.session if self._link else 0
 
     @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def live_link(self) -> Link | None:
         """The link; None while it is down."""
         return None if self._link is None or self._link.attach.closed.is_set() else self._link
-
-    @property
-    def can_map(self) -> bool:
-        """Whether caches' memory can be mapped; False over TCP."""
-        return self._transport.can_map
 
     @property
     def welcome(self) -> protocol.Welcome:
@@ -290,7 +283,7 @@ class Session:
                 scope.reschedule(now)
 
     def _start_listening(self) -> None:
-        if not self._closed and (self._listener is None or self._listener.done()):
+        if not self.closed and (self._listener is None or self._listener.done()):
             self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -328,7 +321,7 @@ class Session:
     def _is_running(self) -> bool:
         """Whether the daemon is a process of this host that is neither stopped nor dead. A daemon in another pid
         namespace is not seen."""
-        if self._link is None or not self._transport.can_map or self._patience >= _BUSY_S:
+        if self._link is None or not self.can_map or self._patience >= _BUSY_S:
             return False
         try:
             stat = Path(f"/proc/{self._link.welcome.pid}/stat").read_text()
@@ -373,7 +366,7 @@ class Session:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise error
-        if self._closed:
+        if self.closed:
             raise ClientClosed("the client was closed during the call", reason="CLOSED") from error
         return DaemonUnavailable(f"{self.address}: attached anew during the call", reason="LINK_REPLACED")
 
@@ -401,7 +394,7 @@ class Session:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that outlives its caller, until :meth:`close`; later work is dropped."""
-        if self._closed:
+        if self.closed:
             work.close()
             return
         task = asyncio.create_task(work)
@@ -411,7 +404,7 @@ class Session:
     def work(self, stream: Stream | None) -> Fence:
         """Like :meth:`Follower.work`, for all followers. If a device fails, the fence raises the error when asked."""
         try:
-            return all_of(follower.work(stream) for follower in list(self.followers) if not self._closed)
+            return all_of(follower.work(stream) for follower in list(self.followers) if not self.closed)
         except DeviceError as error:
             return Unknown(error)
 
@@ -427,7 +420,7 @@ class Session:
         The goodbye gives back all held slots, so it is sent only after ``work`` (see :meth:`work`) has passed. If that
         takes too long, the daemon takes the slots back when this process ends.
         """
-        if self._closed:
+        if self.closed:
             return
         at_rest = await _over(work)
         if self._tasks:
@@ -437,7 +430,7 @@ class Session:
         with suppress(TimeoutError, KvtierError):  # no daemon, so no goodbye
             async with asyncio.timeout(_HEAL_GRACE_S):
                 await self.link()
-        self._closed = True
+        self.closed = True
         for ending in (self._keeper, self._listener):
             if ending is not None:
                 ending.cancel()
@@ -456,7 +449,7 @@ class Session:
             task.cancel()  # begun meanwhile; without a link such work cannot reach the daemon
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ClientClosed("the client is closed", reason="CLOSED")
         if self._fatal is not None:
             raise self._fatal
@@ -508,17 +501,14 @@ class Session:
         except TimeoutError:
             raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
         try:
-            return self._linked_by(attached, old)
+            if old is not None and old.channel is not attached.channel:
+                self.spawn(_close_channel(old.channel))
+            number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
+            stubs = Stubs.over(attached.calls)
+            return Link(number, attached.welcome, attached.connection, attached.channel, stubs)
         except Exception:
             attached.connection.close()
             raise
-
-    def _linked_by(self, attached: Attached, old: Link | None) -> Link:
-        channel = attached.channel
-        if old is not None and old.channel is not channel:
-            self.spawn(_close_channel(old.channel))
-        number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
-        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(attached.calls))
 
     async def _hello(self, old: Link | None) -> Attached:
         if old is None:

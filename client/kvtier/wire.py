@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
 
 import numpy as np
@@ -55,31 +54,26 @@ T = TypeVar("T")
 class Held(Generic[T]):
     """A pending ``reserve`` or ``acquire``: await it for the lease, or enter it to release the lease at the end."""
 
-    def __init__(self, take: Callable[[], Awaitable[T]], give_back: Callable[[T], Awaitable[None]]) -> None:
-        self._take = take
+    def __init__(self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Awaitable[None]]) -> None:
+        self.take = take
+        """Takes the lease. The caller must release it."""
         self._give_back = give_back
         self._held: list[T] = []
 
-    async def take(self) -> T:
-        """Takes the lease. The caller must release it."""
-        return await self._take()
-
     async def give_back(self, lease: T) -> None:
-        """Releases a lease that :meth:`take` returned."""
+        """Releases a lease that :attr:`take` returned."""
         await self._give_back(lease)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.take().__await__()
 
     async def __aenter__(self) -> T:
-        lease = await self._take()
+        lease = await self.take()
         self._held.append(lease)
         return lease
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._give_back(self._held.pop())
+    async def __aexit__(self, *_: object) -> None:
+        await self.give_back(self._held.pop())
 
 
 @dataclass(slots=True, frozen=True)
@@ -395,32 +389,20 @@ def options_from_wire(message: caches_pb2.CacheOptions) -> CacheOptions:
         (tier_from_wire(getattr(each, "from")), tier_from_wire(each.to)): each.min_priority
         for each in message.thresholds
     }
-    kept = (message.eviction, message.event_hash, message.keep_tokens, thresholds, message.checksum)
-    return CacheOptions(write_policy, *kept)
+    return same_fields(CacheOptions, message, write_policy=write_policy, thresholds=thresholds)
 
 
 def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
-    return CacheInfo(
-        cache_id=message.cache_id,
-        name=message.name,
-        spec=CacheSpec.of(message.spec),
-        fingerprint=message.fingerprint,
-        groups=tuple(
-            GroupInfo(
-                group=group.group,
-                window_tokens=group.window_tokens,
-                tiers=tuple(
-                    GroupTier(tier_from_wire(t.tier), t.slots, t.slot_bytes, t.tokens, t.bytes) for t in group.tiers
-                ),
-            )
-            for group in message.groups
-        ),
-        blocks=message.blocks,
-        sessions=message.sessions,
-        options=options_from_wire(message.options),
-        device=message.device,
-        remote=message.remote,
+    groups = tuple(
+        same_fields(
+            GroupInfo,
+            group,
+            tiers=tuple(same_fields(GroupTier, each, tier=tier_from_wire(each.tier)) for each in group.tiers),
+        )
+        for group in message.groups
     )
+    spec, options = CacheSpec.of(message.spec), options_from_wire(message.options)
+    return same_fields(CacheInfo, message, spec=spec, groups=groups, options=options)
 
 
 def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:

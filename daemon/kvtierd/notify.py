@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class PassedFd:
-    """A descriptor from the manager's store, which the daemon must close. ``name``: its name in the store."""
+    """A descriptor in the manager's store. The daemon that it is passed to must close it. ``name``: in the store."""
 
     name: str
     fd: int
@@ -99,8 +99,9 @@ class Notifier:
                 sock.sendmsg(["\n".join(lines).encode()], ancillary, 0, self._address)
             self._failed = False
         except OSError as error:
+            reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
             if not self._failed:
-                _log.warning("the service manager cannot be told %s error=%r", lines[0], _reason(error))
+                _log.warning("the service manager cannot be told %s error=%r", lines[0], reason)
             self._failed = True
 
 
@@ -135,7 +136,3 @@ def passed_fds(environment: MutableMapping[str, str]) -> tuple[PassedFd, ...]:
 def _line(text: str) -> str:
     """Replaces newlines, which would begin another assignment."""
     return text.replace("\n", " ")
-
-
-def _reason(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, type(error).__name__)

@@ -6,7 +6,7 @@ rights. Root and the daemon's own user have every right on every cache without a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -144,24 +144,18 @@ class Rights:
 
     def somewhere(self, who: Identity) -> frozenset[Right]:
         """Rights that the client has on at least one name."""
-        if self._owns(who):
-            return ALL_RIGHTS
-        return frozenset(right for rule in self._rules if rule.names(who) for right in rule.verbs)
+        return self._given(who, lambda rule: True)
 
     def everywhere(self, who: Identity) -> frozenset[Right]:
         """Rights that the client has on every present and future cache."""
-        if self._owns(who):
-            return ALL_RIGHTS
-        rules = (rule for rule in self._rules if EVERY_CACHE in rule.caches and rule.names(who))
-        return frozenset(right for rule in rules for right in rule.verbs)
+        return self._given(who, lambda rule: EVERY_CACHE in rule.caches)
 
     def _decide(self, who: Identity, cache: str) -> frozenset[Right]:
-        if self._owns(who):
-            return ALL_RIGHTS
-        rules = (rule for rule in self._rules if rule.names(who))
-        return frozenset(
-            right for rule in rules if any(fnmatchcase(cache, name) for name in rule.caches) for right in rule.verbs
-        )
+        return self._given(who, lambda rule: any(fnmatchcase(cache, name) for name in rule.caches))
 
-    def _owns(self, who: Identity) -> bool:
-        return isinstance(who, User) and who.uid in self._owners
+    def _given(self, who: Identity, covers: Callable[[AllowRule], bool]) -> frozenset[Right]:
+        """The rights of the rules that name the client and cover the caches asked for; all rights for an owner."""
+        if isinstance(who, User) and who.uid in self._owners:
+            return ALL_RIGHTS
+        rules = (rule for rule in self._rules if rule.names(who) and covers(rule))
+        return frozenset(right for rule in rules for right in rule.verbs)

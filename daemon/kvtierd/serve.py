@@ -8,11 +8,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
@@ -75,11 +75,15 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> int:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start: an early SIGHUP would end the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # blocked by a supervisor until now
-    async with _taking_long(notifier):
+    notifier.status("starting: opening caches")
+    async with _beside(_take_long(notifier), "extend"):
         daemon = await Daemon.start(config, notifier, manager.passed)
     _keep_collections_short()
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
-    async with _watched(manager, daemon):
+    feeding: AbstractAsyncContextManager[None] = nullcontext()
+    if manager.watchdog_s is not None:
+        feeding = _beside(Watchdog(notifier, manager.watchdog_s, daemon.stalled_s).run(), "watchdog")
+    async with feeding:
         notifier.ready(_serving(daemon))
         tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
         _say(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
@@ -118,36 +122,22 @@ def _say(line: str) -> None:
 
 
 @asynccontextmanager
-async def _watched(manager: Manager, daemon: Daemon) -> AsyncIterator[None]:
-    """Feeds the manager's watchdog, if it has one, during the body."""
-    if manager.watchdog_s is None:
-        yield
-        return
-    watchdog = Watchdog(manager.notifier, manager.watchdog_s, daemon.stalled_s)
-    feeding = asyncio.create_task(watchdog.run(), name="watchdog")
+async def _beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Runs work until the body ends."""
+    task = asyncio.create_task(work, name=name)
     try:
         yield
     finally:
-        feeding.cancel()
+        task.cancel()
+        await asyncio.wait([task])
 
 
-@asynccontextmanager
-async def _taking_long(notifier: Notifier) -> AsyncIterator[None]:
-    """Asks the manager for more time during the body, while the loop runs."""
-    notifier.status("starting: opening caches")
-
-    async def ask() -> None:
-        async with asyncio.timeout(_START_LIMIT_S):
-            while True:
-                notifier.extend(_EXTEND_BY_S)
-                await asyncio.sleep(_EXTEND_EVERY_S)
-
-    asking = asyncio.create_task(ask(), name="extend")
-    try:
-        yield
-    finally:
-        asking.cancel()
-        await asyncio.wait([asking])
+async def _take_long(notifier: Notifier) -> None:
+    """Asks the manager for more time, while the loop runs."""
+    async with asyncio.timeout(_START_LIMIT_S):
+        while True:
+            notifier.extend(_EXTEND_BY_S)
+            await asyncio.sleep(_EXTEND_EVERY_S)
 
 
 async def _reload_when_asked(asked: asyncio.Event, sources: Sources, daemon: Daemon, notifier: Notifier) -> None:

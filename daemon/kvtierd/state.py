@@ -60,8 +60,6 @@ EVENT_LOG: Final = "events"
 _KIND: Final = "state"
 _NOT_FOREIGN: Final = frozenset({LOCK, EVENT_LOG, f"{SUPERBLOCK}.new", f"{SUPERBLOCK}.old", "lost+found"})
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(slots=True, frozen=True)
 class State:

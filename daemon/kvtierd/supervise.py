@@ -21,10 +21,9 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from kvtierd.notify import FIRST_FD, MAX_FDS, SOCKET_VARIABLE
+from kvtierd.notify import FIRST_FD, MAX_FDS, SOCKET_VARIABLE, PassedFd
 
 MAX_STORED: Final = 4096
 """Most descriptors in the store, as in systemd/kvtierd.service."""
@@ -47,17 +46,11 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class Stored:
-    name: str
-    fd: int
-
-
 class Store:
     """Descriptors under names. A file is kept once per name."""
 
     def __init__(self) -> None:
-        self.kept: list[Stored] = []
+        self.kept: list[PassedFd] = []
 
     def add(self, name: str, fds: Sequence[int]) -> None:
         """Takes ownership of ``fds``."""
@@ -66,7 +59,7 @@ class Store:
             if (name, _file_of(fd)) in known or len(self.kept) >= MAX_STORED:
                 os.close(fd)
             else:
-                self.kept.append(Stored(name, fd))
+                self.kept.append(PassedFd(name, fd))
 
     def remove(self, name: str) -> None:
         for stored in self.kept:
@@ -207,7 +200,7 @@ class _Supervisor:
             os.kill(self._listener.pid, number)
 
 
-def _spawn(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[Stored]) -> int:
+def _spawn(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[PassedFd]) -> int:
     """Starts the daemon with the stored descriptors at ``FIRST_FD`` and above, and nowhere else."""
     supervisor = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PENDING_AT_START)
@@ -225,7 +218,7 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], stored: Seque
     os._exit(127)
 
 
-def _exec(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[Stored]) -> NoReturn:
+def _exec(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[PassedFd]) -> NoReturn:
     above = FIRST_FD + len(stored)
     # First move all out of the way, then into place: a place may be the present number of another descriptor.
     moved = [fcntl.fcntl(one.fd, fcntl.F_DUPFD_CLOEXEC, above) for one in stored]

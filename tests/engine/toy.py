@@ -110,7 +110,7 @@ class Engine:
         run.loaded = offered // self.layout.tokens
         blocks = -(-run.tokens // self.layout.tokens)
         for group in range(len(self.layout.groups)):
-            first = self.layout.needed_from(group, run.loaded)
+            first = self.layout.spec.attention(group).first_block(run.loaded)
             run.table[group] = [-1] * first + self.pages(group, blocks - first)
         run.waits = offered > 0 and self.planner.is_async(run.name)
         self.planner.allocated(run.name, run.table, offered, sync=not run.waits)
@@ -169,7 +169,7 @@ class Engine:
 
     def check(self, run: Run, blocks: int) -> None:
         for group, table in run.table.items():
-            for block in range(self.layout.needed_from(group, blocks), blocks):
+            for block in range(self.layout.spec.attention(group).first_block(blocks), blocks):
                 for worker in self.workers:
                     assert worker.holds(group, table[block], run.chain.key(block)), (group, block)
 

@@ -71,8 +71,9 @@ async def test_a_chain_comes_as_objects_from_memory_and_disk(far):
             assert said.parent == (KEYS[number - 1] if number else None)
             assert (said.traits.priority, said.traits.label) == (70, None)
             assert np.array_equal(np.frombuffer(payload, np.uint8), block(key))
-        assert fleet.holders("c", PLACE.fingerprint, GroupId(0), KEYS) == {far.tcp_address: 6}
-        assert fleet.holders("c", bytes(32), GroupId(0), KEYS) == {}
+        (peer,) = fleet.peers
+        assert peer.holding("c", PLACE.fingerprint, GroupId(0), KEYS)[0] == 6
+        assert peer.holding("c", bytes(32), GroupId(0), KEYS)[0] == 0
         # A part of it, that does not begin at the root; and nobody is kept from removing the cache.
         assert (await store.get(names[3:5], buffers(2))) == lengths[3:5]
         await cache.close()

@@ -67,7 +67,8 @@ def locate(daemon: DaemonAt, wanted: bytes | list[int], cache: str | None, form:
 
     told = daemon.ask(found)
     ambiguous = isinstance(wanted, bytes) and len(told.keys) > 1
-    show(form, _json(told), Group(*(_ambiguous if ambiguous else _page)(told)))
+    keys = "\n  ".join(["several keys begin like that:", *(key.hex() for key in told.keys)])
+    show(form, _json(told), Group(*([Text(keys)] if ambiguous else _page(told))))
     if ambiguous:
         raise SystemExit(1)
 
@@ -84,10 +85,6 @@ def _json(told: Holdings) -> dict[str, Any]:
         {**plain(held), "tiers": {str(tier): blocks for tier, blocks in held.tiers.items()}} for held in told.found
     ]
     return {"keys": [key.hex() for key in told.keys], "found": found, "peers": [plain(peer) for peer in told.peers]}
-
-
-def _ambiguous(told: Holdings) -> Iterator[RenderableType]:
-    yield Text("\n  ".join(["several keys begin like that:", *(key.hex() for key in told.keys)]))
 
 
 def _page(told: Holdings) -> Iterator[RenderableType]:

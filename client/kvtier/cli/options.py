@@ -92,14 +92,10 @@ def output_option(*more: str) -> Callable[[Decorated], Decorated]:
     )
 
 
-def dry_run_option(command: Decorated) -> Decorated:
-    return click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")(command)
-
-
-def yes_option(command: Decorated) -> Decorated:
-    return click.option("--yes", is_flag=True, help="Do not ask. Nobody is asked where standard input is no terminal.")(
-        command
-    )
+dry_run_option: Final = click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+yes_option: Final = click.option(
+    "--yes", is_flag=True, help="Do not ask. Nobody is asked where standard input is no terminal."
+)
 
 
 def ago_ns(text: str) -> int | None:

@@ -44,32 +44,24 @@ def remote() -> None:
 @dry_run_option
 @yes_option
 @output_option()
-def gc(
-    daemon: DaemonAt,
-    caches: tuple[str, ...],
-    older_than: float | None,
-    keep_bytes: int | None,
-    dry_run: bool,
-    yes: bool,
-    form: str,
-) -> None:
+def gc(daemon: DaemonAt, dry_run: bool, yes: bool, form: str, **wanted: Any) -> None:
     """Delete blocks of the store by age and by use.
 
     Deletes blocks of every daemon. The last use of a block is its write, by any daemon, or a later fetch by this
     daemon. The daemon remembers fetches of 131,072 blocks, until it restarts. Objects whose names are not kvtier's
     stay.
     """
-    if older_than is None and keep_bytes is None:
+    if wanted["older_than"] is None and wanted["keep_bytes"] is None:
         raise click.UsageError("say what goes: --older-than, --keep-bytes, or both")
 
     async def done(client: AsyncClient, *, dry_run: bool) -> RemoteGcReport:
-        return await client.remote_gc(caches=caches, older_than=older_than, keep_bytes=keep_bytes, dry_run=dry_run)
+        return await client.remote_gc(**wanted, dry_run=dry_run)
 
     if not dry_run and not yes:  # a dry run takes time: only the question needs it
         report = daemon.ask(partial(done, dry_run=True))
         confirmed(f"{_blocks(report.objects, report.bytes)} would be gone for good. Go on?", yes)
     report = daemon.ask(partial(done, dry_run=dry_run))
-    value = {"caches": list(caches), "dry_run": dry_run, **dataclasses.asdict(report)}
+    value = {"caches": list(wanted["caches"]), "dry_run": dry_run, **dataclasses.asdict(report)}
     gone = f"{_blocks(report.objects, report.bytes)} {'would be ' if dry_run else ''}gone"
     show(form, value, f"{gone}, {_blocks(report.kept_objects, report.kept_bytes)} kept")
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -26,19 +25,13 @@ _FILES: Final = {
 """Maps each file of systemd/ to its target below the root."""
 
 
-@dataclass(slots=True, frozen=True)
-class _File:
-    target: Path
-    text: str
-
-    @property
-    def state(self) -> str:
-        """The action that an installation takes on the file. An existing configuration belongs to the operator."""
-        if not self.target.exists():
-            return "install"
-        if self.target.read_text() == self.text:
-            return "unchanged"
-        return "kept" if self.target.match(str(_CONFIGURATION)) else "replace"
+def _state(target: Path, text: str) -> str:
+    """What an installation does with a file. The configuration is the operator's once it is there."""
+    if not target.exists():
+        return "install"
+    if target.read_text() == text:
+        return "unchanged"
+    return "kept" if target.match(str(_CONFIGURATION)) else "replace"
 
 
 def _shared() -> Path:
@@ -93,16 +86,16 @@ def install_service(root: Path, gpu: bool, yes: bool) -> None:
     """
     shared, program = _shared(), _daemon(root)
     names = [name for name in _FILES if gpu or "gpu" not in name]
-    files = [_File(root / _FILES[name], _adapted((shared / name).read_text(), program)) for name in names]
+    texts = {root / _FILES[name]: _adapted((shared / name).read_text(), program) for name in names}
     commands = _commands(root)
     if missing := [command[0] for command in commands if shutil.which(command[0]) is None]:
         raise click.ClickException(f"{', '.join(missing)}: no such command; install systemd")
-    for file in files:
-        state = file.state
-        click.echo(f"{state:<10}{file.target}")
+    for target, text in texts.items():
+        state = _state(target, text)
+        click.echo(f"{state:<10}{target}")
         if yes and state in ("install", "replace"):
-            file.target.parent.mkdir(parents=True, exist_ok=True)
-            file.target.write_text(file.text)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
     for command in commands:
         click.echo(f"{'run':<10}{' '.join(command)}")
         if yes and subprocess.run(command, check=False).returncode:

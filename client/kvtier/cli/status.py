@@ -257,9 +257,13 @@ def _moves(caches: Sequence[CacheStats]) -> Table:
     return table(columns, rows, left=("move",))
 
 
-def looked_for(cache: CacheStats | GroupStats) -> tuple[int, int, int, int, int]:
-    """Returns blocks read, by the fastest tier that had them; then blocks of chains asked for, and blocks found."""
-    return cache.hits_device, cache.hits_host, cache.hits_disk, cache.queried, cache.found
+COUNTERS: Final = (*(f"hits_{tier}" for tier in TIERS), "queried", "found")
+"""Blocks read, by the fastest tier that had them; blocks of chains that were asked for, and of those the found."""
+
+
+def looked_for(cache: CacheStats | GroupStats) -> list[int]:
+    """The values of :data:`COUNTERS`."""
+    return [getattr(cache, name) for name in COUNTERS]
 
 
 LOOKED_FOR: Final = ("read from", *map(str, TIERS), "asked for", "found", "hits")

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Final
 
 import click
@@ -23,7 +24,7 @@ from rich.text import Text
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import UNKNOWN, console, plain, share, show, table
-from kvtier.cli.status import LOOKED_FOR, edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
+from kvtier.cli.status import COUNTERS, LOOKED_FOR, edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
 
@@ -35,15 +36,6 @@ INTERVAL_S: Final = 1.0
 
 PATIENCE_S: Final = 2.0
 """Seconds after which a daemon that does not answer counts as away."""
-
-_LOOKED_FOR: Final[Sequence[Callable[[CacheStats], int]]] = [
-    lambda cache: cache.hits_device,
-    lambda cache: cache.hits_host,
-    lambda cache: cache.hits_disk,
-    lambda cache: cache.queried,
-    lambda cache: cache.found,
-]
-"""The counts of :func:`looked_for`, each as a function of its own."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,9 +183,10 @@ def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
 
 
 def _hits(look: Look) -> Table:
-    total = [look.total(counter) for counter in _LOOKED_FOR]
+    counters: list[Callable[[CacheStats], int]] = [attrgetter(name) for name in COUNTERS]
+    total = [look.total(counter) for counter in counters]
     rows = (
-        ("blocks/s", *(_rate(look.rate(counter)) for counter in _LOOKED_FOR), ""),
+        ("blocks/s", *(_rate(look.rate(counter)) for counter in counters), ""),
         ("since start", *map(count, total), hit_ratio(total)),
     )
     return table(LOOKED_FOR, rows, left=LOOKED_FOR[:1])

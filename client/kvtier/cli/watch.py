@@ -86,13 +86,9 @@ def watch(
     form: str,
     rank: int | None,
     since: Moment | None,
-    oldest: bool,
-    snapshot: bool,
     types: tuple[str, ...],
     causes: tuple[str, ...],
     tiers: tuple[str, ...],
-    caches: tuple[str, ...],
-    keys: tuple[bytes, ...],
     limit: int | None,
     no_follow: bool,
     **options: Any,
@@ -110,22 +106,18 @@ def watch(
     """
     if sys.stdout is None:
         raise click.ClickException("standard output is closed: there is nowhere to show anything")
-    if (since is not None) + oldest + snapshot > 1:
+    if (since is not None) + options["oldest"] + options["snapshot"] > 1:
         raise click.UsageError("--since, --oldest and --snapshot exclude each other.")
-    if form == "trtllm" and (len(caches) != 1 or keys or types or causes or tiers):
+    if form == "trtllm" and (len(options["caches"]) != 1 or options["keys"] or types or causes or tiers):
         raise click.UsageError("-o trtllm needs one --cache, and no --type, --cause, --tier or --key.")
     if rank is not None and form != "trtllm":
         raise click.UsageError("--attention-dp-rank needs -o trtllm.")
     options |= {
         "since": since if isinstance(since, Cursor) else None,
         "since_time_ns": since if isinstance(since, int) else None,
-        "oldest": oldest,
-        "snapshot": snapshot,
         "types": [EventType[name.upper()] for name in types],
         "causes": [Cause[name.upper()] for name in causes],
         "tiers": [Tier[name.upper()] for name in tiers],
-        "caches": caches,
-        "keys": keys,
     }
     if no_follow:  # heartbeats show within a second that only filtered events are left
         options |= {"heartbeats": True, "heartbeat_s": 1.0}

@@ -140,10 +140,6 @@ class Store:
 
         return self._tried(group, "a save failed", put, len(keys))
 
-    def has(self, group: int, key: bytes) -> bool:
-        """Returns whether :meth:`probe` finds a key."""
-        return self.probe(group, [key])[0]
-
     def drop(self, group: int, keys: Sequence[bytes]) -> bool:
         """Forgets blocks. Returns whether all of them were stored and are gone."""
 
@@ -175,11 +171,8 @@ class Store:
         if not groups:
             return [False] * count
         try:
-            if self._reset.due:
-                first = groups[0]
-                reset = self._reset.carry_out_now
-                if not self._reachable or not reset(lambda repeats: first.reset(force=True, repeats=repeats)):
-                    return [False] * count
+            if self._reset.due and not (self._reachable and self._reset.carry_out_now(groups[0])):
+                return [False] * count
             return work(groups[group])
         except Exception as error:  # noqa: BLE001  the engine's thread must not end because of its cache
             self.complaints.add(failure, error)

@@ -287,7 +287,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         known = self._known(request)
         self._planner.allocated(
-            request.request_id, self._tables(blocks.get_block_ids), num_external_tokens, sync=not known.waits
+            request.request_id, _Tables(self._groups, blocks.get_block_ids), num_external_tokens, sync=not known.waits
         )
         known.loading = known.waits and num_external_tokens > 0
         if num_external_tokens:
@@ -342,8 +342,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         name = request.request_id
         self._extend(known)
-        held = self._planner.finished(name, self._tables(lambda: block_ids))
-        if held and not known.loading:  # vLLM itself keeps the pages of a load until the load has ended
+        held = self._planner.finished(name, _Tables(self._groups, lambda: block_ids))
+        if held and not known.loading:  # the pages of a load vLLM itself keeps until the load has ended
             self._held.add(name)
             return True, None
         return False, None
@@ -376,9 +376,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             saved = self._planner.completed(outcomes).saved & self._held
             self._saved |= saved
             self._held -= saved
-
-    def _tables(self, resolve: Callable[[], Sequence[Sequence[int]]]) -> _Tables:
-        return _Tables(self._groups, resolve)
 
     def _known(self, request: Request) -> _Known:
         return self._requests.setdefault(request.request_id, _Known(request))
@@ -415,7 +412,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         assert planner is not None and state is not None
         known.running = True
         self._extend(known)
-        tables = self._tables(lambda: state.resolve_block_ids(name))
+        tables = _Tables(self._groups, lambda: state.resolve_block_ids(name))
         planner.scheduled(name, computed, output.num_scheduled_tokens[name], tables, chain=known.chain)
 
 

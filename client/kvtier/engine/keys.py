@@ -29,10 +29,10 @@ class KeyChain(ABC):
         return _OfTokens(tokens_per_block, scope)
 
     @staticmethod
-    def adopt(namespace: bytes = b"") -> KeyChain:
-        """Returns a chain of the engine's own chained hashes; :meth:`extend` takes them. A hash of 32 bytes is the key;
-        from any other hash the key is SHA-256 over ``namespace`` and the hash."""
-        return _Adopted(namespace)
+    def adopt() -> KeyChain:
+        """The engine's own chained hashes; :meth:`extend` takes them. Those of 32 bytes are keys as they are, others
+        by their SHA-256."""
+        return _Adopted()
 
     @abstractmethod
     def extend(self, more: Any) -> int:
@@ -92,11 +92,7 @@ class _OfTokens(KeyChain):
 
 
 class _Adopted(KeyChain):
-    def __init__(self, namespace: bytes) -> None:
-        super().__init__()
-        self._namespace: Final = namespace
-
     def extend(self, more: Iterable[bytes]) -> int:
         for each in more:
-            self._keys.extend(each if len(each) == KEY_BYTES else hashlib.sha256(self._namespace + each).digest())
+            self._keys.extend(each if len(each) == KEY_BYTES else hashlib.sha256(each).digest())
         return len(self)

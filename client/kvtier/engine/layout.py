@@ -83,10 +83,6 @@ class Layout:
         shown = _NO_NAME.sub("-", prefix or self.model).strip("-._")[:_MAX_PREFIX]
         return f"{shown or 'cache'}-{self.spec.fingerprint().hex()[:_SHOWN_OF_FINGERPRINT]}"
 
-    def needed_from(self, group: int, blocks: int) -> int:
-        """Returns the first block after the sinks that a prefix of ``blocks`` blocks needs in a group."""
-        return self.spec.attention(group).first_block(blocks)
-
     def _pools(self, group: PageGroup) -> tuple[PoolSpec, ...]:
         same, own = group.nbytes(replicated=True), group.nbytes(replicated=False)
         return (*[PoolSpec.opaque(same)] * (same > 0), *[PoolSpec.opaque(own)] * (self.ranks if own else 0))

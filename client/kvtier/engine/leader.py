@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -34,7 +33,7 @@ from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
-from kvtier.wire import MAX_KEYS, ResetReport, split_keys
+from kvtier.wire import MAX_KEYS, split_keys
 
 START_S: Final = 5.0
 """Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
@@ -206,19 +205,12 @@ class Leader:
 
         While the daemon still owes the answer to an earlier call, returns None at once.
         """
-        cache, wait = self._cache, self.options.pin_wait
-        if cache is None or not self.answers or not (self._late is None or self._late.done()):
+        wait = self.options.pin_wait
+        if not (self._late is None or self._late.done()):
             return None
-
-        async def acquire() -> AcrossLease:
-            timeout = max(wait, _LEAST_PIN_S)
-            return await cache.across.acquire(keys, Tier.HOST, min_blocks=1, timeout=timeout)
-
-        try:
-            asked = self._thread.submit(acquire)
-        except KvtierError:  # closed
+        asked = self._acquiring(keys, min_blocks=1, timeout=max(wait, _LEAST_PIN_S))
+        if asked is None:
             return None
-
         try:
             return asked.result(wait)
         except KvtierError as error:
@@ -235,12 +227,16 @@ class Leader:
 
     def fetch(self, keys: bytes, wait: float) -> Future[AcrossLease] | None:
         """Begins to fetch a prefix from the store and to hold it in the host tier. None: the daemon does not answer."""
-        cache, price = self._cache, self.options.recompute_seconds_per_block
+        price = self.options.recompute_seconds_per_block
+        return self._acquiring(keys, recompute_seconds_per_block=price, timeout=wait)
+
+    def _acquiring(self, keys: bytes, **wanted: Any) -> Future[AcrossLease] | None:
+        cache = self._cache
         if cache is None or not self.answers:
             return None
 
         async def acquire() -> AcrossLease:
-            return await cache.across.acquire(keys, Tier.HOST, recompute_seconds_per_block=price, timeout=wait)
+            return await cache.across.acquire(keys, Tier.HOST, **wanted)
 
         with suppress(KvtierError):  # closed
             return self._thread.submit(acquire)
@@ -365,7 +361,7 @@ class Leader:
         while self._cache is not None and self._reset.due:
             why: object = "somebody holds or pins blocks"
             try:
-                if await self._reset.carry_out(partial(_reset, self._cache)):
+                if await self._reset.carry_out(self._cache):
                     continue  # a later reset may be due
             except KvtierError as error:
                 why = error
@@ -387,7 +383,7 @@ class Leader:
                 cache = await self._client.open_cache(
                     self.name, self.layout.spec, budgets=self.options.budgets, options=options
                 )
-                if self._reset.due and not await self._reset.carry_out(partial(_reset, cache)):
+                if self._reset.due and not await self._reset.carry_out(cache):
                     raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
             except TierFull:
                 raise
@@ -464,7 +460,3 @@ class Leader:
             await reserved.lease.cache.release(reserved.lease)
         except KvtierError as error:
             self.complaints.add("slots could not be given back", error)
-
-
-async def _reset(cache: Cache, repeats: int) -> ResetReport:
-    return await cache.reset(force=True, repeats=repeats)

@@ -20,8 +20,7 @@ from kvtier.engine.layout import Layout, Pages
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError, SpecMismatch
-from kvtier.memory.arrays import OnGpu
-from kvtier.memory.gpu import Gpu, Stream, fence_over
+from kvtier.memory.gpu import Stream, fence_over
 from kvtier.memory.planes import Pages as Rows
 from kvtier.memory.planes import Planes
 from kvtier.sync import Client
@@ -215,7 +214,8 @@ class Mover:
         rows, cache = planes[pages], self._cache
         if not planes.on_gpu or cache is None:
             return rows
-        there = rows.within(cache.inner.reach(Tier.HOST) or _nowhere)
+        # If no GPU reaches the slots, pages on a GPU come through the CPU's memory.
+        there = rows.within(cache.inner.reach(Tier.HOST) or (lambda _: None))
         if there is None or there.gpu is None or stream is None:
             return there or rows
         return replace(there, after=(fence_over([there.gpu], stream),))
@@ -312,8 +312,3 @@ class Mover:
         with self._lock:
             if self._fd >= 0:  # after a close the number may be another file's
                 os.eventfd_write(self._fd, 1)
-
-
-def _nowhere(block: OnGpu) -> Gpu | None:
-    """No GPU reaches the slots: pages on a GPU are copied through the CPU's memory."""
-    return None

@@ -302,7 +302,8 @@ class Planner:
             self._note(f"{outcome.kind} bytes", outcome.nbytes)
             self._note(f"{outcome.kind} microseconds", round(outcome.seconds * 1e6))
             if outcome.kind == "load" and not outcome.failed:
-                self._measure(outcome.seconds / max(1, outcome.blocks))
+                weight = _SMOOTHING if self._seconds_a_block else 1.0
+                self._seconds_a_block += weight * (outcome.seconds / max(1, outcome.blocks) - self._seconds_a_block)
             if ticket.ranks:
                 continue
             del self._tickets[outcome.ticket]
@@ -377,10 +378,6 @@ class Planner:
             self._seconds_a_block *= _FORGETTING
             return False
         return True
-
-    def _measure(self, seconds_a_block: float) -> None:
-        weight = _SMOOTHING if self._seconds_a_block else 1.0
-        self._seconds_a_block += weight * (seconds_a_block - self._seconds_a_block)
 
     def _needed(self, group: int, first: int, tokens: int) -> list[int]:
         """Returns the blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""

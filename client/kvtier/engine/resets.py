@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
 
 from kvtier.abi.attach import default_address
+from kvtier.cache import Cache
+from kvtier.sync import Cache as SyncCache
 from kvtier.wire import ResetReport
 
 _log = logging.getLogger("kvtier.engine")
@@ -51,16 +52,16 @@ class PendingReset:
         except OSError as error:
             _log.warning("kvtier: a reset is forgotten if this engine ends before the daemon hears of it: %s", error)
 
-    async def carry_out(self, reset: Callable[[int], Awaitable[ResetReport]]) -> bool:
-        """Calls ``reset`` with the generation that it repeats, and ends the resets begun before the call if no block is
-        held. Returns whether these resets ended. Raises the errors of ``reset``."""
+    async def carry_out(self, cache: Cache) -> bool:
+        """Resets the cache, and ends the resets begun before the call if no block is held. Returns whether they ended;
+        raises the errors of :meth:`kvtier.Cache.reset`."""
         begun = self._begun
-        return self._end(begun, await reset(self._repeats))
+        return self._end(begun, await cache.reset(force=True, repeats=self._repeats))
 
-    def carry_out_now(self, reset: Callable[[int], ResetReport]) -> bool:
+    def carry_out_now(self, cache: SyncCache) -> bool:
         """Like :meth:`carry_out`, for a synchronous client."""
         begun = self._begun
-        return self._end(begun, reset(self._repeats))
+        return self._end(begun, cache.reset(force=True, repeats=self._repeats))
 
     @property
     def _repeats(self) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import Final, Self
 
 from kvtier.abi.keys import KEY_BYTES
@@ -236,9 +235,7 @@ class Mirror(MirrorView):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _has(self, cursor: Cursor | None) -> bool:

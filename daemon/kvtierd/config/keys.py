@@ -141,6 +141,7 @@ def _listed(value: object) -> object:
 
 
 FilePath = Annotated[Path, BeforeValidator(_path)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Size = Annotated[ByteSize, BeforeValidator(_size)]
 TierShare = Annotated[Share, PlainValidator(_share), PlainSerializer(str)]
 TierBytes = Annotated[Size, Field(ge=0, le=_MAX_TIER_BYTES), AfterValidator(_some_pages)]
@@ -244,7 +245,7 @@ class Config(BaseSettings):
         Path(DEFAULT_ADDRESS), description="Directory of the sockets, and address of the daemon."
     )
     state_dir: FilePath = Field(Path("/var/lib/kvtier"), description="Directory of epoch, event log and cache budgets.")
-    disk_dir: Annotated[Path | None, BeforeValidator(_path)] = Field(
+    disk_dir: OptionalPath = Field(
         None, description="Directory of the disk tier; by default `disk` in the state directory."
     )
 
@@ -280,13 +281,9 @@ class Config(BaseSettings):
         None,
         description="host:port for TCP clients; port 0 takes a free port. Needs the TLS files, or `tcp_insecure`.",
     )
-    tls_cert: Annotated[Path | None, BeforeValidator(_path)] = Field(
-        None, description="Certificate chain of the daemon, PEM."
-    )
-    tls_key: Annotated[Path | None, BeforeValidator(_path)] = Field(None, description="Private key of the daemon, PEM.")
-    tls_client_ca: Annotated[Path | None, BeforeValidator(_path)] = Field(
-        None, description="Authorities for certificates of clients and peers, PEM."
-    )
+    tls_cert: OptionalPath = Field(None, description="Certificate chain of the daemon, PEM.")
+    tls_key: OptionalPath = Field(None, description="Private key of the daemon, PEM.")
+    tls_client_ca: OptionalPath = Field(None, description="Authorities for certificates of clients and peers, PEM.")
     tcp_insecure: bool = Field(False, description="No TLS, on loopback only. Every client is `anonymous`.")
     tcp_grace_seconds: float = Field(
         30.0, ge=0, le=3600, description="Time to resume a session whose connection broke."

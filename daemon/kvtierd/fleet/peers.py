@@ -152,12 +152,6 @@ class Fleet:
         for task in late:
             task.cancel()
 
-    def holders(self, cache: str, fingerprint: bytes, group: GroupId, keys: Sequence[Key]) -> dict[str, int]:
-        """Maps addresses of peers to the length of their prefix of a chain; only exact peers that have a prefix."""
-        exact = (peer for peer in self.peers if peer.view(cache).state is MirrorState.EXACT)
-        found = {peer.address: peer.holding(cache, fingerprint, group, keys)[0] for peer in exact}
-        return {address: blocks for address, blocks in found.items() if blocks}
-
     def generations(self, cache: str) -> Iterator[int]:
         """The generations that peers tell of a cache, if it has the same specification there."""
         fingerprint = self._caches().get(cache, b"")

@@ -188,7 +188,9 @@ class Assembler:
     def _remember(self, plan: Plan) -> None:
         remembered, device = self._stores.remembered, plan.device.id
         if not plan.stored:
-            remembered.put(plan.name, plan.slots, _past(plan), device)
+            in_memory = Tier.DISK not in plan.slots  # a disk store has its options
+            past = PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored()) if in_memory else None
+            remembered.put(plan.name, plan.slots, past, device)
         elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
             remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
@@ -324,13 +326,6 @@ def _copies(
         return CudaCopies(plan.name, arena.layout, device, host, segment)
     except CudaError as error:
         raise DeviceIOError(f"cache {plan.name}: no streams to be had: {error}") from error
-
-
-def _past(plan: Plan) -> PastOptions | None:
-    """The options to remember for a cache without a disk store; None if its disk store has them."""
-    if Tier.DISK in plan.slots:
-        return None
-    return PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored())
 
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:

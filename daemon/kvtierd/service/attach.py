@@ -17,7 +17,7 @@ import struct
 import termios
 from collections.abc import Coroutine
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -29,8 +29,8 @@ from kvtierd.service.calls import Access, Dispatcher
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.local import LocalCalls, Packets
-from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
-from kvtierd.service.sessions import GOODBYE, AttachRefused, Capacity, Session, SessionRegistry, this_task
+from kvtierd.service.peer import AttachRefused, credentials, identify
+from kvtierd.service.sessions import GOODBYE, Capacity, Session, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
@@ -56,31 +56,22 @@ class DaemonIdentity:
     history: int
 
 
+@dataclass(slots=True, eq=False)
 class AttachServer:
-    """Serves a ``SOCK_SEQPACKET`` socket."""
+    """Serves a ``SOCK_SEQPACKET`` socket. ``_capacity``: of connections, including connections before their hello."""
 
-    def __init__(
-        self,
-        sessions: SessionRegistry,
-        catalog: Catalog,
-        identity: DaemonIdentity,
-        access: Access,
-        dispatcher: Dispatcher,
-        capacity: Capacity,
-    ) -> None:
-        """``capacity``: of connections, including connections before their hello."""
-        self._sessions = sessions
-        self._catalog = catalog
-        self._identity = identity
-        self._access = access
-        self._dispatcher = dispatcher
-        self._capacity = capacity
-        self._connections: dict[asyncio.Task[None], int] = {}
-        """The uid of each connection's peer, kept until the peer has read its last answers."""
-        self.problem: str | None = None
-        """Why the last map failed, for health."""
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+    _sessions: SessionRegistry
+    _catalog: Catalog
+    _identity: DaemonIdentity
+    _access: Access
+    _dispatcher: Dispatcher
+    _capacity: Capacity
+    _connections: dict[asyncio.Task[None], int] = field(default_factory=dict, init=False)
+    """The uid of each connection's peer, kept until the peer has read its last answers."""
+    problem: str | None = field(default=None, init=False)
+    """Why the last map failed, for health."""
+    _listener: socket.socket | None = field(default=None, init=False)
+    _accepting: asyncio.Task[None] | None = field(default=None, init=False)
 
     def start(self, listener: socket.socket) -> None:
         """``listener``: bound and non-blocking; the server owns it."""
@@ -176,7 +167,7 @@ class AttachServer:
         user = credentials(sock).identity
         if not self._access.admits(user):
             raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {user}")
-        peer = _peer(sock)
+        peer = identify(sock)
         if hello.token is None:
             return self._sessions.begin(peer, this_task())
         with closing(peer):
@@ -210,14 +201,6 @@ class AttachServer:
             _send(sock, attach.Failure("TOO_MANY_DESCRIPTORS", self.problem))
         else:
             self.problem = None
-
-
-def _peer(sock: socket.socket) -> Peer:
-    """The peer of a connection; the caller closes it. Raises :class:`AttachRefused`."""
-    try:
-        return identify(sock)
-    except UnknownPeer as error:
-        raise AttachRefused(error.reason, str(error)) from error
 
 
 async def _hear_hello(packets: Packets) -> attach.Hello:

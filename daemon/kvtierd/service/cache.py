@@ -20,7 +20,7 @@ from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.devices import Device
 from kvtierd.service.errors import bad_argument
 from kvtierd.service.hub import CacheHeader
-from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
+from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE, same_fields
 
 EVICTION_POLICIES: Final = frozenset(EVICTORS)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
@@ -70,19 +70,14 @@ class CacheOptions:
         return CHECKSUM_BYTES if self.checksum == "commit" else 0
 
     def to_wire(self) -> caches_pb2.CacheOptions:
-        return caches_pb2.CacheOptions(
-            write_policy=caches_pb2.WritePolicy.ValueType(_TO_WIRE[self.write_policy]),
-            eviction=self.eviction,
-            event_hash=self.event_hash,
-            keep_tokens=self.keep_tokens,
-            thresholds=[
-                caches_pb2.EdgeThreshold(
-                    **{"from": TIER_TO_WIRE[Tier(src)]}, to=TIER_TO_WIRE[Tier(dst)], min_priority=least
-                )
-                for src, dst, least in self.thresholds
-            ],
-            checksum=self.checksum,
-        )
+        thresholds = [
+            caches_pb2.EdgeThreshold(
+                **{"from": TIER_TO_WIRE[Tier(src)]}, to=TIER_TO_WIRE[Tier(dst)], min_priority=least
+            )
+            for src, dst, least in self.thresholds
+        ]
+        policy = _TO_WIRE[self.write_policy]
+        return same_fields(caches_pb2.CacheOptions, self, write_policy=policy, thresholds=thresholds)
 
     def policy(self, defaults: Policy) -> Policy:
         """The core's policy for a cache with these options."""
@@ -119,8 +114,10 @@ Wanted = Mapping[str, Any]
 def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
     """The options that a message names. Raises INVALID_ARGUMENT for an unknown option."""
     named: dict[str, Any] = {}
-    if message.write_policy:
-        named["write_policy"] = _one_of("write_policy", message.write_policy, _WRITE_POLICIES)
+    if policy := message.write_policy:
+        if policy not in _WRITE_POLICIES:
+            raise bad_argument("options.write_policy", policy, " or ".join(_WRITE_POLICIES.values()))
+        named["write_policy"] = _WRITE_POLICIES[policy]
     for field, known in _NAMES.items():
         if name := getattr(message, field):
             if name not in known:
@@ -155,12 +152,6 @@ def require_same(options: CacheOptions, named: Wanted, cache: str) -> None:
         if value != has:
             limit = f"{has!s}, the value of cache {cache}, or absent"
             raise bad_argument(f"options.{field}", value, limit, reason="OPTIONS_MISMATCH")
-
-
-def _one_of(field: str, value: int, known: Mapping[int, WritePolicy]) -> WritePolicy:
-    if value not in known:
-        raise bad_argument(f"options.{field}", value, " or ".join(known.values()))
-    return known[value]
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -241,34 +241,28 @@ _Perform = Callable[[Call, Session, bytes], Coroutine[Any, Any, Message]]
 """Performs the request of a session. Raises exceptions for :class:`Translator`."""
 
 
+@dataclass(slots=True, eq=False)
 class Dispatcher:
-    """Makes gRPC handlers of verbs. ``kept``: whether a reply names a live lease, and must stay remembered."""
+    """Makes gRPC handlers of verbs. ``_kept``: whether a reply names a live lease, and must stay remembered."""
 
-    def __init__(
-        self,
-        sessions: SessionRegistry,
-        access: Access,
-        translate: Translator,
-        open_calls: OpenCalls,
-        kept: Callable[[Message], bool],
-        tally: Tally,
-        turns: Turns,
-    ) -> None:
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._translate: Final = translate
-        self._open: Final = open_calls
-        self._kept: Final = kept
-        self.tally: Final = tally
-        self.turns: Final = turns
-        self._stopping = False
-        self._of: Counter[tuple[Identity, int | str | None]] = Counter()
-        """Open calls of each identity, and of its processes."""
-        self._local: dict[bytes, _Perform] = {}
-        """The unary methods by path."""
-        self.local: Final = open_calls.counted(self._answer_locally)
-        """Answers a :class:`LocalCall`: hands the status, 0 or gRPC's number, and the reply or a google.rpc.Status to
-        the callable that is the second argument."""
+    _sessions: SessionRegistry
+    _access: Access
+    _translate: Translator
+    _open: OpenCalls
+    _kept: Callable[[Message], bool]
+    tally: Tally
+    turns: Turns
+    _stopping: bool = field(default=False, init=False)
+    _of: Counter[tuple[Identity, int | str | None]] = field(default_factory=Counter, init=False)
+    """Open calls of each identity, and of its processes."""
+    _local: dict[bytes, _Perform] = field(default_factory=dict, init=False)
+    """The unary methods by path."""
+    local: Callable[[LocalCall, Any], Coroutine[Any, Any, None]] = field(init=False)
+    """Answers a :class:`LocalCall`: hands the status, 0 or gRPC's number, and the reply or a google.rpc.Status to the
+    callable that is the second argument."""
+
+    def __post_init__(self) -> None:
+        self.local = self._open.counted(self._answer_locally)
 
     def stop(self) -> None:
         """Refuses every unary call and upload from now on: the verbs lose the engine."""
@@ -480,17 +474,15 @@ async def _write(
         writing.cancel()
 
 
+@dataclass(slots=True)
 class _Upload:
     """The messages of an upload: a header, then chunks."""
 
-    def __init__(
-        self, messages: AsyncIterator[bytes], parse: Callable[[bytes], Any], context: _Context, pace: Pace
-    ) -> None:
-        self._messages = messages
-        self._parse = parse
-        self._context = context
-        self._pace = pace
-        self._expected = False
+    _messages: AsyncIterator[bytes]
+    _parse: Callable[[bytes], Any]
+    _context: _Context
+    _pace: Pace
+    _expected: bool = field(default=False, init=False)
 
     async def header(self) -> tuple[bytes, transfer_pb2.PutHeader]:
         """The first message, as bytes and parsed."""

@@ -10,8 +10,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
@@ -33,9 +34,27 @@ from kvtierd.service.sessions import Session
 from kvtierd.state import Identity
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+def _to_the_end(
+    work: Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]]:
+    """Has a call go on if its caller is cancelled. The log then tells of a failure."""
+
+    @wraps(work)
+    async def call(catalog: Catalog, name: str, /, *args: P.args, **others: P.kwargs) -> T:
+        task = catalog._spawn(work(catalog, name, *args, **others), f"{work.__name__}-{name}")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_nobody_waits)
+            raise
+
+    return call
 
 
 class Catalog:
@@ -135,6 +154,7 @@ class Catalog:
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
 
+    @_to_the_end
     async def open(
         self,
         name: str,
@@ -155,17 +175,6 @@ class Catalog:
 
         Raises: CallRefused: INVALID_ARGUMENT (differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (left out).
         """
-        return await self._to_the_end(self._open(name, spec, asked, named, device, create), f"open-{name}")
-
-    async def _open(
-        self,
-        name: str,
-        spec: CacheSpec | None,
-        asked: Mapping[Tier, TierBudget],
-        named: Wanted,
-        device: str,
-        create: bool,
-    ) -> tuple[Cache, bool]:
         cache = self._by_name.get(name)
         if cache is None:
             async with self._lock_of(name):
@@ -200,14 +209,12 @@ class Catalog:
             message = f"cache {name} is left out: {self._left_out[name]}"
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
 
+    @_to_the_end
     async def remove(self, name: str, check: Callable[[Cache], None], *, force: bool, dry_run: bool) -> Removal:
         """Removes a cache, its blocks and its files. ``check`` refuses by raising.
 
         A cache that is left out is removed only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
         """
-        return await self._to_the_end(self._remove(name, check, force, dry_run), f"remove-{name}")
-
-    async def _remove(self, name: str, check: Callable[[Cache], None], force: bool, dry_run: bool) -> Removal:
         async with self._lock_of(name):
             cache = self._by_name.get(name)
             if cache is not None:
@@ -426,15 +433,6 @@ class Catalog:
         self._by_id[cache_id] = self._by_name[plan.name] = cache
         self._parts[cache_id] = parts
         return cache
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, T], name: str) -> T:
-        """Awaits ``work``, which goes on if the caller is cancelled. The log then tells of a failure."""
-        task = self._spawn(work, name)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_nobody_waits)
-            raise
 
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)

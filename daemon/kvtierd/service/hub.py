@@ -12,7 +12,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Final, Self
@@ -97,48 +97,44 @@ class Loss:
     then: int
 
 
+@dataclass(slots=True, eq=False)
 class EventHub:
     """The stream of events. Loop thread only.
 
     Ids rise over all epochs, so an id alone tells the place of its event. A life of the daemon has a single epoch; the
     log knows earlier epochs.
+
+    ``_epoch_first``: the first id of the epoch. ``_headers``: of all caches with events. ``_max_bytes``: of events in
+    memory. ``_log``: None without an event log.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        last: int,
-        epoch_first: int,
-        headers: Mapping[CacheId, CacheHeader],
-        max_bytes: int,
-        log: EventLog | None = None,
-    ) -> None:
-        """``last``: the last id given out before this life. ``epoch_first``: the first id of the epoch. ``headers``: of
-        all caches with events. ``max_bytes``: of events in memory. ``log``: None without an event log."""
-        self.epoch: Final = epoch
-        self.watchers: Sized = ()
-        """The watchers that follow the events."""
-        self.published: Final[Counter[tuple[EventType, Cause]]] = Counter()
-        """Events of this life by type and cause."""
-        self.last = last
-        """The last id given out, even if it cannot be read yet."""
-        self.readable = last
-        """The last id that :meth:`after` can return."""
-        self.closed = False
-        self.reading: Final = asyncio.Lock()
-        self._epoch_first: Final = epoch_first
-        self._headers: Final = headers
-        self._max_bytes: Final = max_bytes
-        self._log: Final = log
-        self._pending: list[Event] = []
-        self._packing: asyncio.Handle | None = None
-        self._ring: deque[Run] = deque()
-        self._bytes = 0
-        self._asked: tuple[int, int, int] | None = None
-        self._answer: Run | None = None
-        self._waiting: dict[asyncio.Future[bool], None] = {}
-        """Callers that wait for news, in order of arrival."""
-        self._woken = -BUSY_S
+    epoch: int
+    last: int
+    """The last id given out, even if it cannot be read yet; at first that before this life."""
+    _epoch_first: int
+    _headers: Mapping[CacheId, CacheHeader]
+    _max_bytes: int
+    _log: EventLog | None = None
+    watchers: Sized = field(default=(), init=False)
+    """The watchers that follow the events."""
+    published: Counter[tuple[EventType, Cause]] = field(default_factory=Counter, init=False)
+    """Events of this life by type and cause."""
+    readable: int = field(init=False)
+    """The last id that :meth:`after` can return."""
+    closed: bool = field(default=False, init=False)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _pending: list[Event] = field(default_factory=list, init=False)
+    _packing: asyncio.Handle | None = field(default=None, init=False)
+    _ring: deque[Run] = field(default_factory=deque, init=False)
+    _bytes: int = field(default=0, init=False)
+    _asked: tuple[int, int, int] | None = field(default=None, init=False)
+    _answer: Run | None = field(default=None, init=False)
+    _waiting: dict[asyncio.Future[bool], None] = field(default_factory=dict, init=False)
+    """Callers that wait for news, in order of arrival."""
+    _woken: float = field(default=-BUSY_S, init=False)
+
+    def __post_init__(self) -> None:
+        self.readable = self.last
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

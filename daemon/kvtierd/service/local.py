@@ -28,7 +28,7 @@ class Packets:
     async def next(self) -> bytes:
         """The next packet; empty at the end. The kernel closes descriptors that the peer sends. Raises OSError."""
         with suppress(BlockingIOError):
-            return self._receive()
+            return self._sock.recv(MAX_MESSAGE + 1)
         if not self._watched:
             self._loop.add_reader(self._sock.fileno(), self._readable)
             self._watched = True
@@ -44,16 +44,13 @@ class Packets:
             self._loop.remove_reader(self._sock.fileno())
             self._watched = False
 
-    def _receive(self) -> bytes:
-        return self._sock.recv(MAX_MESSAGE + 1)
-
     def _readable(self) -> None:
         """Receives in the callback, in order of arrival: a woken reader could receive after other connections."""
         if self._waiter is None:
             self.close()  # without a waiting reader the loop would call again and again
         elif not self._waiter.done():
             try:
-                self._waiter.set_result(self._receive())
+                self._waiter.set_result(self._sock.recv(MAX_MESSAGE + 1))
             except BlockingIOError:
                 pass
             except OSError as error:

@@ -1,4 +1,4 @@
-"""The process at the other end of a unix socket: its credentials, and a pidfd that shows its end."""
+"""The clients of sessions: a process behind a unix socket, with a pidfd that shows its end, or a TCP stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtierd.rights import User
+from kvtierd.rights import Identity, User
 
 _SO_PEERGROUPS: Final = 59
 """Linux 4.13: supplementary groups of the peer when it connected."""
@@ -27,23 +27,17 @@ _GID: Final = struct.Struct("I")
 _MAX_GROUPS: Final = 256
 """Limit of the standard library for a socket option. For a peer with more groups only the primary group counts."""
 _MAX_COMMAND: Final = 256
+NO_UID: Final = 2**32 - 1
+"""The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
 
-class UnknownPeer(Exception):
-    """The daemon cannot identify the process: it has ended, or its pid namespace hides it."""
+class AttachRefused(Exception):
+    """The daemon gives the peer no session. ``reason`` is stable and machine readable."""
 
-    reason = "UNKNOWN_PEER"
-    """Machine-readable reason in the refusal."""
-
-
-class NoDescriptorLeft(UnknownPeer):
-    """The daemon has no descriptor left for a pidfd. The peer may try again."""
-
-    reason = "TOO_MANY_SESSIONS"
-
-    def __init__(self, error: OSError) -> None:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        super().__init__(f"the daemon has no file descriptor left for a session, its limit is {most}: {error.strerror}")
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,10 +50,7 @@ class Credentials:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Peer:
-    """A live process. Owns ``pidfd``, which becomes readable when the process ends.
-
-    Implements :class:`kvtierd.service.sessions.SessionPeer`.
-    """
+    """A live process. Owns ``pidfd``, which becomes readable when the process ends."""
 
     pid: int
     identity: User
@@ -77,6 +68,7 @@ class Peer:
         return self.identity.uid
 
     def is_same(self, other: object) -> bool:
+        """Whether the other peer may resume a session of this peer."""
         return isinstance(other, Peer) and (other.pid, other.uid) == (self.pid, self.uid)
 
     def watch(self, gone: Callable[[], None]) -> None:
@@ -95,6 +87,47 @@ class Peer:
         os.close(self.pidfd)
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class RemotePeer:
+    """A client behind a TCP stream. ``address``: in gRPC's form. ``grace_s``: seconds that its session may stay
+    orphaned."""
+
+    identity: Identity
+    address: str
+    grace_s: float
+
+    pid: int = 0
+    uid: int = NO_UID
+
+    @property
+    def transport_identity(self) -> Identity:
+        """The identity that the transport of each call must prove."""
+        return self.identity
+
+    @property
+    def command(self) -> str:
+        return printable(f"{self.identity} at {self.address}")
+
+    def is_same(self, other: object) -> bool:
+        return isinstance(other, RemotePeer) and other.identity == self.identity
+
+    def is_gone(self) -> bool:
+        return False
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Does nothing: a remote client has no process to watch."""
+
+    def unwatch(self) -> None:
+        """Does nothing, like :meth:`watch`."""
+
+    def close(self) -> None:
+        """Does nothing: the peer holds nothing open."""
+
+
+SessionPeer = Peer | RemotePeer
+"""The client of a session."""
+
+
 def credentials(sock: socket.socket) -> Credentials:
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Credentials(pid, User(uid, frozenset({gid, *_groups(sock)})))
@@ -111,12 +144,14 @@ def _groups(sock: socket.socket) -> list[int]:
 
 
 def identify(sock: socket.socket) -> Peer:
-    """The peer as a process. The caller closes it. Raises :class:`UnknownPeer`."""
+    """The peer as a process. The caller closes it. Raises :class:`AttachRefused`: UNKNOWN_PEER for a process that has
+    ended or that its pid namespace hides, TOO_MANY_SESSIONS if no descriptor is left."""
     who = credentials(sock)
     if who.pid == 0:
-        raise UnknownPeer(
+        raise AttachRefused(
+            "UNKNOWN_PEER",
             "the client's process is not visible from the daemon's pid namespace: run the daemon in the host's "
-            "(hostPID: true in Kubernetes, --pid=host in Docker and Podman)"
+            "(hostPID: true in Kubernetes, --pid=host in Docker and Podman)",
         )
     pidfd = _open_pidfd(sock, who)
     return Peer(who.pid, who.identity, pidfd, command_of(who.pid))
@@ -133,10 +168,12 @@ def _open_pidfd(sock: socket.socket, who: Credentials) -> int:
     return pidfd
 
 
-def _unknown(who: Credentials, error: OSError) -> UnknownPeer:
+def _unknown(who: Credentials, error: OSError) -> AttachRefused:
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return NoDescriptorLeft(error)
-    return UnknownPeer(f"process {who.pid} is gone: {error.strerror}")
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        says = f"the daemon has no file descriptor left for a session, its limit is {most}: {error.strerror}"
+        return AttachRefused("TOO_MANY_SESSIONS", says)
+    return AttachRefused("UNKNOWN_PEER", f"process {who.pid} is gone: {error.strerror}")
 
 
 def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
@@ -149,7 +186,7 @@ def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
     poll.register(sock, select.POLLRDHUP)
     if poll.poll(0):
         os.close(pidfd)
-        raise UnknownPeer(f"process {who.pid} is gone")
+        raise AttachRefused("UNKNOWN_PEER", f"process {who.pid} is gone")
     return pidfd
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -111,25 +112,17 @@ OLD_LEASE_S: Final = 3600
 """Age from which health names a lease. An engine's request takes seconds, so an older lease is probably forgotten."""
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class Health:
-    def __init__(
-        self,
-        engine: Engine,
-        catalog: Catalog,
-        sessions: SessionRegistry,
-        config_problems: Callable[[], Sequence[str]],
-        log: EventLog | None,
-        device_problems: Callable[[], Sequence[str]],
-        others: Sequence[Callable[[], str | None]],
-    ) -> None:
-        """``others``: each returns the problem of a part with at most one problem at a time."""
-        self._device_problems: Final = device_problems
-        self._others: Final = others
-        self._engine: Final = engine
-        self._catalog: Final = catalog
-        self._sessions: Final = sessions
-        self._config_problems: Final = config_problems
-        self._log: Final = log
+    """``_others``: each returns the problem of a part with at most one problem at a time."""
+
+    _engine: Engine
+    _catalog: Catalog
+    _sessions: SessionRegistry
+    _config_problems: Callable[[], Sequence[str]]
+    _log: EventLog | None
+    _device_problems: Callable[[], Sequence[str]]
+    _others: Sequence[Callable[[], str | None]]
 
     def problems(self, caches: Sequence[Cache]) -> list[str]:
         """Problems of the daemon and of these caches."""

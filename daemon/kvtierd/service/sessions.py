@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -23,7 +23,7 @@ from kvtierd.core.ids import CacheId, SessionId
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Identity, User
 from kvtierd.service.errors import CallRefused, bad_argument, refused
-from kvtierd.service.peer import Peer
+from kvtierd.service.peer import AttachRefused, Peer, SessionPeer
 from kvtierd.service.recovery import Entry, OldLife, Roll
 
 RECEIVED: Final = 8
@@ -122,60 +122,6 @@ GOODBYE: Final = "goodbye"
 _log = logging.getLogger(__name__)
 
 
-class SessionPeer(Protocol):
-    """The client of a session: a process of this host, or a TCP stream."""
-
-    @property
-    def identity(self) -> Identity: ...
-    @property
-    def pid(self) -> int:
-        """0 for a TCP client."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Address in gRPC's form; empty for a process of this host."""
-        ...
-
-    @property
-    def uid(self) -> int: ...
-    @property
-    def command(self) -> str:
-        """Command line or address, for logs and statistics."""
-        ...
-
-    @property
-    def transport_identity(self) -> Identity | None:
-        """The identity that the transport of each call must prove; None for a transport that proves none."""
-        ...
-
-    @property
-    def grace_s(self) -> float | None:
-        """Seconds that the session may stay orphaned; None = as long as its process lives."""
-        ...
-
-    def is_same(self, other: SessionPeer) -> bool:
-        """Whether the other peer may resume a session of this peer."""
-        ...
-
-    def is_gone(self) -> bool: ...
-    def watch(self, gone: Callable[[], None]) -> None:
-        """Calls ``gone`` on the loop when the process has ended, until :meth:`unwatch`."""
-        ...
-
-    def unwatch(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class AttachRefused(Exception):
-    """The daemon gives the peer no session. ``reason`` is stable and machine readable."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-
-
 @dataclass(slots=True, eq=False)
 class Session:
     """A client's session.
@@ -229,28 +175,23 @@ class Capacity:
     of_identity: int
 
 
+@dataclass(slots=True, eq=False)
 class SessionRegistry:
     """All live sessions. Loop thread only. At capacity, an orphaned session without a lease gives way."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        capacity: Capacity,
-        roll: Roll | None = None,
-    ) -> None:
-        self._engine = engine
-        self._capacity = capacity
-        self._by_token: dict[str, Session] = {}
-        self._by_id: dict[SessionId, Session] = {}
-        self._of: Counter[Identity] = Counter()
-        self._ids = count(1)
-        self._roll = roll
-        self._remnants: dict[str, Session] = {}
-        self._keeper = SessionId(0)
-        self._gone_before_settled: list[SessionId] | None = None
-        self._began: Final = time.monotonic()
-        self.left: Final[dict[CacheId, float]] = {}
-        """When a session last closed the cache, or ended with it."""
+    _engine: Engine
+    _capacity: Capacity
+    _roll: Roll | None = None
+    _by_token: dict[str, Session] = field(default_factory=dict, init=False)
+    _by_id: dict[SessionId, Session] = field(default_factory=dict, init=False)
+    _of: Counter[Identity] = field(default_factory=Counter, init=False)
+    _ids: count[int] = field(default_factory=partial(count, 1), init=False)
+    _remnants: dict[str, Session] = field(default_factory=dict, init=False)
+    _keeper: SessionId = field(default=SessionId(0), init=False)
+    _gone_before_settled: list[SessionId] | None = field(default=None, init=False)
+    _began: float = field(default_factory=time.monotonic, init=False)
+    left: dict[CacheId, float] = field(default_factory=dict, init=False)
+    """When a session last closed the cache, or ended with it."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())

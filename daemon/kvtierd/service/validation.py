@@ -119,6 +119,10 @@ def count(field: str, value: int, low: int, high: int) -> int:
     return value
 
 
+def group(field: str, value: int, cache: Cache) -> GroupId:
+    return GroupId(count(field, value, 0, len(cache.spec.groups) - 1))
+
+
 def timeout_s(field: str, value_ns: int, default_s: float) -> float:
     """Seconds to wait; 0 = the daemon's default."""
     return count(field, value_ns, 0, MAX_TIMEOUT_NS) / 1e9 or default_s

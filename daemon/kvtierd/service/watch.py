@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.v1 import common_pb2, events_pb2
@@ -86,14 +86,9 @@ class EventFilter:
         for index, prefix in enumerate(message.key_prefixes):
             if not 1 <= len(prefix) <= KEY_BYTES:
                 raise bad_argument(f"filter.key_prefixes[{index}]", f"{len(prefix)} bytes", f"1 to {KEY_BYTES} bytes")
-        return cls(
-            types=frozenset(message.types),
-            causes=frozenset(message.causes),
-            caches=frozenset(message.caches),
-            tiers=frozenset(message.tiers),
-            groups=frozenset(message.groups),
-            keys=tuple(sorted(set(message.key_prefixes))),
-        )
+        names = ("types", "causes", "caches", "tiers", "groups")
+        sets: dict[str, Any] = {name: frozenset(getattr(message, name)) for name in names}
+        return cls(**sets, keys=tuple(sorted(set(message.key_prefixes))))
 
     def allowed(self, visible: Caches, private: Caches) -> EventFilter:
         """The same filter for a watcher with other rights."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
 from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, LeaseId, Tier
+
+M = TypeVar("M", bound=Message)
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """The parent of a chain's first block on the wire."""
@@ -20,6 +22,12 @@ TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
     Tier.REMOTE: common_pb2.TIER_REMOTE,
 }
 TIER_FROM_WIRE: Final[Mapping[int, Tier]] = {value: tier for tier, value in TIER_TO_WIRE.items()}
+
+
+def same_fields(kind: type[M], source: object, **others: Any) -> M:
+    """A message with the source's attributes of the same names. ``others``: the fields that the source lacks."""
+    names = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others)
+    return kind(**others, **{name: getattr(source, name) for name in names})
 
 
 def granted_leases(reply: Message | None) -> list[LeaseId]:

@@ -21,10 +21,6 @@ Choose = Callable[[int, Sequence[int], Sequence[int]], int]
 """Returns the host of the n-th request, from each host's known prefix and recent requests."""
 
 
-def _round_robin(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> int:
-    return turn % len(loads)
-
-
 def _longest_prefix(turn: int, prefixes: Sequence[int], loads: Sequence[int]) -> int:
     """The host with the longest prefix, among hosts that are not much busier than the least loaded host."""
     bound = min(loads) + _SLACK
@@ -32,7 +28,10 @@ def _longest_prefix(turn: int, prefixes: Sequence[int], loads: Sequence[int]) ->
     return max(fit, key=lambda host: (prefixes[host], -loads[host]))
 
 
-ROUTERS: Final[Mapping[str, Choose]] = {"prefix": _longest_prefix, "round-robin": _round_robin}
+ROUTERS: Final[Mapping[str, Choose]] = {
+    "prefix": _longest_prefix,
+    "round-robin": lambda turn, prefixes, loads: turn % len(loads),
+}
 
 
 @dataclass(slots=True, frozen=True)

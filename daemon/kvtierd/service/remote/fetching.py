@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Final, Self
 
 import numpy as np
@@ -277,12 +278,7 @@ class Fetcher:
         there = {one.key: one for one in found}
         if not cache.spec.attention(group).chained:
             return found
-        run: list[_Got] = []
-        for key in keys:
-            if key not in there:
-                break
-            run.append(there[key])
-        return run
+        return [there[key] for key in takewhile(there.__contains__, keys)]
 
     async def _report_damage(self, cache: Cache, chain: Chain, key: Key, source: Source | None, why: str) -> None:
         self.counts["damaged"] += 1

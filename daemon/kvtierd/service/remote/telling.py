@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -49,28 +50,26 @@ Generations = Callable[[str], Iterable[int]]
 """Returns the generations that peers tell of an open cache, by its name."""
 
 
+@dataclass(slots=True, eq=False)
 class Teller:
-    """Exchanges records of forgotten blocks. Loop thread only. ``store``: None = only peers."""
+    """Exchanges records of forgotten blocks. Loop thread only. ``_store``: None = only peers."""
 
-    def __init__(
-        self, engine: Engine, catalog: Catalog, forgotten: Forgotten, store: Guarded | None, peers: Generations
-    ) -> None:
-        self._engine: Final = engine
-        self._catalog: Final = catalog
-        self._forgotten: Final = forgotten
-        self._store: Final = store
-        self._peers: Final = peers
-        self._heard: Final[dict[str, Past]] = {}
-        """The past of each cache as this daemon and the store both have it."""
-        self._watched: Final[dict[str, tuple[float, float]]] = {}
-        """When to look at an object again that this daemon wrote, and seconds since the last look."""
-        self._looks: Final[dict[str, asyncio.Task[None]]] = {}
-        """The running look of each cache. A caller that gives up does not stop a look, which may be amid a reset."""
-        self._failed_at: Final[dict[str, float]] = {}
-        self._woken: Final = asyncio.Event()
-        self._stopping = False
-        self._read_last: Final[dict[str, tuple[bytes, Past]]] = {}
-        self._logged: Final[set[str]] = set()
+    _engine: Engine
+    _catalog: Catalog
+    _forgotten: Forgotten
+    _store: Guarded | None
+    _peers: Generations
+    _heard: dict[str, Past] = field(default_factory=dict, init=False)
+    """The past of each cache as this daemon and the store both have it."""
+    _watched: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
+    """When to look at an object again that this daemon wrote, and seconds since the last look."""
+    _looks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    """The running look of each cache. A caller that gives up does not stop a look, which may be amid a reset."""
+    _failed_at: dict[str, float] = field(default_factory=dict, init=False)
+    _woken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stopping: bool = field(default=False, init=False)
+    _read_last: dict[str, tuple[bytes, Past]] = field(default_factory=dict, init=False)
+    _logged: set[str] = field(default_factory=set, init=False)
 
     async def run(self) -> None:
         """Looks until cancelled."""

@@ -142,17 +142,6 @@ class RemoteTier:
             self._tasks.append(asyncio.create_task(self._writer.run(), name="remote-writer"))
             self._tasks.append(asyncio.create_task(self._keep_probing(self._store), name="remote-probe"))
 
-    async def bring(
-        self,
-        cache: Cache,
-        groups: Sequence[GroupId],
-        chains: Sequence[Sequence[Key]],
-        wait_s: float,
-        recompute_s: float,
-    ) -> None:
-        """Runs :meth:`Fetcher.bring` for all chains at the same time."""
-        await asyncio.gather(*(self.fetcher.bring(cache, groups, keys, wait_s, recompute_s) for keys in chains))
-
     async def stop(self) -> None:
         """Stops writes and deletions. Blocks that have not reached the store yet are not written."""
         if self.deleter is not None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -56,37 +56,26 @@ class _Source:
     name: str
 
 
+@dataclass(slots=True, eq=False)
 class Writer:
-    """Writes to a single store. Loop thread only. ``counts``: blocks by outcome.
+    """Writes to a single store. Loop thread only.
 
-    Args:
-        bytes_a_second: limit of the writes; 0 = no limit.
+    ``_bytes_a_second``: limit of the writes; 0 = no limit. ``counts``: blocks by outcome.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        hub: EventHub,
-        catalog: Catalog,
-        store: RemoteStore,
-        known: Known,
-        bytes_a_second: int,
-        forgotten: Forgotten,
-        teller: Teller,
-    ) -> None:
-        self._engine: Final = engine
-        self._hub: Final = hub
-        self._catalog: Final = catalog
-        self._store: Final = store
-        self._known: Final = known
-        self._bytes_a_second: Final = bytes_a_second
-        self._forgotten: Final = forgotten
-        self._teller: Final = teller
-        self._turn_at = 0.0
-        self._retry_at = 0.0
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._carried = 0
-        self.counts: Final[Counter[str]] = Counter()
+    _engine: Engine
+    _hub: EventHub
+    _catalog: Catalog
+    _store: RemoteStore
+    _known: Known
+    _bytes_a_second: int
+    _forgotten: Forgotten
+    _teller: Teller
+    _turn_at: float = field(default=0.0, init=False)
+    _retry_at: float = field(default=0.0, init=False)
+    _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _carried: int = field(default=0, init=False)
+    counts: Counter[str] = field(default_factory=Counter, init=False)
 
     async def run(self) -> None:
         """Writes offered blocks until cancelled."""

@@ -7,8 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -17,7 +19,6 @@ from kvtierd.core.block import Phase
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import KEY_BYTES, TIERS, GroupId, Key, SessionId, Tier
 from kvtierd.core.leases import LeaseRecord
-from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import GroupCounts, ManagerStats, TierCount
 from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
@@ -50,39 +51,26 @@ _STATES: Final[Mapping[Phase, admin_pb2.CopyState.ValueType]] = {
 }
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class AdminService:
-    def __init__(
-        self,
-        engine: Engine,
-        catalog: Catalog,
-        sessions: SessionRegistry,
-        access: Access,
-        hub: EventHub,
-        identity: DaemonIdentity,
-        health: Health,
-        watching: Callable[[], Iterable[tuple[Session, int]]],
-        log: EventLog | None,
-        devices: Sequence[admin_pb2.DeviceStats],
-        remote: RemoteTier | None,
-        fleet: Fleet | None,
-    ) -> None:
-        """``watching``: returns the session and the unsent events of each watcher. ``fleet``: None if no peer is
-        configured."""
-        self._engine: Final = engine
-        self._catalog: Final = catalog
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._hub: Final = hub
-        self._identity: Final = identity
-        self._health: Final = health
-        self._watching: Final = watching
-        self._log: Final = log
-        self._devices: Final = devices
-        self._remote: Final = remote
-        self._fleet: Final = fleet
-        self._version: Final = version("kvtier")
-        self._start_time_ns: Final = time.time_ns()
-        self._started: Final = time.monotonic_ns()
+    """``_watching``: returns the session and the unsent events of each watcher. ``_fleet``: None if no peer is
+    configured."""
+
+    _engine: Engine
+    _catalog: Catalog
+    _sessions: SessionRegistry
+    _access: Access
+    _hub: EventHub
+    _identity: DaemonIdentity
+    _health: Health
+    _watching: Callable[[], Iterable[tuple[Session, int]]]
+    _log: EventLog | None
+    _devices: Sequence[admin_pb2.DeviceStats]
+    _remote: RemoteTier | None
+    _fleet: Fleet | None
+    _version: str = field(default_factory=partial(version, "kvtier"), init=False)
+    _start_time_ns: int = field(default_factory=time.time_ns, init=False)
+    _started: int = field(default_factory=time.monotonic_ns, init=False)
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
         """Covers the caches that the caller administers and the sessions that have these open or hold slots there.
@@ -123,7 +111,9 @@ class AdminService:
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
         await self._catalog.loaded()
-        found = sorted(self._leases(self._wanted_caches(request.cache)), key=lambda lease: lease[1].granted_at)
+        caches = self._wanted_caches(request.cache)
+        leases = ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
+        found = sorted(leases, key=lambda lease: lease[1].granted_at)
         now = time.time_ns()
         return admin_pb2.LeasesResponse(
             leases=[
@@ -224,41 +214,25 @@ class AdminService:
             raise unknown("cache", name)
         return [cache]
 
-    def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
-        return ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
-
     def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
         """``caches``: the caches whose leases are counted. ``held_slots``: the session's slots in these caches."""
-        return admin_pb2.SessionStats(
-            session_id=session.id,
-            pid=session.peer.pid,
-            uid=session.peer.uid,
-            command=session.peer.command,
-            attached=session.attached,
-            leases=sum(cache.runtime.manager.session_leases(session.id) for cache in caches),
-            held_slots=held_slots,
-        )
+        leases = sum(cache.runtime.manager.session_leases(session.id) for cache in caches)
+        others = {"session_id": session.id, "attached": session.attached, "leases": leases, "held_slots": held_slots}
+        return wire.same_fields(admin_pb2.SessionStats, session.peer, **others)
 
     def _cache(self, cache: Cache, stats: ManagerStats) -> admin_pb2.CacheStats:
         index = cache.runtime.arena.index
-        return admin_pb2.CacheStats(
+        return wire.same_fields(
+            admin_pb2.CacheStats,
+            stats,
             cache_id=cache.id,
             name=cache.name,
-            blocks=stats.blocks,
-            tiers=[_tier(tier, count) for tier, count in sorted(stats.tiers.items())],
             edges=self._edges(stats),
-            hits_device=stats.hits.get(Tier.DEVICE, 0),
-            hits_host=stats.hits.get(Tier.HOST, 0),
-            hits_disk=stats.hits.get(Tier.DISK, 0),
-            queried=stats.queried,
-            found=stats.found,
-            stored=stats.stored,
-            removed=stats.removed,
-            waiting=stats.waiting,
             groups=[_group(cache, group, counts) for group, counts in stats.groups.items()],
             index_places=index.places if index is not None else 0,
             unindexed=index.unindexed if index is not None else 0,
             device=cache.device.id,
+            **_by_tier(stats),
         )
 
     def _edges(self, stats: ManagerStats) -> list[admin_pb2.EdgeStats]:
@@ -266,14 +240,11 @@ class AdminService:
         queued = self._engine.queues()
         now = time.time_ns()
         return [
-            admin_pb2.EdgeStats(
+            wire.same_fields(
+                admin_pb2.EdgeStats,
+                record,
                 edge=f"{src}>{dst}",
-                blocks=record.blocks,
-                bytes=record.bytes,
-                failures=record.failures,
                 queued_blocks=queued.get((src, dst), 0),
-                queue_ns=record.queue_ns,
-                copy_ns=record.copy_ns,
                 degraded=record.degraded_until > now,
             )
             for (src, dst), record in sorted(stats.edges.items())
@@ -329,23 +300,15 @@ class AdminService:
     ) -> admin_pb2.ExplainedBlock:
         """``whose``: the caller may see the sessions that hold the block."""
         now = time.time_ns()
-        return admin_pb2.ExplainedBlock(
+        return wire.same_fields(
+            admin_pb2.ExplainedBlock,
+            block,
             cache=cache.name,
             group=group,
             parent=block.parent or b"",
-            depth=block.depth,
-            children=block.children,
-            priority=block.priority,
-            own_priority=block.own_priority,
-            duration_ms=block.duration_ms,
-            deadline_ns=block.deadline_ns,
             copies=[
-                admin_pb2.ExplainedCopy(
-                    tier=wire.TIER_TO_WIRE[copy.tier],
-                    slot=copy.slot,
-                    state=_STATES[copy.phase],
-                    pins=copy.pins,
-                    readers=copy.readers,
+                wire.same_fields(
+                    admin_pb2.ExplainedCopy, copy, tier=wire.TIER_TO_WIRE[copy.tier], state=_STATES[copy.phase]
                 )
                 for copy in block.copies
             ],
@@ -369,14 +332,12 @@ def _holding(peer: str, cache: Cache, group: GroupId, blocks: int, residency: It
 
 def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:
     """``holder``: None if the session is gone or the caller may not see it."""
-    return admin_pb2.LeaseInfo(
+    return wire.same_fields(
+        admin_pb2.LeaseInfo,
+        lease,
         lease_id=lease.id,
         cache=cache.name,
-        group=lease.group,
         tier=wire.TIER_TO_WIRE[lease.tier],
-        blank_slots=lease.blank_slots,
-        held_blocks=lease.held_blocks,
-        orphaned=lease.orphaned,
         age_ns=max(0, now - lease.granted_at),
         session_id=lease.session,
         pid=holder.peer.pid if holder else 0,
@@ -387,81 +348,45 @@ def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: i
 
 def _remote(tier: RemoteTier) -> admin_pb2.RemoteStats:
     operations = [
-        admin_pb2.RemoteOperation(
-            operation=name,
-            calls=one.calls,
-            failures=one.failures,
-            refused=one.refused,
-            bytes=one.nbytes,
-            seconds=one.seconds,
-        )
+        wire.same_fields(admin_pb2.RemoteOperation, one, operation=name, bytes=one.nbytes)
         for name, one in tier.operations.items()
     ]
-    return admin_pb2.RemoteStats(
-        url=tier.url,
-        problem=tier.problem or "",
-        operations=operations,
-        blocks=tier.blocks,
-        unwritten=tier.unwritten,
-    )
+    return wire.same_fields(admin_pb2.RemoteStats, tier, problem=tier.problem or "", operations=operations)
 
 
 def _watcher(session: Session, lag: int) -> admin_pb2.WatcherStats:
-    peer = session.peer
-    return admin_pb2.WatcherStats(session_id=session.id, pid=peer.pid, uid=peer.uid, command=peer.command, lag=lag)
+    return wire.same_fields(admin_pb2.WatcherStats, session.peer, session_id=session.id, lag=lag)
 
 
 def _group(cache: Cache, group: GroupId, counts: GroupCounts) -> admin_pb2.GroupStats:
-    return admin_pb2.GroupStats(
-        group=group,
-        window_tokens=cache.spec.groups[group].window_tokens,
-        blocks=counts.blocks,
-        tiers=[_tier(tier, count) for tier, count in sorted(counts.tiers.items())],
-        hits_device=counts.hits.get(Tier.DEVICE, 0),
-        hits_host=counts.hits.get(Tier.HOST, 0),
-        hits_disk=counts.hits.get(Tier.DISK, 0),
-        queried=counts.queried,
-        found=counts.found,
-        stored=counts.stored,
-        removed=counts.removed,
-    )
+    window_tokens = cache.spec.groups[group].window_tokens
+    return wire.same_fields(admin_pb2.GroupStats, counts, group=group, window_tokens=window_tokens, **_by_tier(counts))
+
+
+def _by_tier(counts: ManagerStats | GroupCounts) -> dict[str, Any]:
+    """The fields of a cache's or a group's statistics that count by tier."""
+    tiers = [_tier(tier, count) for tier, count in sorted(counts.tiers.items())]
+    return {"tiers": tiers, **{f"hits_{tier}": counts.hits.get(tier, 0) for tier in TIERS}}
 
 
 def _tier_bytes(account: Account, shown: Collection[str]) -> admin_pb2.TierBytes:
     """``shown``: the caches that the answer may name."""
-    return admin_pb2.TierBytes(
-        tier=wire.TIER_TO_WIRE[account.tier],
-        device=account.device,
-        size=account.size,
-        left=account.left,
-        given={name: nbytes for name, nbytes in account.given.items() if name in shown},
-    )
+    given = {name: nbytes for name, nbytes in account.given.items() if name in shown}
+    return wire.same_fields(admin_pb2.TierBytes, account, tier=wire.TIER_TO_WIRE[account.tier], given=given)
 
 
 def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:
-    return admin_pb2.TierStats(
-        tier=wire.TIER_TO_WIRE[tier],
-        capacity=count.capacity,
-        free=count.states[SlotState.FREE],
-        blank=count.states[SlotState.BLANK],
-        filling=count.states[SlotState.FILLING],
-        ready=count.states[SlotState.READY],
-        retiring=count.states[SlotState.RETIRING],
-        orphaned=count.states[SlotState.ORPHANED],
-        quarantined=count.states[SlotState.QUARANTINED],
-        held=count.held,
-        clean=count.clean,
-    )
+    states = {state.name.lower(): slots for state, slots in count.states.items()}
+    return wire.same_fields(admin_pb2.TierStats, count, tier=wire.TIER_TO_WIRE[tier], **states)
 
 
 def _event_log(status: LogStatus) -> admin_pb2.EventLogStats:
-    return admin_pb2.EventLogStats(
-        max_bytes=status.max_bytes,
+    return wire.same_fields(
+        admin_pb2.EventLogStats,
+        status,
         bytes=status.used_bytes,
         oldest_id=status.oldest,
         newest_id=status.newest,
-        oldest_age_ns=status.oldest_age_ns,
-        failures=status.failures,
         lost_events=status.lost,
         failing=status.failing or "",
     )

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from hmac import compare_digest
 from typing import Final, TypeVar
@@ -24,7 +25,7 @@ from kvtierd.core.removal import DropReport
 from kvtierd.core.transfers import BlockResult, ChainRequest, GroupSpan, Location, ResetReport
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import Refused, UnknownCache
-from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
+from kvtierd.mover.runtime import CacheRuntime, Stretch
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
@@ -53,17 +54,17 @@ MAX_LEASES: Final = 65536
 """Most leases of a session, over all caches."""
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class Caps:
     """The limits of a session. Loop thread only.
 
-    ``reserved_fraction``: a session's largest share of a tier's slots of a window group.
+    ``_reserved_fraction``: a session's largest share of a tier's slots of a window group.
     """
 
-    def __init__(self, engine: Engine, reserved_fraction: float) -> None:
-        self._engine: Final = engine
-        self._reserved_fraction: Final = reserved_fraction
-        self._reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = Counter()
-        self._leasing: Counter[SessionId] = Counter()
+    _engine: Engine
+    _reserved_fraction: float
+    _reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = field(default_factory=Counter, init=False)
+    _leasing: Counter[SessionId] = field(default_factory=Counter, init=False)
 
     @contextmanager
     def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
@@ -125,47 +126,33 @@ def _over(
     return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"over the cap {cap}: {says}", detail)
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class BlocksService:
     """The servicer.
 
-    Args:
-        identity: Gives the epoch of the cursors.
-        wait_s: Default of ``timeout_ns``.
-        describe: Detail of a refusal, with the holders of the slots.
+    ``_identity``: gives the epoch of the cursors. ``_wait_s``: default of ``timeout_ns``. ``_describe``: detail of a
+    refusal, with the holders of the slots. ``_hashing``: serialises the calls that hash blocks.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        catalog: Catalog,
-        sessions: SessionRegistry,
-        access: Access,
-        identity: DaemonIdentity,
-        wait_s: float,
-        describe: Callable[[Refusal], common_pb2.ErrorDetail],
-        caps: Caps,
-        forgotten: Forgotten,
-        remote: RemoteTier | None = None,
-    ) -> None:
-        self._engine: Final = engine
-        self._forgotten: Final = forgotten
-        self._remote: Final = remote
-        self._caps: Final = caps
-        self._catalog: Final = catalog
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._identity: Final = identity
-        self._wait_s: Final = wait_s
-        self._describe: Final = describe
-        self._hashing: Final = asyncio.Lock()
-        """Serialises the calls that hash blocks."""
+    _engine: Engine
+    _catalog: Catalog
+    _sessions: SessionRegistry
+    _access: Access
+    _identity: DaemonIdentity
+    _wait_s: float
+    _describe: Callable[[Refusal], common_pb2.ErrorDetail]
+    _caps: Caps
+    _forgotten: Forgotten
+    _remote: RemoteTier | None
+    _hashing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
         keys = validation.keys("keys", request.keys)
         tokens, scope = validation.following(cache, groups, request)
-        remote = await self._reach(cache, groups, keys) if request.remote else 0
+        store = self._remote if request.remote else None
+        remote = 0 if store is None else await store.fetcher.reach(cache, groups, keys)
         manager = self._engine.manager(cache.id)
         found = manager.match(groups, keys, tokens, scope)
         response = blocks_pb2.MatchResponse(
@@ -211,7 +198,7 @@ class BlocksService:
 
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        tier = validation.tier("tier", request.tier, _leasable(cache))
+        tier = validation.tier("tier", request.tier, leasable(cache))
         wanted = validation.count("count", request.count, 1, cache.slots[tier][group])
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, wanted):
@@ -232,7 +219,7 @@ class BlocksService:
         """``bring``: fetch missing blocks from the remote tier; false for a peer, which wants this host's blocks."""
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
-        tier = validation.tier("tier", request.tier, _leasable(cache))
+        tier = validation.tier("tier", request.tier, leasable(cache))
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         chains = _chains(request.chains)
         with self._caps.leasing(session, len(chains)):
@@ -377,9 +364,6 @@ class BlocksService:
             as_of_event=self._now_cursor(),
         )
 
-    async def _reach(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
-        return 0 if self._remote is None else await self._remote.fetcher.reach(cache, groups, keys)
-
     async def _bring(
         self,
         cache: Cache,
@@ -391,8 +375,8 @@ class BlocksService:
         """Fetches missing blocks of the chains from the remote tier. Returns the remaining seconds of ``wait_s``."""
         if self._remote is None:
             return wait_s
-        started = time.monotonic()
-        await self._remote.bring(cache, groups, chains, FETCH_SHARE * wait_s, recompute_s)
+        started, bring = time.monotonic(), self._remote.fetcher.bring
+        await asyncio.gather(*(bring(cache, groups, keys, FETCH_SHARE * wait_s, recompute_s) for keys in chains))
         return max(0.0, wait_s - (time.monotonic() - started))
 
     def _acquired(self, cache: Cache, tier: Tier, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
@@ -404,7 +388,7 @@ class BlocksService:
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
         cache = self._catalog.opened(session, cache_id)
-        return cache, GroupId(validation.count("group", group, 0, len(cache.spec.groups) - 1))
+        return cache, validation.group("group", group, cache)
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
         return blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event)
@@ -438,7 +422,8 @@ class BlocksService:
         return bytes(results)
 
 
-def _leasable(cache: Cache) -> list[Tier]:
+def leasable(cache: Cache) -> list[Tier]:
+    """The tiers of a cache whose slots clients can lease."""
     return [tier for tier in MEMORY_TIERS if tier in cache.slots]
 
 
@@ -534,13 +519,10 @@ def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[]
     """Returns a reader of a slot's bytes for a thread. The reader keeps the memory mapped if the cache is removed."""
     tier, slot = place
     if tier is DEVICE and runtime.cuda is not None:
-        return partial(_fetch, runtime.cuda, group, Stretch(slot, 0, runtime.spec.block_bytes(group)))
+        copies, stretch = runtime.cuda, Stretch(slot, 0, runtime.spec.block_bytes(group))
+        return lambda: [copies.fetch(group, [stretch])]
     parts = runtime.memory(tier).parts(group, slot)
     return lambda: parts
-
-
-def _fetch(copies: GpuCopies, group: GroupId, stretch: Stretch) -> Sequence[Bytes]:
-    return [copies.fetch(group, [stretch])]
 
 
 def _in_memory(block: Location) -> _Place | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
+from dataclasses import dataclass
 
 import grpc
 
@@ -23,24 +23,16 @@ from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 
+@dataclass(slots=True, frozen=True, eq=False)
 class CachesService:
-    """``tiers``: the configured tiers."""
+    """``_tiers``: the configured tiers."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        sessions: SessionRegistry,
-        access: Access,
-        tiers: tuple[Tier, ...],
-        forgotten: Forgotten,
-        remote: RemoteTier | None,
-    ) -> None:
-        self._catalog: Final = catalog
-        self._access: Final = access
-        self._sessions: Final = sessions
-        self._tiers: Final = tiers
-        self._forgotten: Final = forgotten
-        self._remote: Final = remote
+    _catalog: Catalog
+    _sessions: SessionRegistry
+    _access: Access
+    _tiers: tuple[Tier, ...]
+    _forgotten: Forgotten
+    _remote: RemoteTier | None
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validation.cache_name(request.name)

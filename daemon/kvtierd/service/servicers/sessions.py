@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 import grpc
 import grpc.aio
@@ -19,18 +18,17 @@ import grpc.aio
 from kvtier.abi.attach import VERSION
 from kvtier.v1 import session_pb2
 from kvtierd.rights import Identity
+from kvtierd.service import wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
-from kvtierd.service.peer import printable
-from kvtierd.service.sessions import GOODBYE, AttachRefused, Session, SessionPeer, SessionRegistry, this_task
+from kvtierd.service.peer import AttachRefused, RemotePeer
+from kvtierd.service.sessions import GOODBYE, Session, SessionRegistry, this_task
 from kvtierd.service.visitors import Visitors, abort, write
 
 HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
 """Heartbeats missed before the other side counts as gone."""
-NO_UID: Final = 2**32 - 1
-"""The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
 _SERVICE: Final = session_pb2.DESCRIPTOR.services_by_name["Sessions"]
 _METHOD: Final = _SERVICE.methods_by_name["Session"]
@@ -40,67 +38,27 @@ _log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class RemotePeer:
-    """A client behind a stream. Implements :class:`kvtierd.service.sessions.SessionPeer`."""
-
-    identity: Identity
-    address: str
-    grace_s: float
-
-    pid: int = 0
-    uid: int = NO_UID
-
-    @property
-    def transport_identity(self) -> Identity:
-        return self.identity
-
-    @property
-    def command(self) -> str:
-        return printable(f"{self.identity} at {self.address}")
-
-    def is_same(self, other: SessionPeer) -> bool:
-        return isinstance(other, RemotePeer) and other.identity == self.identity
-
-    def is_gone(self) -> bool:
-        return False
-
-    def watch(self, gone: Callable[[], None]) -> None:
-        """Does nothing: a remote client has no process to watch."""
-
-    def unwatch(self) -> None:
-        """Does nothing, like :meth:`watch`."""
-
-    def close(self) -> None:
-        """Does nothing: the peer holds nothing open."""
-
-
+@dataclass(slots=True, eq=False)
 class RemoteSessions:
     """The servicer. A task per stream runs its conversation; the task is the session's connection.
 
-    ``grace_s``: seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most.
+    ``_grace_s``: seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most.
     """
 
     name: ClassVar[str] = _SERVICE.full_name
 
-    def __init__(
-        self,
-        sessions: SessionRegistry,
-        access: Access,
-        identity: DaemonIdentity,
-        grace_s: float,
-        translate: Translator,
-        visitors: Visitors,
-    ) -> None:
-        self._sessions: Final = sessions
-        self._access: Final = access
-        self._identity: Final = identity
-        self._grace_s: Final = grace_s
-        self._heartbeat_s: Final = min(5.0, max(0.01, grace_s / 10))
-        self._translate: Final = translate
-        self._visitors: Final = visitors
-        self._conversations: set[asyncio.Task[None]] = set()
-        self._closed = False
+    _sessions: SessionRegistry
+    _access: Access
+    _identity: DaemonIdentity
+    _grace_s: float
+    _translate: Translator
+    _visitors: Visitors
+    _conversations: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return min(5.0, max(0.01, self._grace_s / 10))
 
     def handler(self, open_calls: OpenCalls) -> grpc.GenericRpcHandler:
         method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
@@ -159,9 +117,9 @@ class RemoteSessions:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 request = await _next(context)
         except TimeoutError:
-            _refuse("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s")
+            raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
         if request is None or request.WhichOneof("message") != "hello":
-            _refuse("NO_HELLO", "the first message must be a hello")
+            raise AttachRefused("NO_HELLO", "the first message must be a hello")
         if request.hello.version != VERSION:
             raise bad_argument("hello.version", request.hello.version, f"{VERSION}: what this daemon speaks")
         hello: session_pb2.Hello = request.hello
@@ -171,9 +129,9 @@ class RemoteSessions:
         """The caller's identity. Raises :class:`AttachRefused` for a local client or if no rule names the caller."""
         who = caller_of(context)
         if who is None:
-            _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
+            raise AttachRefused("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
         if not self._access.admits(who):
-            _refuse("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {who}")
+            raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {who}")
         return who
 
     def _admit(self, context: _Context, who: Identity, token: str) -> Session:
@@ -183,15 +141,12 @@ class RemoteSessions:
         return self._sessions.begin(peer, this_task())
 
     def _welcome(self, session: Session, *, resumed: bool) -> session_pb2.Welcome:
-        daemon = self._identity
-        return session_pb2.Welcome(
+        return wire.same_fields(
+            session_pb2.Welcome,
+            self._identity,
             token=session.token,
             session_id=session.id,
             resumed=resumed,
-            epoch=daemon.epoch,
-            boot=daemon.boot,
-            pid=daemon.pid,
-            history=daemon.history,
             heartbeat_ns=int(self._heartbeat_s * 1e9),
             grace_ns=int(self._grace_s * 1e9),
         )
@@ -240,7 +195,3 @@ _CODES: Final = {
     "TOO_MANY_SESSIONS": grpc.StatusCode.UNAVAILABLE,
     "TOO_MANY_OF_IDENTITY": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-
-
-def _refuse(reason: str, message: str) -> NoReturn:
-    raise AttachRefused(reason, message)

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
 
 import grpc
 import numpy as np
@@ -22,17 +21,17 @@ import xxhash
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
-from kvtierd.core.ids import DEVICE, KEY_BYTES, GroupId, Key, LeaseId, SessionId, SlotId, Tier
+from kvtierd.core.ids import DEVICE, KEY_BYTES, GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import UnknownCache
-from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch, Unaccounted
+from kvtierd.mover.runtime import GpuCopies, Stretch, Unaccounted
 from kvtierd.rights import Right
 from kvtierd.service import validation
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, Caps
+from kvtierd.service.servicers.blocks import BlocksService, Caps, leasable
 from kvtierd.service.sessions import Session, require_attached
 from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
 from kvtierd.tiers.remote import objects
@@ -66,34 +65,23 @@ class _Held:
 
     def stretches(self, spans: Iterable[Span]) -> list[Stretch]:
         """The slots' stretches for the spans. Raises AssertionError if a READY slot has changed."""
-        for span in spans:
-            if self.generations:
-                self._require_unchanged(span.block, self.slots[span.block])
+        for span in spans if self.generations else ():
+            slot, generation = self.slots[span.block], self.generations[span.block]
+            if self.cache.runtime.arena.generation(self.tier, self.group, slot) != generation:
+                raise AssertionError(f"{self.tier} slot {slot} changed under lease {self.lease}")
         return [Stretch(self.slots[span.block], span.start, span.stop) for span in spans]
 
-    def _require_unchanged(self, index: int, slot: SlotId) -> None:
-        if self.cache.runtime.arena.generation(self.tier, self.group, slot) != self.generations[index]:
-            raise AssertionError(f"{self.tier} slot {slot} changed under lease {self.lease}")
 
-
+@dataclass(slots=True, frozen=True, eq=False)
 class TransferService:
-    """``wait_s``: seconds that a call without a timeout waits for room."""
+    """``_wait_s``: seconds that a call without a timeout waits for room."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        catalog: Catalog,
-        access: Access,
-        blocks: BlocksService,
-        wait_s: float,
-        caps: Caps,
-    ) -> None:
-        self._engine: Final = engine
-        self._access: Final = access
-        self._caps: Final = caps
-        self._catalog: Final = catalog
-        self._blocks: Final = blocks
-        self._wait_s: Final = wait_s
+    _engine: Engine
+    _catalog: Catalog
+    _access: Access
+    _blocks: BlocksService
+    _wait_s: float
+    _caps: Caps
 
     async def put(
         self, session: Session, header: transfer_pb2.PutHeader, chunks: AsyncIterator[transfer_pb2.BlockBytes]
@@ -105,8 +93,8 @@ class TransferService:
                 "header.commit.lease_id", commit.lease_id, "absent, as are slots: the call reserves them"
             )
         cache = self._catalog.opened(session, commit.cache_id)
-        group = _group("header.group", header.group, cache)
-        tier = _tier("header.tier", header.tier, cache)
+        group = validation.group("header.group", header.group, cache)
+        tier = validation.tier("header.tier", header.tier, leasable(cache))
         keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
         validation.commit_items(cache, commit, range(len(keys)))  # refuse before the first byte arrives
         checksums = _checksums(header.checksums, len(keys))
@@ -133,9 +121,8 @@ class TransferService:
         acquire = request.acquire
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
-        group, *others = validation.groups("acquire.groups", cache, acquire.groups)
-        validation.count("acquire.groups", 1 + len(others), 1, 1)
-        tier = _tier("acquire.tier", acquire.tier, cache)
+        (group,) = validation.groups("acquire.groups", cache, acquire.groups)
+        tier = validation.tier("acquire.tier", acquire.tier, leasable(cache))
         (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
         (part,) = chain.groups or [blocks_pb2.AcquiredGroup()]
         lease, slots, generations = LeaseId(part.lease_id), list(map(SlotId, part.slots)), list(part.generations)
@@ -151,8 +138,11 @@ class TransferService:
                 self._release(session, cache, lease)
 
     def _bytes(self, held: _Held) -> SlotBytes:
-        runtime = held.cache.runtime
-        return slot_bytes(self._engine, runtime, held.tier, held.group, held.session.id, held.lease)
+        """Returns access to the slots. The caller releases the lease by :meth:`Engine.afterwards`."""
+        runtime, session = held.cache.runtime, held.session.id
+        if held.tier is DEVICE and runtime.cuda is not None:
+            return _OnGpu(partial(self._engine.while_held, runtime.id, session, held.lease), runtime.cuda, held.group)
+        return _Mapped(runtime.memory(held.tier), held.group)
 
     def _header_of(self, held: _Held, packed: bytes, length: int) -> Callable[[int], bytes]:
         """Returns a function from the number of a held block to its object's header; empty if the block was dropped.
@@ -245,14 +235,6 @@ def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
     return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))
 
 
-def _group(field: str, value: int, cache: Cache) -> GroupId:
-    return GroupId(validation.count(field, value, 0, len(cache.spec.groups) - 1))
-
-
-def _tier(field: str, value: int, cache: Cache) -> Tier:
-    return validation.tier(field, value, [tier for tier in MEMORY_TIERS if tier in cache.slots])
-
-
 def _checksums(packed: bytes, count: int) -> list[bytes]:
     if len(packed) != count * CHECKSUM_BYTES:
         limit = f"{count * CHECKSUM_BYTES} bytes: {CHECKSUM_BYTES} a key"
@@ -270,42 +252,23 @@ def _require_checksum(block: int, found: bytes, said: bytes) -> None:
         raise CallRefused(grpc.StatusCode.DATA_LOSS, message, detail)
 
 
-class SlotBytes(Protocol):
+@dataclass(slots=True, frozen=True)
+class _Mapped:
     """Access to one group's slots in one memory tier. Loop thread only.
 
-    Raises :class:`~kvtierd.tiers.base.TierIOError` if the memory fails.
+    Copies without an ``await``, so that a check before the call holds until it returns. Raises
+    :class:`~kvtierd.tiers.base.TierIOError` if the memory fails.
     """
+
+    _memory: MemoryStore
+    _group: GroupId
 
     async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
         """The bytes of each stretch in one or more arrays, which do not change until the next ``await``."""
-        ...
-
-    async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
-        """Fills the stretches in order. Returns the bytes written to each, like :meth:`read`. Raises
-        :class:`~kvtierd.mover.runtime.Unaccounted` besides: the slots must then not be granted again."""
-        ...
-
-
-def slot_bytes(
-    engine: Engine, runtime: CacheRuntime, tier: Tier, group: GroupId, session: SessionId, lease: LeaseId
-) -> SlotBytes:
-    """Returns access to slots of ``lease``. The caller releases the lease by :meth:`Engine.afterwards`."""
-    if tier is DEVICE and runtime.cuda is not None:
-        return _OnGpu(partial(engine.while_held, runtime.id, session, lease), runtime.cuda, group)
-    return _Mapped(runtime.memory(tier), group)
-
-
-class _Mapped:
-    """Copies without an ``await``, so that a check before the call holds until it returns."""
-
-    def __init__(self, memory: MemoryStore, group: GroupId) -> None:
-        self._memory = memory
-        self._group = group
-
-    async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
         return [list(self._parts(stretch)) for stretch in stretches]
 
     async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
+        """Fills the stretches in order. Returns the bytes written to each, like :meth:`read`."""
         written = await self.read(stretches)
         start = 0
         for parts in written:
@@ -322,15 +285,15 @@ class _Mapped:
                 yield part[max(stretch.start - begin, 0) : stretch.stop - begin]
 
 
+@dataclass(slots=True, frozen=True)
 class _OnGpu:
-    """Copies in a thread. The slots stay held until the copy has ended, even if their session ends before."""
+    """Like :class:`_Mapped`, in a thread. The slots stay held until the copy has ended, even if their session ends
+    before. After a write that raises :class:`~kvtierd.mover.runtime.Unaccounted`, they must not be granted again.
+    """
 
-    def __init__(
-        self, in_thread: Callable[[Callable[[], Bytes]], Awaitable[Bytes]], copies: GpuCopies, group: GroupId
-    ) -> None:
-        self._in_thread = in_thread
-        self._copies = copies
-        self._group = group
+    _in_thread: Callable[[Callable[[], Bytes]], Awaitable[Bytes]]
+    _copies: GpuCopies
+    _group: GroupId
 
     async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
         fetch = partial(self._copies.fetch, self._group, stretches)
@@ -338,6 +301,9 @@ class _OnGpu:
 
     async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
         return _apart(stretches, await self._in_thread(partial(self._copies.put, self._group, stretches, data)))
+
+
+SlotBytes = _Mapped | _OnGpu
 
 
 def _apart(stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
