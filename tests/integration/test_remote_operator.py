@@ -12,7 +12,8 @@ import pytest
 from kvtier import CallerError, InvalidArgument, PermissionDenied, TierOffline
 from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
 from tests.integration.scraping import LISTEN, scrape
-from tests.integration.test_operator_cli import answer, kvtier
+from tests.integration.test_cli import kvtier
+from tests.integration.test_operator_cli import answer
 from tests.integration.waiting import eventually, patient
 from tests.remote.shared import put
 

@@ -277,6 +277,8 @@ class Mirror(MirrorView):
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
         ) as watch:
             async for item in watch:
+                if isinstance(item, (Event, SnapshotSlice)):
+                    await self._learn_room(index, item, rooms)
                 match item:
                     case Event():
                         index.apply(item)
@@ -291,26 +293,23 @@ class Mirror(MirrorView):
                         self._exact_at = asyncio.get_running_loop().time()
                     case Gap():
                         return
-                if isinstance(item, (Event, SnapshotSlice)):
-                    await self._require_room(index, item.cache, rooms)
+                if isinstance(item, (Event, SnapshotSlice)) and (size := index.size(item.cache)) > rooms[item.cache]:
+                    says = f"given up: {size} blocks of cache {item.cache}, which has room for {rooms[item.cache]}"
+                    raise _TooMany(says, reason="BAD_ANSWER")
                 if content.watch is not None:
-                    content.cursor = watch.cursor  # set after the index, which other threads read
+                    content.cursor = watch.cursor  # set after the index, which other threads read, with no wait between
                     self._news.set()
 
-    async def _require_room(self, index: MirrorIndex, cache: str, rooms: dict[str, int]) -> None:
-        """Asks for a cache's capacity when the index exceeds the capacity in ``rooms``.
+    async def _learn_room(self, index: MirrorIndex, item: Event | SnapshotSlice, rooms: dict[str, int]) -> None:
+        """Asks for a cache's capacity if the index, with the item, may exceed the capacity in ``rooms``: two blocks per
+        slot, since before its end a snapshot of a full cache has removed blocks and the new blocks of their slots.
 
-        Raises :class:`DaemonError` for a cache that is not followed, and for more than two blocks per slot: before its
-        end, a snapshot of a full cache has removed blocks and the new blocks of their slots.
+        Raises :class:`DaemonError` for a cache that is not followed.
         """
-        if cache not in self.caches:
-            raise DaemonError(f"an event of cache {cache!r}, which is not followed", reason="BAD_ANSWER")
-        if (size := index.size(cache)) <= rooms.get(cache, 0):
-            return
-        rooms[cache] = await self._room(cache)
-        if size > rooms[cache]:
-            says = f"given up: {size} blocks of cache {cache}, which has room for {rooms[cache]}"
-            raise _TooMany(says, reason="BAD_ANSWER")
+        if item.cache not in self.caches:
+            raise DaemonError(f"an event of cache {item.cache!r}, which is not followed", reason="BAD_ANSWER")
+        if index.size(item.cache) + len(item.packed_keys) // KEY_BYTES >= rooms.get(item.cache, 0):
+            rooms[item.cache] = await self._room(item.cache)
 
     async def _room(self, cache: str) -> int:
         """Twice the slots of a cache in all tiers, at most :data:`MOST_BLOCKS`, which is also the answer if the daemon

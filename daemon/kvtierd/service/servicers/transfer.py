@@ -121,7 +121,8 @@ class TransferService:
         acquire = request.acquire
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
-        (group,) = validation.groups("acquire.groups", cache, acquire.groups)
+        group, *others = validation.groups("acquire.groups", cache, acquire.groups)
+        validation.count("acquire.groups", 1 + len(others), 1, 1)
         tier = validation.tier("acquire.tier", acquire.tier, leasable(cache))
         (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
         (part,) = chain.groups or [blocks_pb2.AcquiredGroup()]
