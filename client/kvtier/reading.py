@@ -106,7 +106,7 @@ class Reader:
             self._counts.update(more)
 
     def prefix_length(self, keys: bytes, groups: Sequence[int], *, for_save: bool = False) -> int | None:
-        """``for_save``: to store the rest; no question of a request."""
+        """``for_save``: the caller will store the missing blocks, so the lookup does not count as a question."""
         length = self._look_up(keys, lambda chains: chains.prefix_length(keys, groups))
         if length is not None and not for_save:
             self.looked_up(keys, groups[0], length)

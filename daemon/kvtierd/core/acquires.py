@@ -76,7 +76,8 @@ class AcquireTicket:
 
 
 class Acquires:
-    """The acquires of a cache. An acquire with room never waits: see :meth:`advance`."""
+    """The acquires of a cache. An acquire takes its slots as soon as all its parts head their queues
+    and have room."""
 
     def __init__(
         self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal

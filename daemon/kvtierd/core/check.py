@@ -29,7 +29,7 @@ _STATE_IN: Final = {
 
 
 def check(manager: BlockManager) -> None:
-    """Raises :class:`InvariantViolation` for the first broken invariant, numbered as in the design."""
+    """Raises :class:`InvariantViolation` for the first broken invariant, numbered as in docs/architecture.md."""
     for group, window in manager.windows.items():
         leases = [lease for lease in manager.leases.values() if lease.group == group]
         fetches = [t for w, t in manager.tickets.values() if w is window and isinstance(t, FetchTicket)]

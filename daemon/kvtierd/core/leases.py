@@ -1,6 +1,7 @@
 """Leases of a cache by id and by session, and the tickets of waiting requests.
 
-This module assigns lease ids and knows owners. ``core/holds.py`` changes the slots and blocks that a lease holds.
+This module assigns lease ids and knows owners. ``core/window.py`` and ``core/acquires.py`` fill a lease when they grant
+it; ``core/holds.py`` changes it afterwards.
 """
 
 from __future__ import annotations

@@ -241,7 +241,8 @@ class BlockManager:
 
     def join(self, session: SessionId, lease: LeaseId, now: int) -> tuple[Lease, Outcome]:
         """Makes a lease of this session over the slots and blocks of another lease. A blank slot is freed with its last
-        lease; all leases hold a block that one of them makes. The caller has checked that the lease lives."""
+        lease. If one lease commits a slot as a block, the other leases hold the block. The caller has checked that the
+        lease lives."""
         shared = self._leases.live[lease]
         window = self.windows[shared.group]
         joined = self._leases.grant(session, window.state, shared.tier)

@@ -38,7 +38,8 @@ class Prospect(Enum):
     COMING = 1
     """Work in flight, or planned just now, frees enough slots."""
     NEVER = 2
-    """All unheld slots together would not make room."""
+    """No further step makes room: the tier is lost, an edge rests, or no block may leave. Moves in flight may still
+    change that."""
 
 
 NOW: Final = Prospect.NOW
@@ -111,8 +112,8 @@ class Room:
         """Makes ``count`` slots of a tier free, now or by work in flight.
 
         Args:
-            desperate: Drops whole subtrees as the last resort. False for a demotion: every parent below ranks above its
-                children, so above the block that would be demoted into its place.
+            desperate: Drops whole subtrees as the last resort. False for a demotion, since the parents below are worth
+                more than the demoted block.
         """
         if tier in self._state.lost:
             return NEVER
@@ -374,7 +375,7 @@ class Background:
         self._most = {
             tier: max(1, min(MOST_IN_FLIGHT, BYTES_IN_FLIGHT // state.shape.slot_bytes[tier])) for tier in state.tiers
         }
-        """Limit of background copies in flight, by source tier."""
+        """Background copies in flight, from all tiers, below which :meth:`work` plans copies from each tier."""
 
     def committed(self, blocks: Sequence[Block]) -> None:
         if self._state.policy.write_policy is WritePolicy.THROUGH:

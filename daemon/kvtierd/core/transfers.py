@@ -20,7 +20,8 @@ from kvtierd.core.policy import Edge, WritePolicy
 from kvtierd.core.slots import SLOT_RETIRING, SlotState
 
 _BACKGROUND: Final = (WRITE_THROUGH, WATERMARK)
-"""Causes of copies that no request waits for and that leave their source in place."""
+"""Causes of copies that leave their source in place and count against the limit of background copies. A move or
+demotion to disk may wait for ancestors copied as WRITE_THROUGH."""
 
 
 @dataclass(slots=True)

@@ -146,6 +146,7 @@ def _keep(event: events_pb2.Event, prefixes: tuple[bytes, ...]) -> bool:
     places = [place for place in range(count) if event.keys.startswith(prefixes, place * KEY_BYTES)]
     if not places or len(places) == count:
         return bool(places)
+    # All columns with an item per block; ``hub.py`` fills them.
     for name in ("keys", "parents", "residency", "priorities", "event_hashes", "parent_hashes"):
         packed = getattr(event, name)
         width = len(packed) // count
