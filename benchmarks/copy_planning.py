@@ -25,7 +25,7 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import BATCH_BYTES
-from kvtierd.mover.runtime import Batch, Piece
+from kvtierd.mover.runtime import Batch, CopyPiece
 from tests.fake_cuda import stub_environment
 from tests.unit.mover.cuda.rigs import CopyRig
 from tests.unit.mover.rig import make_runtime, move
@@ -39,7 +39,7 @@ BLOCKS: Final = (1, 16, 64, 256)
 def batch(source: Tier, target: Tier, blocks: int, slots: int) -> Batch:
     pairs = zip(random.sample(range(slots), blocks), random.sample(range(slots), blocks), strict=True)
     planned = move(1, source, target, [(0, src, dst) for src, dst in pairs])
-    return [Piece(make_runtime({Tier.HOST: 1}, EventSequencer()), planned, 0, planned.items, 0)]
+    return [CopyPiece(make_runtime({Tier.HOST: 1}, EventSequencer()), planned, 0, planned.items, 0)]
 
 
 def microseconds(pools: int, piece_bytes: int, blocks: int, rounds: int) -> float:

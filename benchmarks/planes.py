@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from kvtier import Planes
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.bench.host import memcpy, private_cache
 from kvtier.replay.private import TierSlots
 from kvtier.replay.trace import replay_spec
@@ -31,7 +31,7 @@ NBYTES: Final = 64 << 20
 ROUNDS: Final = 40
 
 
-def copies(arena: Arena, slots: list[int], block_bytes: int, way: str) -> list[Callable[[], float]]:
+def copies(arena: MappedArena, slots: list[int], block_bytes: int, way: str) -> list[Callable[[], float]]:
     """The copies of planes and of whole blocks. Each returns its seconds."""
     blocks, views = len(slots), [arena.view(Tier.HOST, 0, slot, write=True)[0] for slot in slots]
     parts = [np.random.randint(0, 256, (2 * blocks, block_bytes // PIECES), np.uint8) for _ in range(PIECES)]

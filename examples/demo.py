@@ -27,7 +27,7 @@ from kvtier.cli.replay import table
 from kvtier.cli.watch_lines import text_lines
 from kvtier.events import WatchItem
 from kvtier.replay.private import PrivateDaemon, TierSlots
-from kvtier.replay.runner import Report, replay, wrong_blocks
+from kvtier.replay.runner import ReplayReport, replay, wrong_blocks
 from kvtier.replay.trace import Payload, Request, key_of, read, replay_spec
 
 HERE = Path(__file__).resolve().parent
@@ -85,7 +85,7 @@ async def main() -> int:
     return verdict(report, status, again)
 
 
-async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Report, list[Text]]:
+async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[ReplayReport, list[Text]]:
     """Replays the requests. Returns the report, and a few lines of the watch."""
     async with await kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
         cache = await client.open_cache("demo", SPEC)
@@ -140,7 +140,7 @@ async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart
     return answer
 
 
-def verdict(report: Report, status: int, again: Restart) -> int:
+def verdict(report: ReplayReport, status: int, again: Restart) -> int:
     promises: Mapping[str, bool] = {
         f"at least {ENOUGH_HITS} hits": sum(report.hits.values()) >= ENOUGH_HITS,
         f"at least {ENOUGH_DISK_HITS} hits on disk": report.hits[kvtier.Tier.DISK] >= ENOUGH_DISK_HITS,

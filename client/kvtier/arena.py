@@ -52,7 +52,7 @@ _SERVING: Final = int(ArenaState.SERVING)
 """A plain int in a global: every read compares it twice, and a member of an enumeration is slower to reach."""
 
 
-class Arena:
+class MappedArena:
     """The mapped segments of one cache. It has no ``close``: memory is unmapped when the last array over it is gone."""
 
     def __init__(
@@ -208,11 +208,11 @@ class Binding:
 
     session: int
     cache_id: int
-    mapped: Arena | None
+    mapped: MappedArena | None
     info: CacheInfo
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> MappedArena:
         """The mapped arena. Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) if the memory is not mapped."""
         if self.mapped is None:
             message = f"cache {self.info.name}: its memory is not mapped; put and get go without"
@@ -314,7 +314,7 @@ class Binder:
         if binding is not None and binding.mapped is not None and binding.session != session and not self._closed:
             self.session.spawn(self._follow(binding.mapped))
 
-    async def _follow(self, mapped: Arena) -> None:
+    async def _follow(self, mapped: MappedArena) -> None:
         try:
             await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S), wait=_FOLLOW_S)
         except (KvtierError, OSError) as error:  # OSError: no memory or descriptor is left for the mapping
@@ -353,7 +353,7 @@ class Binder:
                 before.mapped.stale = True
             return self._binding
 
-    async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> Arena:
+    async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> MappedArena:
         segments = await link.attach.map(cache_id, write=self.write)
         told = segments.told
         unmapped = {_TIER_OF[name]: why for name, why in told.unmapped.items()}
@@ -364,7 +364,7 @@ class Binder:
                     device = await map_device(segments.fds[attach.CUDA], told.cuda)
                 except CannotMap as error:
                     unmapped[Tier.DEVICE] = str(error)
-            arena = Arena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)
+            arena = MappedArena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)
         finally:
             segments.close()
         arena.touch()

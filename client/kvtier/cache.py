@@ -13,14 +13,14 @@ from typing import Any, Final, overload
 from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import UNHEARD, Arena, Binder, send
+from kvtier.arena import UNHEARD, Binder, MappedArena, send
 from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
-from kvtier.chains import Piece, Prompt
-from kvtier.copies import Streamed
+from kvtier.chains import ChainPart, Prompt
+from kvtier.copies import StreamedCopies
 from kvtier.deadline import in_turn
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_within
 from kvtier.groups import AcrossGroups
-from kvtier.lease import Holdings, Lease, ReadLease, WriteLease
+from kvtier.lease import Lease, LeaseBook, ReadLease, WriteLease
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
@@ -77,7 +77,7 @@ class Cache(GroupVerbs):
         super().__init__(binder, 0, default_timeout)
         self.name: Final = name
         self._session = session
-        self._holdings = Holdings(binder, self._deadline)
+        self._book = LeaseBook(binder, self._deadline)
 
     def __repr__(self) -> str:
         slots = ", ".join(f"{self.slots(tier)} {tier} slots" for tier in self.tiers)
@@ -96,7 +96,7 @@ class Cache(GroupVerbs):
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each group."""
         caches = [self.in_group(group) for group in range(len(self.spec.groups))]
-        return AcrossGroups(caches, self._binder, self._holdings, self.reader, self._default_timeout)
+        return AcrossGroups(caches, self._binder, self._book, self.reader, self._default_timeout)
 
     @property
     def spec(self) -> CacheSpec:
@@ -125,7 +125,7 @@ class Cache(GroupVerbs):
         return self._binder.unmapped
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> MappedArena:
         """The arena of the last open. Raises :class:`CallerError` if the memory is not mapped."""
         return self._binder.binding.arena
 
@@ -211,7 +211,7 @@ class Cache(GroupVerbs):
 
         async def take() -> ReadLease:
             packed = packed_keys(keys, "chains[0].keys")
-            ((lease,),) = await self._holdings.acquire(
+            ((lease,),) = await self._book.acquire(
                 [self],
                 [packed],
                 self.lease_tier(tier),
@@ -247,7 +247,7 @@ class Cache(GroupVerbs):
         async def take() -> list[ReadLease]:
             packed = packed_chains(chains)
             place = self.lease_tier(tier)
-            found = await self._holdings.acquire([self], packed, place, min_blocks, retention, timeout)
+            found = await self._book.acquire([self], packed, place, min_blocks, retention, timeout)
             return [lease for (lease,) in found]
 
         return Held(take, release)
@@ -272,7 +272,7 @@ class Cache(GroupVerbs):
             if isinstance(ticket, WriteTicket):
                 self._require_writable()
                 self._require_mapped(ticket.tier)
-            return await self._holdings.join(self.in_group(ticket.group), ticket, timeout)
+            return await self._book.join(self.in_group(ticket.group), ticket, timeout)
 
         return Held(take, self.release)
 
@@ -286,7 +286,7 @@ class Cache(GroupVerbs):
         that takes longer than ``timeout``, or the device fails, nothing is sent and the leases stay held: release them
         again. Raises :class:`kvtier.errors.DeviceError`.
         """
-        await self._holdings.release(leases, stream, timeout)
+        await self._book.release(leases, stream, timeout)
 
     def fence(self, stream: Stream | None = None) -> Fence:
         """The point that a stream of this process has reached. Pass it as ``stream`` to a commit or release, which then
@@ -297,7 +297,7 @@ class Cache(GroupVerbs):
         stream. The fence has passed already if no tier of the cache is GPU memory mapped here. Raises
         :class:`InvalidArgument`, :class:`kvtier.errors.DeviceError`.
         """
-        return self._holdings.fence(stream)
+        return self._book.fence(stream)
 
     # -- arrays ----------------------------------------------------------------------------------------------------
 
@@ -462,7 +462,7 @@ class Cache(GroupVerbs):
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
-        await self._holdings.release(self._holdings.out, stream, timeout)
+        await self._book.release(self._book.out, stream, timeout)
 
     async def open(self, timeout: float | None = None) -> None:
         """Opens the cache in the daemon and maps its memory. The client calls this; later calls reopen the cache if
@@ -477,7 +477,7 @@ class Cache(GroupVerbs):
 
     def way(self, tier: Tier) -> copies.Way:
         """Returns the way for bytes to and from slots of a tier: mapped memory or streams."""
-        return copies.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
+        return copies.MappedCopies(self, self._book) if tier not in self.unmapped else self._streamed
 
     def reach(self, tier: Tier | None) -> Reach | None:
         """Returns the reach of a tier's mapped slots, or of all tiers for None: the GPUs that may hold blocks copied to
@@ -487,7 +487,7 @@ class Cache(GroupVerbs):
 
     @property
     def _streamed(self) -> copies.Way:
-        return Streamed(self, self._binder, self._deadline)
+        return StreamedCopies(self, self._binder, self._deadline)
 
     @property
     def _sliding(self) -> bool:
@@ -515,7 +515,7 @@ class Cache(GroupVerbs):
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
         sources = buffers.readable(blocks, len(chain), self.block_bytes, reach)
-        whole = Piece.whole(chain, sources, parent, kept, prompt)
+        whole = ChainPart.whole(chain, sources, parent, kept, prompt)
         return await copies.put(self.slots(tier), way, tier, whole, self.absent, timeout)
 
     def absent(self, chain: Sequence[bytes]) -> Sequence[int] | None:
@@ -537,4 +537,4 @@ class Cache(GroupVerbs):
         self._require_writable()
         place = self.lease_tier(tier)
         self._require_mapped(place)
-        return await self._holdings.reserve(self, place, count, timeout)
+        return await self._book.reserve(self, place, count, timeout)

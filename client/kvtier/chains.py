@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi.attention import Attention, Needed
 from kvtier.abi.event_hashes import event_hashes
-from kvtier.abi.key_index import Asked, Found, IndexReader, Presence
+from kvtier.abi.key_index import Asked, IndexEntries, IndexReader, Presence
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Rows
@@ -225,7 +225,7 @@ _TRIES: Final = 3
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class ChainPart:
     """A chain, or some of its keys, to be stored. All fields but ``prompt`` have one item per key."""
 
     chain: Sequence[bytes]
@@ -237,7 +237,7 @@ class Piece:
     @classmethod
     def whole(
         cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
-    ) -> Piece:
+    ) -> ChainPart:
         """Makes the part of a whole chain. ``parent``: of the first block; None: the prompt's, else the block is a
         root. Raises :class:`kvtier.errors.InvalidArgument`."""
         if parent is None and prompt is not None and chain:
@@ -245,9 +245,9 @@ class Piece:
         first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))
         return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
 
-    def only(self, places: Sequence[int]) -> Piece:
+    def only(self, places: Sequence[int]) -> ChainPart:
         """Returns the part with the keys at these places."""
-        return Piece(
+        return ChainPart(
             [self.chain[place] for place in places],
             buffers.picked(self.blocks, np.array(places, np.intp)),
             [self.parents[place] for place in places],
@@ -271,7 +271,7 @@ class Chains:
         """Attention of each group: the blocks that it needs of a sequence."""
         self.block_bytes: Final = [spec.block_bytes(group) for group in range(len(spec.groups))]
 
-    def find(self, keys: bytes, group: int) -> Found:
+    def find(self, keys: bytes, group: int) -> IndexEntries:
         return self._counting(self._index.find(keys, group))
 
     def presence(self, keys: bytes, group: int) -> Presence:

@@ -16,10 +16,10 @@ from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
-from kvtier.chains import Piece
+from kvtier.chains import ChainPart
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
-from kvtier.lease import Holdings, Owner, ReadLease
+from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
@@ -28,7 +28,7 @@ from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import granted, tier_to_wire
 
-MAX_PIECE: Final = 1_024
+MAX_PART: Final = 1_024
 """Most blocks that one call brings into the daemon's core."""
 
 
@@ -38,7 +38,7 @@ class Way(Protocol):
     @property
     def max_blocks(self) -> int: ...
 
-    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+    async def store(self, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
         ...
 
@@ -47,28 +47,28 @@ class Way(Protocol):
         ...
 
 
-class Mapped:
+class MappedCopies:
     """Copies through mapped memory: reserve, copy, commit and release; acquire, copy, check, release."""
 
-    max_blocks: Final = MAX_PIECE
+    max_blocks: Final = MAX_PART
 
-    def __init__(self, cache: Owner, holdings: Holdings) -> None:
+    def __init__(self, cache: Owner, book: LeaseBook) -> None:
         self._cache: Final = cache
-        self._holdings: Final = holdings
+        self._book: Final = book
 
-    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
-        lease = await self._holdings.reserve(self._cache, tier, len(piece.chain), timeout)
+    async def store(self, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+        lease = await self._book.reserve(self._cache, tier, len(part.chain), timeout)
         try:
             memory = lease.arena.memory(tier)
-            copy = partial(memory.write, self._cache.group, lease.slots, piece.blocks)
-            await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits(piece.blocks))
-            return await self._holdings.store(lease, piece, timeout)
+            copy = partial(memory.write, self._cache.group, lease.slots, part.blocks)
+            await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits(part.blocks))
+            return await self._book.store(lease, part, timeout)
         finally:
             await self._cache.release(lease, stream=PASSED, timeout=timeout)
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
         cache = self._cache
-        ((lease,),) = await self._holdings.acquire([cache], [b"".join(chain)], tier, 1, None, timeout, for_read=True)
+        ((lease,),) = await self._book.acquire([cache], [b"".join(chain)], tier, 1, None, timeout, for_read=True)
         if lease.error is not None:
             raise lease.error
         try:
@@ -100,7 +100,7 @@ Absent: TypeAlias = "Callable[[Sequence[bytes]], Sequence[int] | None]"
 
 
 async def put(
-    slots: int, way: Way, tier: Tier, whole: Piece, absent: Absent, timeout: float | None
+    slots: int, way: Way, tier: Tier, whole: ChainPart, absent: Absent, timeout: float | None
 ) -> list[BlockResult]:
     """See :meth:`kvtier.cache.Cache.put`. ``slots``: capacity of the tier."""
     step, count = pieces(slots, way), len(whole.chain)
@@ -127,11 +127,11 @@ async def put(
     return results
 
 
-async def _stored(way: Way, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+async def _stored(way: Way, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
     try:
-        return await way.store(tier, piece, timeout)
+        return await way.store(tier, part, timeout)
     except LeaseLost:
-        return await way.store(tier, piece, timeout)  # the caller's arrays still have the bytes
+        return await way.store(tier, part, timeout)  # the caller's arrays still have the bytes
 
 
 async def get(
@@ -166,11 +166,11 @@ async def delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
 
 PutCall = StreamUnaryCall[transfer_pb2.PutChunk, transfer_pb2.PutResponse]
 
-MAX_PIECE_BYTES: Final = 64 << 20
+MAX_PART_BYTES: Final = 64 << 20
 """Most bytes in one stream, which is sent again if a connection breaks."""
 
 
-class Streamed:
+class StreamedCopies:
     """Puts and gets pieces of chains through streams. Implements :class:`kvtier.copies.Way`."""
 
     def __init__(self, cache: Owner, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
@@ -180,13 +180,13 @@ class Streamed:
 
     @property
     def max_blocks(self) -> int:
-        return max(1, MAX_PIECE_BYTES // self._cache.block_bytes)
+        return max(1, MAX_PART_BYTES // self._cache.block_bytes)
 
-    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+    async def store(self, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Sends a piece for the daemon to store."""
-        keys = b"".join(piece.chain)
-        parents = b"".join(piece.parents)
-        blocks = await _gathered(piece.blocks)
+        keys = b"".join(part.chain)
+        parents = b"".join(part.parents)
+        blocks = await _gathered(part.blocks)
         checksums = await _checksums(blocks)
         self._binder.asked.stored(keys)
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()
@@ -198,10 +198,10 @@ class Streamed:
                 cache_id=binding.cache_id,
                 keys=keys,
                 parents=parents,
-                priorities=piece.kept.priorities,
-                durations_ms=piece.kept.durations_ms,
+                priorities=part.kept.priorities,
+                durations_ms=part.kept.durations_ms,
                 seq=seq,
-                **(piece.prompt.told(keys, binding.info.options) if piece.prompt is not None else {}),
+                **(part.prompt.told(keys, binding.info.options) if part.prompt is not None else {}),
             )
             return transfer_pb2.PutHeader(
                 commit=commit,

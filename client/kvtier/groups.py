@@ -18,11 +18,11 @@ from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.buffers import Blocks, Reach, Rows
-from kvtier.chains import Piece, Prompt
+from kvtier.chains import ChainPart, Prompt
 from kvtier.copies import copied_out
 from kvtier.deadline import in_turn
 from kvtier.errors import InvalidArgument, TooShort
-from kvtier.lease import Holdings, Owner, ReadLease
+from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.gpu import PASSED, Stream
 from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, each_priority
@@ -156,11 +156,11 @@ class AcrossGroups(PrefixVerbs):
     group."""
 
     def __init__(
-        self, caches: Sequence[GroupCache], binder: Binder, holdings: Holdings, reader: Reader, default_timeout: float
+        self, caches: Sequence[GroupCache], binder: Binder, book: LeaseBook, reader: Reader, default_timeout: float
     ) -> None:
         super().__init__(binder, reader, range(len(caches)), default_timeout)
         self._caches: Final = caches
-        self._holdings: Final = holdings
+        self._book: Final = book
 
     def acquire(
         self,
@@ -240,7 +240,7 @@ class AcrossGroups(PrefixVerbs):
             first, step = len(chain) - len(rows), cache.spec.tokens_per_block
             later = retention and retention.after(first, step)
             kept = block_retention(len(rows), step, ranks and ranks[first:], later)
-            part = Piece.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
+            part = ChainPart.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
             way = cache.way(place)
             results[group] = await copies.put(cache.slots(place), way, place, part, cache.absent, timeout)
         return results
@@ -354,7 +354,7 @@ class AcrossGroups(PrefixVerbs):
         recompute_ns: int = 0,
     ) -> list[AcrossLease]:
         place = self._caches[0].lease_tier(tier)
-        found = await self._holdings.acquire(self._caches, packed, place, min_blocks, retention, timeout, recompute_ns)
+        found = await self._book.acquire(self._caches, packed, place, min_blocks, retention, timeout, recompute_ns)
         return [AcrossLease(keys, leases) for keys, leases in zip(packed, found, strict=True)]
 
 

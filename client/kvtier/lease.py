@@ -17,8 +17,8 @@ from kvtier.abi.attach import lease_secret
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import UNHEARD, Arena, Binder, Binding, send
-from kvtier.chains import Piece, Prompt
+from kvtier.arena import UNHEARD, Binder, Binding, MappedArena, send
+from kvtier.chains import ChainPart, Prompt
 from kvtier.deadline import Deadline
 from kvtier.errors import (
     DaemonError,
@@ -68,7 +68,7 @@ class Lease:
     """
 
     def __init__(
-        self, cache: Owner, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
+        self, cache: Owner, book: LeaseBook, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
     ) -> None:
         self.cache = cache
         self.tier = tier
@@ -76,7 +76,7 @@ class Lease:
         self.slots = tuple(slots)
         self.binding = binding
         self.released = lease_id == 0
-        self._holdings = holdings
+        self._book = book
         self._given_back: set[int] = set()
 
     def __repr__(self) -> str:
@@ -85,14 +85,14 @@ class Lease:
 
     def __del__(self) -> None:
         # Views of its slots may be in use: only the close of its cache releases them now.
-        if not self.released and self._holdings.keep_forgotten(self):
+        if not self.released and self._book.keep_forgotten(self):
             warnings.warn(f"not released: {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> MappedArena:
         return self.binding.arena
 
     @property
@@ -165,7 +165,7 @@ class Lease:
         for index in places:
             self._require_held(index)
         if places:
-            await self._holdings.give_back(self, places, stream, timeout)
+            await self._book.give_back(self, places, stream, timeout)
 
     def _places(self, at: Sequence[int]) -> list[int]:
         for number, index in enumerate(at):
@@ -185,7 +185,7 @@ class Lease:
     def _shown(self) -> tuple[str, int, Tier, int, bytes, tuple[int, ...]]:
         """The fields that every ticket has."""
         self.require_live()
-        secret = self._holdings.secret_of(self)
+        secret = self._book.secret_of(self)
         return self.binding.info.name, self.cache.group, self.tier, self.id, secret, self.slots
 
     def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
@@ -201,9 +201,9 @@ class WriteLease(Lease):
     """Reserved slots: fill their views, then :meth:`commit`."""
 
     def __init__(
-        self, cache: Owner, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
+        self, cache: Owner, book: LeaseBook, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
     ) -> None:
-        super().__init__(cache, holdings, binding, tier, lease_id, slots)
+        super().__init__(cache, book, binding, tier, lease_id, slots)
         self._blank = [True] * len(slots)
 
     @property
@@ -241,7 +241,7 @@ class WriteLease(Lease):
         indices = self.blank if at is None else self._places(at)
         request = commit_request(self, keys, indices, parent, parents, priorities, retention, prompt, release)
         request.let_go = not hold
-        results = await self._holdings.commit(self, request, stream, timeout)
+        results = await self._book.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in _STAYS_BLANK
             self._set_given_back([index], not self._blank[index] and (result is BlockResult.EXISTS or not hold))
@@ -270,7 +270,7 @@ class ReadLease(Lease):
     def __init__(
         self,
         cache: Owner,
-        holdings: Holdings,
+        book: LeaseBook,
         binding: Binding,
         tier: Tier,
         lease_id: int,
@@ -283,7 +283,7 @@ class ReadLease(Lease):
         error: KvtierError | None,
         needed: Needed,
     ) -> None:
-        super().__init__(cache, holdings, binding, tier, lease_id, slots)
+        super().__init__(cache, book, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
         """Keys of the held blocks."""
         self.needed = needed
@@ -329,7 +329,7 @@ _touched: Final[Counter[Memory | None]] = Counter()
 the end of the process if the end of the kernels is never confirmed."""
 
 
-class Holdings:
+class LeaseBook:
     """The leases of one cache object and its :meth:`kvtier.Cache.in_group` copies."""
 
     def __init__(self, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
@@ -458,12 +458,12 @@ class Holdings:
         lease.require_live()
         return await self._commit(lease, request, deadline)
 
-    async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
+    async def store(self, lease: WriteLease, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Commits a piece of a chain in the first slots of a lease, and ends the lease."""
         lease.require_live()
-        places = range(len(piece.chain))
-        keys = b"".join(piece.chain)
-        request = commit_request(lease, keys, places, None, piece.parents, None, piece.kept, piece.prompt, release=True)
+        places = range(len(part.chain))
+        keys = b"".join(part.chain)
+        request = commit_request(lease, keys, places, None, part.parents, None, part.kept, part.prompt, release=True)
         return await self._commit(lease, request, self._deadline(timeout))
 
     async def _commit(

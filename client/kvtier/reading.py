@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from kvtier import buffers
 from kvtier.abi.attention import Needed
-from kvtier.abi.key_index import Found
+from kvtier.abi.key_index import IndexEntries
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
-from kvtier.arena import Arena, Binder, send
+from kvtier.arena import Binder, MappedArena, send
 from kvtier.buffers import PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.deadline import Deadline
@@ -52,7 +52,7 @@ class Mapping:
     ``remote``: absent blocks may be in the remote store.
     """
 
-    arena: Arena
+    arena: MappedArena
     chains: Chains
     alone: bool = False
     remote: bool = False
@@ -235,7 +235,7 @@ class Read:
         self._current = True
         self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
         self._bits: Final = sum(tier.bit for tier in self._tiers)
-        self._found: Found = self._look_up() if mapping else Found.nothing(self.asked, sure=False)
+        self._found: IndexEntries = self._look_up() if mapping else IndexEntries.nothing(self.asked, sure=False)
         block_bytes = mapping.chains.block_bytes[group] if mapping else 0
         self.nbytes: Final = self.there * block_bytes
         into = None if targets is None else buffers.for_needed(targets, wanted)[: self.there]
@@ -304,7 +304,7 @@ class Read:
         """Sets the number of wanted blocks that can be copied; 0 for a part of a window, which is useless."""
         self.there = 0 if self._attention.span and there * KEY_BYTES < len(self._keys) else there
 
-    def _look_up(self) -> Found:
+    def _look_up(self) -> IndexEntries:
         """Looks up where the blocks from ``_start`` on are now, and sets how many can be copied."""
         assert self._mapping is not None
         found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
@@ -342,7 +342,7 @@ class Read:
         return changed
 
 
-def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArray[np.uint64]]:
+def _of_tier(found: IndexEntries, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArray[np.uint64]]:
     """Slots and generations in one tier."""
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations

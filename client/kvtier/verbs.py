@@ -35,7 +35,7 @@ from kvtier.wire import (
 )
 
 
-class Pages:
+class PageIterator:
     """``async for page in cache.pages()``. A step that was cancelled or failed is repeated by the next step."""
 
     def __init__(self, ask: Callable[[int], Awaitable[blocks_pb2.ListBlocksResponse]]) -> None:
@@ -68,7 +68,7 @@ class Pages:
 class PagedBlocks:
     """``async for block in cache.blocks()``: the blocks of :class:`Pages`, which a cancelled step keeps in place."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: PageIterator) -> None:
         self._pages = pages
         self._page: Iterator[ListedBlock] = iter(())
 
@@ -220,7 +220,7 @@ class GroupVerbs(PrefixVerbs):
             np.array(reply.host_generations, dtype=np.uint64),
         )
 
-    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> Pages:
+    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> PageIterator:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
         require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
 
@@ -228,7 +228,7 @@ class GroupVerbs(PrefixVerbs):
             request = blocks_pb2.ListBlocksRequest(group=self.group, limit=page_blocks, page=page)
             return await self._binder.call(lambda stubs: stubs.blocks.List, request, self._deadline(timeout))
 
-        return Pages(ask)
+        return PageIterator(ask)
 
     def blocks(self, *, timeout: float | None = None) -> PagedBlocks:
         """All indexed blocks. Other clients may change the cache between the pages: see :meth:`pages`."""

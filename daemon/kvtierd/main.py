@@ -25,8 +25,8 @@ import click
 
 from kvtierd import logs
 from kvtierd.config import ENV_PREFIX, ConfigError, Loaded, read
-from kvtierd.config.keys import Remote
-from kvtierd.config.load import Command, as_json, given, reference, with_flags
+from kvtierd.config.keys import RemoteConfig
+from kvtierd.config.load import DaemonCommand, as_json, given, reference, with_flags
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
@@ -41,7 +41,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _log = logging.getLogger(__name__)
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=DaemonCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kvtier", prog_name="kvtierd")
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), envvar=f"{ENV_PREFIX}CONFIG", help="Configuration file (TOML)."
@@ -97,7 +97,7 @@ def _check_files(loaded: Loaded) -> None:
         _fail(EXIT_BAD_CONFIG, "\n".join(loaded.located(fault) for fault in faults))
 
 
-def _store_faults(config: Remote) -> list[str]:
+def _store_faults(config: RemoteConfig) -> list[str]:
     """The faults for which a start would refuse the store."""
     import asyncio
 
@@ -127,7 +127,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
-    from kvtierd.serve import Manager, Sources, serve
+    from kvtierd.serve import ConfigSources, Manager, serve
     from kvtierd.tiers.base import TierConfigError, TierError
 
     _raise_descriptor_limit()
@@ -139,7 +139,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
         with asyncio.Runner() as runner:
-            status = runner.run(serve(Sources(file, flags), config, manager))
+            status = runner.run(serve(ConfigSources(file, flags), config, manager))
             if status:
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()

@@ -40,7 +40,7 @@ _ended: Final[list[Daemon]] = []
 
 
 @dataclass(slots=True, frozen=True)
-class Sources:
+class ConfigSources:
     """The configuration's sources besides the environment, read at the start and at each reload."""
 
     file: Path | None
@@ -66,7 +66,7 @@ class Manager:
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
-async def serve(sources: Sources, config: Config, manager: Manager) -> int:
+async def serve(sources: ConfigSources, config: Config, manager: Manager) -> int:
     """Runs a daemon until a signal asks for its end. Returns the exit status."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
@@ -140,7 +140,7 @@ async def _take_long(notifier: Notifier) -> None:
             await asyncio.sleep(_EXTEND_EVERY_S)
 
 
-async def _reload_when_asked(asked: asyncio.Event, sources: Sources, daemon: Daemon, notifier: Notifier) -> None:
+async def _reload_when_asked(asked: asyncio.Event, sources: ConfigSources, daemon: Daemon, notifier: Notifier) -> None:
     """Reloads when asked, until cancelled. Requests during a reload cause a single reload after it."""
     while True:
         await asked.wait()

@@ -46,7 +46,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 _log = logging.getLogger(__name__)
 
 
-class Store:
+class DescriptorStore:
     """Descriptors under names. A file is kept once per name."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Store:
 class NotifyListener:
     """The manager's end of the notify socket, whose name the kernel chose. Obeys only the daemon's messages."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: DescriptorStore) -> None:
         self._store: Final = store
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._sock: Final = socket.socket(socket.AF_UNIX, kind)
@@ -120,7 +120,7 @@ class NotifyListener:
 
 def supervise(command: Sequence[str]) -> int:
     """Runs ``command``, again after each crash. Returns its last exit status, as a shell would."""
-    store = Store()
+    store = DescriptorStore()
     try:
         return asyncio.run(_Supervisor(command, store).run())
     finally:
@@ -128,7 +128,7 @@ def supervise(command: Sequence[str]) -> int:
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str], store: Store) -> None:
+    def __init__(self, command: Sequence[str], store: DescriptorStore) -> None:
         self._command: Final = list(command)
         self._store: Final = store
         self._listener: Final = NotifyListener(store)

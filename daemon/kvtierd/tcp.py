@@ -24,7 +24,7 @@ _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,
 
 
 @dataclass(slots=True, frozen=True)
-class TlsFiles:
+class ServerTlsFiles:
     """PEM files: the daemon's certificate chain and key, and the authorities that vouch for clients."""
 
     cert: Path
@@ -57,7 +57,7 @@ class TcpListener:
 
     host: str
     port: int
-    tls: TlsFiles | None
+    tls: ServerTlsFiles | None
 
     @classmethod
     def of(
@@ -75,7 +75,7 @@ class TcpListener:
         if cert is not None and key is not None and client_ca is not None:
             if insecure:
                 raise ValueError("tcp_insecure = true: there is TLS; take one or the other away")
-            return cls(host, port, TlsFiles(cert, key, client_ca))
+            return cls(host, port, ServerTlsFiles(cert, key, client_ca))
         files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": client_ca}
         missing = [name for name, file in files.items() if file is None]
         if not insecure:

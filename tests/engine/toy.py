@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import Client
-from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, PageGroup, Pages, Plane, Planner
+from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Mover, PageGroup, PlaneLayout, Planner
 
 TOKENS: Final = 4
-PLAIN: Final = Layout("toy", TOKENS, (PageGroup((Plane("l0.k", 5000), Plane("l0.v", 4096))),))
+PLAIN: Final = Layout("toy", TOKENS, (PageGroup((PlaneLayout("l0.k", 5000), PlaneLayout("l0.v", 4096))),))
 PATIENCE_S: Final = 60.0
 T = TypeVar("T")
 ALL: Final = 1 << 30
 
 
-def content(key: bytes, group: int, plane: Plane, rank: int) -> NDArray[np.uint8]:
+def content(key: bytes, group: int, plane: PlaneLayout, rank: int) -> NDArray[np.uint8]:
     """What the model computes for a block."""
     who = b"all" if plane.replicated else str(rank).encode()
     seed = hashlib.sha256(key + str(group).encode() + plane.name.encode() + who).digest()
@@ -44,7 +44,7 @@ class Worker(Generic[M_co]):
             {plane.name: np.full((pages, plane.nbytes), 255, np.uint8) for plane in group.planes}
             for group in layout.groups
         ]
-        arrays = [Pages(group, planes) for group, planes in enumerate(self.memory)]
+        arrays = [GroupPages(group, planes) for group, planes in enumerate(self.memory)]
         self.mover = mover(layout, options, arrays, rank=rank)
 
     def compute(self, group: int, page: int, key: bytes) -> None:

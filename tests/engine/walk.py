@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, Planner
+from kvtier.engine import CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner
 from kvtier.engine.work import NO_PAGE
 from tests.engine.toy import Worker, sent, wait_until
 
@@ -97,8 +97,8 @@ class Walk:
             worker.mover.late, worker.mover.broken, worker.mover.unsaved = late, broken, unsaved
         self.ahead = self.random.randrange(2)
         """Steps that are planned before the outcomes of one are heard."""
-        self._unheard: deque[tuple[list[Outcome], list[Job]]] = deque()
-        self.told: list[deque[Outcome]] = [deque() for _ in self.workers]
+        self._unheard: deque[tuple[list[CopyResult], list[Job]]] = deque()
+        self.told: list[deque[CopyResult]] = [deque() for _ in self.workers]
         self.free = [list(range(pages)) for _ in layout.groups]
         self.jobs: list[Job] = []
         self.keys: dict[bytes, None] = {}
@@ -263,7 +263,7 @@ class Walk:
                         table[block] = NO_PAGE
         return leaving
 
-    def _outcomes(self, *, all_of_them: bool = False) -> list[Outcome]:
+    def _outcomes(self, *, all_of_them: bool = False) -> list[CopyResult]:
         """Those of a rank in their order; the last ones may come with a later step."""
         now = []
         for worker, told in zip(self.workers, self.told, strict=True):
@@ -272,7 +272,7 @@ class Walk:
             now += [told.popleft() for _ in range(many)]
         return now
 
-    def _hear(self, outcomes: Sequence[Outcome], lost: Sequence[Job] = ()) -> None:
+    def _hear(self, outcomes: Sequence[CopyResult], lost: Sequence[Job] = ()) -> None:
         now = list(outcomes)
         done = self._ask("completed", sent(now))
         failed = {(group, page) for group, pages in done.failed_pages.items() for page in pages}

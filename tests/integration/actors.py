@@ -28,7 +28,7 @@ import numpy as np
 
 from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.errors import fault_of
 from kvtier.transport.link import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
@@ -215,7 +215,7 @@ async def write_half(address: str, cache: str) -> None:
         cache_id = (await client.open(cache)).cache_id
         fds = client.socket.map(cache_id, write=True)
         reserved = await client.reserve(cache_id, Tier.HOST, 1)
-        arena = Arena(fds, write=True, spec=SPEC)
+        arena = MappedArena(fds, write=True, spec=SPEC)
         arena.view(Tier.HOST, 0, reserved.slots[0], write=True)[0][:] = 0xEE
         _say(slot=reserved.slots[0])
         await _stay()
@@ -227,7 +227,7 @@ async def keep_filling(address: str, cache: str, count: int) -> None:
         cache_id = (await client.open(cache)).cache_id
         fds = client.socket.map(cache_id, write=True)
         reserved = await client.reserve(cache_id, Tier.HOST, count)
-        arena = Arena(fds, write=True, spec=SPEC)
+        arena = MappedArena(fds, write=True, spec=SPEC)
         asked = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
         _say(session=client.welcome.session_id)
         while True:

@@ -59,12 +59,12 @@ class AttachSocket:
         """Descriptors by segment name, the caller's."""
         return self.mapped(cache_id, write=write)[1]
 
-    def mapped(self, cache_id: int, *, write: bool) -> tuple[attach.Mapped, dict[str, int]]:
+    def mapped(self, cache_id: int, *, write: bool) -> tuple[attach.MapReply, dict[str, int]]:
         """What is answered besides, too."""
         self.send(attach.encode(attach.Map(cache_id, write)))
         data, fds = self.receive()
         said = attach.decode_mapped(data)
-        assert isinstance(said, attach.Mapped), said
+        assert isinstance(said, attach.MapReply), said
         return said, dict(zip(said.fds, fds, strict=True))
 
     @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtier import Tier
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from tests.forking import in_child
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import close_all
@@ -43,7 +43,7 @@ async def arenas(raw, name):
     made = []
     for write in (True, False):
         fds = raw.socket.map(cache_id, write=write)
-        made.append(Arena(fds, write=write, spec=SPEC))
+        made.append(MappedArena(fds, write=write, spec=SPEC))
         close_all(fds)
     return made
 

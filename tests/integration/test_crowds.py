@@ -29,7 +29,7 @@ from tests.integration.scraping import port_of, scrape
 from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 Code = grpc.StatusCode
-MAX_VISITORS = 64
+MAX_UNAUTHENTICATED = 64
 MAX_WATCHES = 64
 
 # -- descriptors in flight ---------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ async def test_too_many_descriptors_in_flight_are_told_as_such(start_fresh):
 # -- calls without a session -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("crowd", [3 * MAX_VISITORS, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("crowd", [3 * MAX_UNAUTHENTICATED, pytest.param(5000, marks=pytest.mark.long)])
 async def test_watchers_of_health_without_a_session_give_way_to_others(client, daemon, name, crowd):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
     keys = chain(name, 2)
@@ -123,7 +123,7 @@ async def test_watchers_of_health_without_a_session_give_way_to_others(client, d
         stubs: list[Any] = [HealthStub(channel) for channel in channels]
         calls = [stubs[n % 3].Watch(HealthCheckRequest()) for n in range(crowd)]
         tasks = [asyncio.create_task(watched(call)) for call in calls]
-        await eventually(lambda: sum(task.done() for task in tasks), lambda count: count >= crowd - MAX_VISITORS)
+        await eventually(lambda: sum(task.done() for task in tasks), lambda count: count >= crowd - MAX_UNAUTHENTICATED)
         codes = Counter(task.result() for task in tasks if task.done())
         # In a large crowd gRPC tells some calls only that they were cancelled.
         assert codes.most_common(1)[0][0] is Code.RESOURCE_EXHAUSTED

@@ -18,7 +18,7 @@ import pytest
 
 from kvtier import BlockResult, Tier, TierFull
 from kvtier.abi import attach
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.v1 import admin_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
@@ -134,7 +134,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     keys = chain("written across a break", 3)
     cache_id = (await raw.open(cache.name)).cache_id
     fds = raw.socket.map(cache_id, write=True)
-    arena = Arena(fds, write=True, spec=SPEC)
+    arena = MappedArena(fds, write=True, spec=SPEC)
     close_all(fds)
     reserved = await raw.reserve(cache_id, Tier.HOST, 3)
     read = (await raw.acquire(cache_id, Tier.DEVICE, KEYS)).chains[0].groups[0]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, Client, Tier
-from kvtier.engine import EngineOptions, KeyChain, Layout, Load, Mover, PageGroup, Pages, Plane, Work
+from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
@@ -24,9 +24,11 @@ OTHER = [7] * (6 * TOKENS + 1)
 HYBRID = Layout(
     "hybrid",
     TOKENS,
-    (PageGroup((Plane("full", 4096),)), PageGroup((Plane("near", 4096),), window=5 * TOKENS)),
+    (PageGroup((PlaneLayout("full", 4096),)), PageGroup((PlaneLayout("near", 4096),), window=5 * TOKENS)),
 )
-RANKS = Layout("ranks", TOKENS, (PageGroup((Plane("heads", 3000), Plane("latent", 2000, replicated=True))),), ranks=2)
+RANKS = Layout(
+    "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True))),), ranks=2
+)
 LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS], ids=lambda layout: layout.model)
 SMALL: dict[str, Any] = {"host_bytes": 64 * 16384, "disk_bytes": 64 * 16384}
 
@@ -244,7 +246,7 @@ def test_a_setting_that_makes_no_sense_is_named(settings, named):
 
 def test_pages_that_are_not_the_layout_s_are_refused():
     with pytest.raises(InvalidArgument, match=r"l0\.v"):
-        Pages(0, {"l0.k": np.zeros((2, 5000), np.uint8)}).of(PLAIN, 0)
+        GroupPages(0, {"l0.k": np.zeros((2, 5000), np.uint8)}).of(PLAIN, 0)
 
 
 def test_a_chain_grows_as_the_keys_of_the_whole():
@@ -461,7 +463,7 @@ def load_of(toy: Engine, number: int, *, sync: bool = True) -> Work:
 def mover(toy: Engine, kind: type[Mover] = Mover) -> Mover:
     """A worker that begins while the engine's scheduler runs."""
     memory = {plane.name: np.zeros((1, plane.nbytes), np.uint8) for plane in PLAIN.groups[0].planes}
-    return kind(PLAIN, toy.planner.options, [Pages(0, memory)])
+    return kind(PLAIN, toy.planner.options, [GroupPages(0, memory)])
 
 
 def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):

@@ -11,22 +11,24 @@ from typing import Any, Final
 import pytest
 
 from kvtier import Client
-from kvtier.engine import Completed, Layout, Outcome, PageGroup, Plane, Planner, Work
+from kvtier.engine import Completed, CopyResult, Layout, PageGroup, PlaneLayout, Planner, Work
 from tests.engine.toy import TOKENS, assert_right, wait_until
 from tests.engine.walk import STALL_S, FaultyMover, Walk, walk
 from tests.integration.daemon import DaemonProcess
 
-PLAIN: Final = Layout("plain", TOKENS, (PageGroup((Plane("k", 500), Plane("v", 4096))),))
+PLAIN: Final = Layout("plain", TOKENS, (PageGroup((PlaneLayout("k", 500), PlaneLayout("v", 4096))),))
 HYBRID: Final = Layout(
-    "hybrid", TOKENS, (PageGroup((Plane("full", 700),)), PageGroup((Plane("near", 900),), window=3 * TOKENS))
+    "hybrid",
+    TOKENS,
+    (PageGroup((PlaneLayout("full", 700),)), PageGroup((PlaneLayout("near", 900),), window=3 * TOKENS)),
 )
 SINKS: Final = Layout(
     "sinks",
     TOKENS,
-    (PageGroup((Plane("near", 700),), window=3 * TOKENS, sink=TOKENS), PageGroup((Plane("full", 600),))),
+    (PageGroup((PlaneLayout("near", 700),), window=3 * TOKENS, sink=TOKENS), PageGroup((PlaneLayout("full", 600),))),
 )
 RANKS: Final = Layout(
-    "ranks", TOKENS, (PageGroup((Plane("heads", 300), Plane("latent", 200, replicated=True))),), ranks=2
+    "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 300), PlaneLayout("latent", 200, replicated=True))),), ranks=2
 )
 LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS)}
 STEPS: Final = 100
@@ -173,12 +175,12 @@ class KeepsOldTables(Planner):
 
 
 class BelievesOneRank(Planner):
-    def completed(self, outcomes: Iterable[Outcome]) -> Completed:
+    def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         return super().completed([replace(each, failed={} if each.rank else each.failed) for each in outcomes])
 
 
 class WaitsForOneRank(Planner):
-    def completed(self, outcomes: Iterable[Outcome]) -> Completed:
+    def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         return super().completed([replace(each, rank=rank) for each in outcomes for rank in range(self.layout.ranks)])
 
 

@@ -259,7 +259,7 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon):
 def test_threads_look_without_waiting_for_another(start_daemon):
     daemon = start_daemon(device=8, host=16, disk=32)
     keys = chain("threads", 6)
-    with Client(daemon.address) as client, sync.Mirror(client, ["c"]) as mirror:
+    with Client(daemon.address) as client, sync.SyncMirror(client, ["c"]) as mirror:
         cache = client.open_cache("c", SPEC)
         cache.put(keys, blocks(keys))
         stats = client.stats()

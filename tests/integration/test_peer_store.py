@@ -14,13 +14,13 @@ from kvtierd.core.ids import GroupId, Key
 from kvtierd.fleet.peers import Fleet
 from kvtierd.fleet.store import PeerStore
 from kvtierd.tiers.remote.base import ABSENT, RemoteRefused, RemoteUnavailable
-from kvtierd.tiers.remote.objects import Place, decode, object_bytes, parse
+from kvtierd.tiers.remote.objects import GroupPrefix, decode, object_bytes, parse
 from tests.integration.blocks import BLOCK_BYTES, SPEC, block, blocks, chain
 from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.test_rights import change_rules
 from tests.integration.waiting import PATIENCE_S, eventually
 
-PLACE = Place("c", SPEC.fingerprint(), GroupId(0))
+PLACE = GroupPrefix("c", SPEC.fingerprint(), GroupId(0))
 ROOM = object_bytes(BLOCK_BYTES)
 KEYS = [Key(key) for key in chain("peer", 6)]
 RULE = "[[allow]]\nanonymous = true\ncaches = ['*']\nverbs = [{verbs}]\n"
@@ -101,7 +101,7 @@ async def test_each_group_of_windows_gives_its_own(far):
         keys = [Key(key) for key in chain("windows", 12)]
         await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)}, tier=Tier.HOST)
         for group in map(GroupId, groups_of(VSWA)):
-            place, nbytes = Place("c", VSWA.fingerprint(), group), VSWA.block_bytes(group)
+            place, nbytes = GroupPrefix("c", VSWA.fingerprint(), group), VSWA.block_bytes(group)
             here = [key for key in keys if (await cache.in_group(group).locate([key]))[0].residency]
             names = [place.name(key) for key in here]
             await known(store, names)
@@ -131,7 +131,7 @@ async def test_tokens_come_with_the_right_to_see_them(far, tmp_path, allowed):
 
 async def test_the_death_of_a_peer_in_a_transfer_is_no_object(far):
     big = replace(SPEC, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 64 << 10),)),))
-    place, nbytes = Place("c", big.fingerprint(), GroupId(0)), big.block_bytes(0)
+    place, nbytes = GroupPrefix("c", big.fingerprint(), GroupId(0)), big.block_bytes(0)
     async with await connect(far.address) as owner, peer_of(far, big) as (_, store):
         cache = await owner.open_cache("c", big)
         keys = KEYS[: cache.slots(Tier.HOST) - 1]

@@ -1,4 +1,4 @@
-"""What an operator sees of a store beyond the host, and what goes from it at a command."""
+"""What an operator sees of a remote store, and what goes from it at a command."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ async def test_a_mapping_that_is_read_only_can_be_read_as_a_tensor(client, cache
         assert torch.equal(lease.tensors(2)[0].view(SHAPE), some()[2])
 
 
-@pytest.mark.parametrize("way", [sync.Cache.get, partial(sync.Cache.get, verify=True), sync.Cache.stream_get])
+@pytest.mark.parametrize(
+    "way", [sync.SyncCache.get, partial(sync.SyncCache.get, verify=True), sync.SyncCache.stream_get]
+)
 def test_the_synchronous_client_fills_tensors_in_the_callers_thread(daemon, name, monkeypatch, way):
     """Whose current streams the caller's work on them is in, where they are on a GPU."""
     threads = set()

@@ -109,7 +109,7 @@ async def test_objects_of_a_later_version_are_left_alone(start_fresh, tmp_path):
     assert len(re.findall(r"version 2; this daemon reads version 1", hosts[1].log)) == 1
 
 
-PLACE = objects.Place("c", b"f" * 32, GroupId(1))
+PLACE = objects.GroupPrefix("c", b"f" * 32, GroupId(1))
 RECORD = encode_record(Key(KEYS[1]), SlotId(7), 8, 9, b"x" * 16, Key(KEYS[0]), TRAITS)
 PAST = json.dumps(Past(7, {(GroupId(1), Key(KEYS[0])): 8}).encoded()).encode()
 OBJECT = objects.encode(PLACE, Key(KEYS[1]), Key(KEYS[0]), TRAITS, [np.frombuffer(b"bytes", np.uint8)])

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from kvtier import AsyncClient, Cache, Retention, Tier
 from kvtierd.core.ids import GroupId, Key
 from kvtierd.tiers.remote.base import RemoteStore
-from kvtierd.tiers.remote.objects import Place, object_bytes
+from kvtierd.tiers.remote.objects import GroupPrefix, object_bytes
 from kvtierd.tiers.remote.opening import open_store
 from tests.integration.blocks import BLOCK_BYTES, SPEC, blocks
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -23,7 +23,7 @@ class SharedStore:
     def __init__(self, url: str, cache: str) -> None:
         self.url = url
         self._store: RemoteStore = open_store(url)
-        self._place = Place(cache, SPEC.fingerprint(), GroupId(0))
+        self._place = GroupPrefix(cache, SPEC.fingerprint(), GroupId(0))
 
     async def held(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the keys whose objects are there."""

@@ -12,7 +12,7 @@ import pytest
 
 from kvtierd.core.ids import GroupId, Key, Traits
 from kvtierd.tiers.remote.base import ABSENT, RemoteRefused, RemoteStore
-from kvtierd.tiers.remote.objects import BadObject, Place, decode, encode, object_bytes
+from kvtierd.tiers.remote.objects import BadObject, GroupPrefix, decode, encode, object_bytes
 
 MIB = 1 << 20
 
@@ -148,7 +148,7 @@ async def test_a_name_may_have_512_bytes(store: RemoteStore) -> None:
 
 @pytest.mark.parametrize("fault", ["whole", "flipped", "truncated", "longer", "another's", "empty"])
 async def test_a_block_proves_itself(store: RemoteStore, fault: str) -> None:
-    place = Place(uuid.uuid4().hex, bytes(range(32)), GroupId(3))
+    place = GroupPrefix(uuid.uuid4().hex, bytes(range(32)), GroupId(3))
     key, other = Key(random.randbytes(32)), Key(random.randbytes(32))
     payload = np.frombuffer(some_bytes(300_000), np.uint8)
     whole = encode(place, key, other, Traits(35), [payload[:100_000], payload[100_000:]])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtierd.core.ids import Key, SlotId, Traits
-from kvtierd.core.recovery import Recovered
+from kvtierd.core.recovery import RecoveredBlock
 from tests.simulation.memory import POISON, ROT, Content, is_block
 from tests.simulation.violation import require
 
@@ -94,9 +94,9 @@ class Disk:
         self.records.clear()
         self._holders.clear()
 
-    def recover(self) -> list[Recovered]:
+    def recover(self) -> list[RecoveredBlock]:
         """Returns the reachable records, parents before children, else least recently used first; deletes the rest."""
-        order: list[Recovered] = []
+        order: list[RecoveredBlock] = []
         children: dict[Key | None, list[Key]] = {}
         for key, record in self.records.items():
             if record.slot not in self.bad:
@@ -106,7 +106,7 @@ class Disk:
         while ready:
             _, key = heapq.heappop(ready)
             record = self.records[key]
-            order.append(Recovered(record.slot, key, record.parent, record.traits))
+            order.append(RecoveredBlock(record.slot, key, record.parent, record.traits))
             for child in children.get(key, ()):
                 heapq.heappush(ready, (self.records[child].last_use, child))
         for key in self.records.keys() - {record.key for record in order}:

@@ -21,15 +21,15 @@ from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.eviction import LEAF, Lfuda
 from kvtierd.core.group import GroupState
-from kvtierd.core.holds import Holding
+from kvtierd.core.holds import Holds
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
-from kvtierd.core.leases import Lease, LeftLease, ReserveTicket
+from kvtierd.core.leases import LeftLease, ReserveTicket, SlotLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Ledger, Move, MoveResult, Recorder
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.reclaim import Background, Room
+from kvtierd.core.reclaim import Background, Reclaimer
 from kvtierd.core.retention import Clocks
-from kvtierd.core.transfers import Flight, Flights
+from kvtierd.core.transfers import CopyInFlight, Transfers
 from kvtierd.core.window import WindowManager
 from kvtierd.service import recovery as kept
 
@@ -90,18 +90,18 @@ def _frees_what_leaves(right: Method, state: GroupState, block: Block, tier: Tie
     state.give_back(tier, copy.slot)
 
 
-def _detaches_the_source(right: Method, flights: Flights, flight: Flight) -> None:
-    right(flights, flight)
+def _detaches_the_source(right: Method, transfers: Transfers, flight: CopyInFlight) -> None:
+    right(transfers, flight)
     if flight.block.copies[flight.src] is flight.source:
-        flights._state.detach(flight.block, flight.src)
+        transfers._state.detach(flight.block, flight.src)
 
 
-def _overlooks_failures(right: Method, flights: Flights, result: MoveResult, now: int) -> Any:
-    return right(flights, replace(result, failed=frozenset()), now)
+def _overlooks_failures(right: Method, transfers: Transfers, result: MoveResult, now: int) -> Any:
+    return right(transfers, replace(result, failed=frozenset()), now)
 
 
-def _overlooks_corruption(right: Method, flights: Flights, result: MoveResult, now: int) -> Any:
-    return right(flights, replace(result, corrupt=frozenset()), now)
+def _overlooks_corruption(right: Method, transfers: Transfers, result: MoveResult, now: int) -> Any:
+    return right(transfers, replace(result, corrupt=frozenset()), now)
 
 
 def _forgets_the_bad_slot(right: Method, state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
@@ -119,7 +119,7 @@ def _holds_nothing(right: Method, state: GroupState, block: Block, tier: Tier, s
     return copy
 
 
-def _gives_back_orphans(right: Method, holding: Holding, lease: Lease, orphaned: bool) -> None:
+def _gives_back_orphans(right: Method, holding: Holds, lease: SlotLease, orphaned: bool) -> None:
     right(holding, lease, orphaned)
     for slot in lease.blank:
         holding._state.give_back(lease.tier, slot)
@@ -216,7 +216,7 @@ def _too_short(attention: Attention) -> Attention:
     return replace(attention, span=max(1, attention.span - 1) if attention.span else 0)
 
 
-def _believes_in_parents(right: Method, holding: Holding, *about: Any, **how: Any) -> Any:
+def _believes_in_parents(right: Method, holding: Holds, *about: Any, **how: Any) -> Any:
     holding._state.shape = replace(holding._state.shape, flat=False)
     return right(holding, *about, **how)
 
@@ -238,21 +238,21 @@ def _grants_what_failed(right: Method, acquires: Acquires, ticket: AcquireTicket
     return False
 
 
-def _slides_from_the_front(right: Method, holding: Holding, lease: Lease, block: Block) -> None:
+def _slides_from_the_front(right: Method, holding: Holds, lease: SlotLease, block: Block) -> None:
     holding._window = replace(holding._window, sinks=0)
     right(holding, lease, block)
 
 
-def _lets_go_of_all(right: Method, holding: Holding, lease: Lease, slots: Collection[SlotId]) -> None:
+def _lets_go_of_all(right: Method, holding: Holds, lease: SlotLease, slots: Collection[SlotId]) -> None:
     right(holding, lease, lease.all_slots())
 
 
-def _gives_back_for_all(right: Method, holding: Holding, lease: Lease, slot: SlotId) -> None:
+def _gives_back_for_all(right: Method, holding: Holds, lease: SlotLease, slot: SlotId) -> None:
     del lease.blank[slot]
     holding._state.give_back(lease.tier, slot)
 
 
-def _is_owned_by_one(right: Method, holding: Holding, lease: Lease, slots: Collection[SlotId]) -> None:
+def _is_owned_by_one(right: Method, holding: Holds, lease: SlotLease, slots: Collection[SlotId]) -> None:
     right(holding, lease, slots)
     holding._state.ledgers[lease.tier].own(slots, lease.session)
 
@@ -311,13 +311,13 @@ FAULTS: Final = {
     for fault in (
         Fault("ready_before_copy_ends", ((GroupState, "start_copy", _arrives_when_planned),)),
         Fault("source_freed_before_ready", ((GroupState, "leave", _frees_what_leaves),)),
-        Fault("failed_copy_is_ready", ((Flights, "complete", _overlooks_failures),)),
-        Fault("failed_copy_frees_source", ((Flights, "_source_stays", _detaches_the_source),)),
-        Fault("corrupt_copy_is_ready", ((Flights, "complete", _overlooks_corruption),)),
+        Fault("failed_copy_is_ready", ((Transfers, "complete", _overlooks_failures),)),
+        Fault("failed_copy_frees_source", ((Transfers, "_source_stays", _detaches_the_source),)),
+        Fault("corrupt_copy_is_ready", ((Transfers, "complete", _overlooks_corruption),)),
         Fault("bad_slot_reused", ((removal, "lose_bytes", _forgets_the_bad_slot),)),
         Fault("hit_during_demotion_ignored", ((GroupState, "stay", _does_nothing),)),
         Fault("leased_slot_reused", ((GroupState, "hold", _holds_nothing),)),
-        Fault("orphaned_slot_reused", ((Holding, "orphan", _gives_back_orphans),)),
+        Fault("orphaned_slot_reused", ((Holds, "orphan", _gives_back_orphans),)),
         Fault("claim_ignored", tuple((GroupState, name, _does_nothing) for name in ("claim", "unclaim"))),
         Fault("retire_skipped", ((GroupState, "retire", _retires_at_once),)),
         Fault(
@@ -334,8 +334,8 @@ FAULTS: Final = {
             "parent_dropped_before_child",
             ((GroupState, "_lists", _takes_parents_for_leaves), (GroupState, "remove", _leaves_children_behind)),
         ),
-        Fault("disk_child_before_ancestor", ((Room, "_missing_ancestors", _answers(([], None))),)),
-        Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _answers(False)),)),
+        Fault("disk_child_before_ancestor", ((Reclaimer, "_missing_ancestors", _answers(([], None))),)),
+        Fault("stuck_parents_kept", ((Reclaimer, "_drop_some_subtree", _answers(False)),)),
         Fault("priority_not_propagated", ((Ancestry, "_owe", _passes_on_uses_alone),)),
         Fault("rest_of_a_climb_forgotten", ((Ancestry, "climb", _forgets_the_rest),), outside=False),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
@@ -348,20 +348,20 @@ FAULTS: Final = {
         Fault("needed_blocks_dropped", ((removal, "needed", _answers(False)),)),
         Fault("new_holders_overlooked", ((removal, "remove_all", _spares_nobody),)),
         Fault("label_left_behind", ((outcome._Planned, "move", _takes_no_labels_along),)),
-        Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
+        Fault("window_never_slides", ((Holds, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "attention", _too_short),)),
-        Fault("flat_blocks_with_parents", ((Holding, "store", _believes_in_parents),)),
+        Fault("flat_blocks_with_parents", ((Holds, "store", _believes_in_parents),)),
         Fault("sinks_forgotten", ((GroupShape, "attention", _keeps_no_sinks),)),
-        Fault("sinks_slide_out", ((Holding, "_slide", _slides_from_the_front),)),
+        Fault("sinks_slide_out", ((Holds, "_slide", _slides_from_the_front),)),
         Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
         Fault("partial_blocks_take_children", ((GroupState, "is_partial", _answers(False)),)),
-        Fault("outgrown_blocks_stay", ((Holding, "_outgrow", _does_nothing),)),
+        Fault("outgrown_blocks_stay", ((Holds, "_outgrow", _does_nothing),)),
         Fault("part_left_behind", ((Acquires, "_let_go", _lets_go_of_one_part),)),
         Fault("failed_part_granted", ((Acquires, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((Acquires, "refresh", _does_nothing),)),
-        Fault("part_released_whole", ((Holding, "give_back", _lets_go_of_all),)),
-        Fault("joined_slot_reused", ((Holding, "_let_go", _gives_back_for_all),)),
-        Fault("joined_slot_is_of_one", ((Holding, "_restate", _is_owned_by_one),)),
+        Fault("part_released_whole", ((Holds, "give_back", _lets_go_of_all),)),
+        Fault("joined_slot_reused", ((Holds, "_let_go", _gives_back_for_all),)),
+        Fault("joined_slot_is_of_one", ((Holds, "_restate", _is_owned_by_one),)),
         Fault("disk_back_between_slices", ((removal, "lose_tier", _back_between_slices),)),
         Fault("rest_of_a_loss_forgotten", ((removal, "lose_on", _stays_after_a_slice),), outside=False),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtierd.core.events import BlockChange, Cause, Event, EventType
+from kvtierd.core.events import BlockChange, BlockEvent, Cause, EventType
 from kvtierd.core.ids import Key, Label
 from tests.events_page import told
 from tests.simulation.forest import hash_of, label_of
@@ -30,7 +30,7 @@ class Mirror:
             EventType.REMOVED: self._removed,
         }
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: BlockEvent) -> None:
         kind = (event.type.name.lower(), event.cause.name.lower())
         require(kind in told(), f"the documentation does not say that {kind[0]} comes with {kind[1]}")
         if event.type is EventType.CLEARED:

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import GroupId, Tier
-from kvtierd.core.policy import GroupShape, Policy, RemotePolicy, RemoteWrites, WritePolicy
+from kvtierd.core.policy import GroupShape, Policy, RemotePolicy, RemoteWrites, WriteMode
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import Forest
 
@@ -90,7 +90,7 @@ class Setup:
         policy = Policy(
             clean_most=choose.pick((0.0, 0.0, 0.5, 1.0)),
             thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
-            write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
+            write_policy=choose.pick((WriteMode.BACK, WriteMode.THROUGH, WriteMode.SELECTIVE)),
             eviction=choose.pick(tuple(EVICTORS)),
             reserve_shift=choose.pick((7, 3, 2)),
             waiting_victims=choose.pick((16, 3, 1)),

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Final
 
 from kvtierd.core.check import check
-from kvtierd.core.errors import StillHeld, TierOffline
-from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
+from kvtierd.core.errors import ResetRefused, TierOutOfService
+from kvtierd.core.events import BlockChange, BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
-from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WritePolicy
-from kvtierd.core.removal import Drop, DropReport
+from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, WriteMode
+from kvtierd.core.removal import Drop, DropResult
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
@@ -128,7 +128,7 @@ class World:
         leased = len(self.clients.leased(site.group, tier))
         try:
             ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
-        except TierOffline:
+        except TierOutOfService:
             self._refused(tier)
             return
         self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count)
@@ -149,7 +149,7 @@ class World:
             results, outcome = self.core.commit(
                 holding.session, holding.id, items, self.now, hold=hold, release=release
             )
-        except TierOffline:
+        except TierOutOfService:
             self._refused(holding.tier)
             return
         require(list(results) == expected, f"commit answers {results}, not {expected}")
@@ -180,7 +180,7 @@ class World:
         requests = [self._prefix_request(session, tier, chain, sites) for chain in chains]
         try:
             tickets, outcome = self.core.acquire(session, [site.group for site in sites], tier, chains, self.now)
-        except TierOffline:
+        except TierOutOfService:
             self._refused(tier)
             return
         self._wait_for(tickets, chains, requests, outcome)
@@ -288,7 +288,7 @@ class World:
     def move(self, session: SessionId, site: Site, to: Tier, keys: Sequence[Key]) -> None:
         try:
             ticket, outcome = self.core.move(session, site.group, to, keys, self.now)
-        except TierOffline:
+        except TierOutOfService:
             self._refused(to)
             return
         self.clients.requests[ticket] = MoveRequest(ticket, session, to, site.group, tuple(keys))
@@ -324,7 +324,7 @@ class World:
         *,
         dry_run: bool,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[DropReport, int]:
+    ) -> tuple[DropResult, int]:
         """Returns a drop's final report, and its number of slices."""
         drop: Drop | None = None
         slices = 0
@@ -372,7 +372,7 @@ class World:
         places = self.core.locate(site.group, keys)
         try:
             results, outcome = self.core.pin(session, site.group, tier, keys, self.now, unpin=unpin)
-        except TierOffline:
+        except TierOutOfService:
             self._refused(tier)
             return
         for key, place, result in zip(keys, places, results, strict=True):
@@ -389,7 +389,7 @@ class World:
 
     def carry(self, site: Site, count: int, taken: float) -> None:
         """The remote store takes a part of the offered blocks."""
-        offers = self.core.beyond.offers(site.group, count)
+        offers = self.core.remote.offers(site.group, count)
         before = {key: change.residency for key, change in site.mirror.blocks.items()}
         above: set[Key] = set()
         for offer, place in zip(offers, self.core.locate(site.group, [each.key for each in offers]), strict=True):
@@ -401,11 +401,11 @@ class World:
             if offer.parent is not None:
                 above.add(offer.parent)
         gone, back = offers[: int(taken * len(offers))], offers[int(taken * len(offers)) :]
-        self.core.beyond.put_back(site.group, [offer.key for offer in back])
+        self.core.remote.put_back(site.group, [offer.key for offer in back])
         site.settled -= {offer.key for offer in back}
         for tier in {offer.tier for offer in gone}:
             keys = [offer.key for offer in gone if offer.tier is tier]
-            self._carry_out(self.core.beyond.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
+            self._carry_out(self.core.remote.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
         after = {key: change.residency for key, change in site.mirror.blocks.items()}
         require(before == after, "a store beyond the host changes what is here")
         self.seen["offered"] += bool(offers)
@@ -420,7 +420,7 @@ class World:
         while True:
             try:
                 report, outcome = self.core.reset(session, self.now, force=force, following=following)
-            except StillHeld as error:
+            except ResetRefused as error:
                 self.seen["reset refused"] += 1
                 require(bool(error.holders) or error.pinned > 0, "a reset is refused for nobody's sake")
                 require(not force, "a forced reset is refused")
@@ -688,7 +688,7 @@ class World:
         worth = all(policy.threshold(src, low) <= MAX_PRIORITY for src in site.slots if src < low)
         clean = site.disk_works and not self.lost
         works = clean and all(edge.degraded_until <= self.now for edge in edges.values())
-        if policy.write_policy is WritePolicy.BACK or tier is low or new is None or not (worth and works):
+        if policy.write_policy is WriteMode.BACK or tier is low or new is None or not (worth and works):
             return
         session = self.clients.sessions[0]
         self.reserve(session, site, tier, 1)
@@ -696,7 +696,7 @@ class World:
         (holding,) = self.clients.leases.values()
         (slot,) = holding.blank
         self.commit(holding, [CommitItem(slot, new, None, MAX_PRIORITY, 0, label_of(new))])
-        if policy.write_policy is WritePolicy.SELECTIVE:
+        if policy.write_policy is WriteMode.SELECTIVE:
             self.acquire(session, [site], tier, [ChainRequest([new])])
         self.drain(choose)
         there = site.residency(new)
@@ -761,7 +761,7 @@ class World:
         require(not self.clients.requests or coming, "somebody waits for nothing")
         self.verify()
 
-    def _take_event(self, event: Event) -> None:
+    def _take_event(self, event: BlockEvent) -> None:
         require(event.id == self.last_id + 1, f"event {event.id} follows event {self.last_id}")
         require(event.time_ns == self.now, "an event has another time than its call")
         self.last_id = event.id

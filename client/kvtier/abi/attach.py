@@ -118,7 +118,7 @@ class Welcome:
 
 
 @dataclass(slots=True, frozen=True)
-class CudaMemory:
+class CudaHandle:
     """The memory of a descriptor named ``cuda``: ``nbytes`` of the GPU with this uuid, 32 hex digits."""
 
     uuid: str
@@ -126,14 +126,14 @@ class CudaMemory:
 
 
 @dataclass(slots=True, frozen=True)
-class Mapped:
+class MapReply:
     """Names of the descriptors that came with the message, in their order.
 
     ``cuda``: the memory of the descriptor ``cuda``. ``unmapped``: the reason for each tier without a descriptor.
     """
 
     fds: tuple[str, ...]
-    cuda: CudaMemory | None = None
+    cuda: CudaHandle | None = None
     unmapped: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -144,7 +144,7 @@ class Failure:
 
 
 Request = Hello | Map | Forget | Bye
-Reply = Welcome | Mapped | Failure
+Reply = Welcome | MapReply | Failure
 
 
 def socket_path(address: str | os.PathLike[str], name: str) -> str:
@@ -182,13 +182,13 @@ def _fields(message: Request | Reply) -> dict[str, Any]:
             return {"op": "bye"}
         case Welcome():
             return {"ok": True} | {name: getattr(message, name) for name in _WELCOME_FIELDS}
-        case Mapped():
+        case MapReply():
             return {"ok": True, "fds": list(message.fds)} | _said_of_data(message)
         case Failure():
             return {"ok": False, "reason": message.reason, "message": message.message}
 
 
-def _said_of_data(message: Mapped) -> dict[str, Any]:
+def _said_of_data(message: MapReply) -> dict[str, Any]:
     cuda = message.cuda
     said: dict[str, Any] = {} if cuda is None else {"cuda": {"uuid": cuda.uuid, "bytes": cuda.nbytes}}
     return said | ({"unmapped": dict(message.unmapped)} if message.unmapped else {})
@@ -223,7 +223,7 @@ def decode_welcome(data: bytes) -> Welcome | Failure:
     return failure or Welcome(**_checked(fields, _WELCOME_FIELDS))
 
 
-def decode_mapped(data: bytes) -> Mapped | Failure:
+def decode_mapped(data: bytes) -> MapReply | Failure:
     """Decodes the answer to a map, for the client. Raises :class:`AttachProtocolError`."""
     fields, failure = _reply(data)
     if failure is not None:
@@ -237,12 +237,12 @@ def decode_mapped(data: bytes) -> Mapped | Failure:
     for tier in unmapped:
         if tier in came:
             raise AttachProtocolError("BAD_FIELD", f"field unmapped names {tier}, of which a descriptor came")
-    return Mapped(fds, cuda, unmapped)
+    return MapReply(fds, cuda, unmapped)
 
 
-def _cuda_memory(said: dict[str, Any]) -> CudaMemory:
+def _cuda_memory(said: dict[str, Any]) -> CudaHandle:
     fields = _checked(said, _CUDA_FIELDS)
-    return CudaMemory(fields["uuid"], fields["bytes"])
+    return CudaHandle(fields["uuid"], fields["bytes"])
 
 
 def _reply(data: bytes) -> tuple[dict[str, Any], Failure | None]:

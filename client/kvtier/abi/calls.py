@@ -31,7 +31,7 @@ _SHORT_HEAD: Final = struct.Struct("<BI")
 
 
 @dataclass(slots=True, frozen=True)
-class Call:
+class CallPacket:
     """``path``: of the method, like ``/kvtier.v1.Blocks/Match``. ``trace``: traceparent of the client, or empty."""
 
     number: int
@@ -41,12 +41,12 @@ class Call:
 
 
 @dataclass(slots=True, frozen=True)
-class GiveUp:
+class GiveUpPacket:
     number: int
 
 
 @dataclass(slots=True, frozen=True)
-class Answer:
+class AnswerPacket:
     """``body``: a reply if ``status`` is 0, else a google.rpc.Status."""
 
     number: int
@@ -75,23 +75,23 @@ def encode_answer(number: int, status: int, body: bytes) -> bytes:
     return packet if len(packet) <= MAX_MESSAGE else _HEAD.pack(_CALL, number, TOO_LONG)
 
 
-def decode_request(packet: bytes) -> Call | GiveUp:
+def decode_request(packet: bytes) -> CallPacket | GiveUpPacket:
     """Decodes a client's packet, for the daemon. Raises :class:`AttachProtocolError`, reason BAD_MESSAGE."""
     try:
         if packet[0] == _GIVE_UP:
-            return GiveUp(_SHORT_HEAD.unpack(packet)[1])
+            return GiveUpPacket(_SHORT_HEAD.unpack(packet)[1])
         kind, number, length = _HEAD.unpack_from(packet)
     except struct.error as error:
         raise AttachProtocolError("BAD_MESSAGE", f"a call of {len(packet)} bytes: {error}") from None
     end = _HEAD.size + length
     start = end + _TRACE_BYTES if kind == _TRACED_CALL else end
-    return Call(number, packet[_HEAD.size : end], packet[start:], packet[end:start])
+    return CallPacket(number, packet[_HEAD.size : end], packet[start:], packet[end:start])
 
 
-def decode_answer(packet: bytes) -> Answer:
+def decode_answer(packet: bytes) -> AnswerPacket:
     """Decodes the daemon's packet, for the client. Raises :class:`AttachProtocolError`, reason BAD_MESSAGE."""
     try:
         _, number, status = _HEAD.unpack_from(packet)
     except struct.error as error:
         raise AttachProtocolError("BAD_MESSAGE", f"an answer of {len(packet)} bytes: {error}") from None
-    return Answer(number, status, packet[_HEAD.size :])
+    return AnswerPacket(number, status, packet[_HEAD.size :])

@@ -149,7 +149,7 @@ class KeyMix:
         return Homes(buckets[:count], buckets[count:], tags)
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """The place of a block. ``residency``: its tier bits, 0 = absent. Slots and generations of other tiers are void."""
 
     residency: int = 0
@@ -159,7 +159,7 @@ class Entry(NamedTuple):
     device_generation: int = 0
 
 
-ABSENT: Final = Entry()
+ABSENT: Final = IndexEntry()
 
 
 @dataclass(slots=True, frozen=True)
@@ -175,8 +175,8 @@ class Presence:
 
 
 @dataclass(slots=True, frozen=True)
-class Found(Presence):
-    """The places of many blocks, as in :class:`Entry`, one element per block."""
+class IndexEntries(Presence):
+    """The places of many blocks, as in :class:`IndexEntry`, one element per block."""
 
     host_slots: NDArray[np.uint32]
     host_generations: U64
@@ -251,7 +251,7 @@ class IndexReader:
         """The last event whose effect the index shows."""
         return read_shown(self._words)
 
-    def entry(self, key: bytes, group: int, unindexed: int | None = None) -> Entry | None:
+    def entry(self, key: bytes, group: int, unindexed: int | None = None) -> IndexEntry | None:
         """Returns the block's place; None: unsure. ``unindexed``: the count read before, if the caller has one."""
         if unindexed is None:
             unindexed = read_unindexed(self._words)
@@ -283,9 +283,9 @@ class IndexReader:
                 absent, sure = at, entry is not None
         return present if sure else None
 
-    def find(self, keys: bytes | memoryview, group: int) -> Found:
+    def find(self, keys: bytes | memoryview, group: int) -> IndexEntries:
         """Returns the places of many blocks. ``keys``: packed."""
-        return self._find(Found, keys, group)
+        return self._find(IndexEntries, keys, group)
 
     def presence(self, keys: bytes | memoryview, group: int) -> Presence:
         """Returns the residency of many blocks. ``keys``: packed."""
@@ -304,7 +304,7 @@ class IndexReader:
             entry = self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group, unindexed)
             found.sure[row] = entry is not None
             found.residency[row], *where = entry or ABSENT
-            if isinstance(found, Found):
+            if isinstance(found, IndexEntries):
                 (
                     found.host_slots[row],
                     found.host_generations[row],
@@ -345,7 +345,7 @@ class IndexReader:
         if its.tobytes() != wanted.tobytes():  # equal tags do not mean equal keys
             right &= (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
         to, words = rows[some], self._entry_words
-        where = [word[places] for word in words] if isinstance(found, Found) else []
+        where = [word[places] for word in words] if isinstance(found, IndexEntries) else []
         after = self._whole[starts]
         unstable: list[int] = []
         if after.tobytes() != before.tobytes() or np.bitwise_or.reduce(before) & _ONE:
@@ -356,12 +356,12 @@ class IndexReader:
             to, tiers, where = to[right], tiers[right], [column[right] for column in where]
         found.residency[to] = tiers
         found.sure[to] = True
-        if isinstance(found, Found):
+        if isinstance(found, IndexEntries):
             found.host_generations[to], found.device_generations[to], slots = where
             found.host_slots[to], found.device_slots[to] = slots.view("<u4").reshape(-1, 2).T
         return unstable
 
-    def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> Entry | None:
+    def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> IndexEntry | None:
         """Returns the block's entry in one bucket; None: the bucket keeps changing."""
         start = self._base + bucket * BUCKET_BYTES
         word = start // 8
@@ -379,7 +379,7 @@ class IndexReader:
                 its, host_generation, device_generation, host_slot, device_slot = ENTRY.unpack_from(self._bytes, at)
                 residency = self._bytes[start + TIERS_OFFSET + place]
                 if its == key and residency and self._halves[(start + GROUPS_OFFSET) // 2 + place] == group:
-                    found = Entry(residency, host_slot, host_generation, device_slot, device_generation)
+                    found = IndexEntry(residency, host_slot, host_generation, device_slot, device_generation)
                     break
             if words[word] == before:
                 return found

@@ -18,7 +18,18 @@ import numpy as np
 
 from kvtier.abi.spec import DTYPE_BYTES
 from kvtier.bench.host import PAGE, Result, interleaved, memcpy, new_chain
-from kvtier.engine import EngineOptions, KeyChain, Layout, Mover, Outcome, PageGroup, Pages, Plane, Planner, Work
+from kvtier.engine import (
+    CopyResult,
+    EngineOptions,
+    GroupPages,
+    KeyChain,
+    Layout,
+    Mover,
+    PageGroup,
+    PlaneLayout,
+    Planner,
+    Work,
+)
 from kvtier.errors import DaemonError
 from kvtier.replay.private import PrivateDaemon
 from kvtier.types import Tier
@@ -44,7 +55,7 @@ class BareEngine:
         self._tables: Final = {0: range(pages)}
         self._names: Final = map(str, count())
         self.planner: Final = Planner.open(layout, options)
-        self.mover: Final = Mover(layout, options, [Pages(0, memory)])
+        self.mover: Final = Mover(layout, options, [GroupPages(0, memory)])
         self.mover.open()
 
     def plan(self, keys: Sequence[bytes]) -> tuple[str, Work, float]:
@@ -61,7 +72,7 @@ class BareEngine:
     def step(self, keys: Sequence[bytes]) -> float:
         """Plans to load stored blocks, and loads none. Returns the seconds."""
         request, work, seconds = self.plan(keys)
-        self._end(request, [Outcome(load.ticket, request, "load", 0, {}, 0, 0, 0.0) for load in work.loads])
+        self._end(request, [CopyResult(load.ticket, request, "load", 0, {}, 0, 0, 0.0) for load in work.loads])
         return seconds
 
     def copy(self, keys: Sequence[bytes]) -> tuple[float, int, int]:
@@ -71,7 +82,7 @@ class BareEngine:
         the daemon wait. Raises :class:`DaemonError` if a copy does not end.
         """
         request, work, _ = self.plan(keys)
-        ended: list[Outcome] = []
+        ended: list[CopyResult] = []
         started = time.perf_counter()
         self.mover.start(work)
         self.mover.save()
@@ -86,7 +97,7 @@ class BareEngine:
             return seconds, 0, 0
         return seconds, sum(each.blocks for each in work.loads), sum(each.blocks for each in work.saves)
 
-    def _end(self, request: str, ended: Sequence[Outcome]) -> None:
+    def _end(self, request: str, ended: Sequence[CopyResult]) -> None:
         self.planner.completed(ended)
         while self.planner.pending:
             time.sleep(0.001)
@@ -111,7 +122,7 @@ def _preemptions() -> int:
 
 async def steps(blocks: int, rounds: int) -> AsyncIterator[Result]:
     """Measures offer, plan and step for a prompt of stored blocks, while the daemon runs and while it is stopped."""
-    async with _running(Layout("kvtier-bench", 16, (PageGroup((Plane("all", PAGE),)),)), blocks) as engine:
+    async with _running(Layout("kvtier-bench", 16, (PageGroup((PlaneLayout("all", PAGE),)),)), blocks) as engine:
         keys = new_chain(blocks)
         while engine.copy(keys)[1] < blocks:
             pass
@@ -137,7 +148,7 @@ async def copies(
     """Measures saves and loads of blocks with a plane for the keys and a plane for the values of each layer, beside one
     thread's memcpy; and the prefix from which a load takes less time than a model of each speed takes to compute it."""
     nbytes = kv_heads * head_size * tokens * DTYPE_BYTES[dtype]
-    planes = tuple(Plane(f"{layer}.{part}", nbytes) for layer in range(layers) for part in "kv")
+    planes = tuple(PlaneLayout(f"{layer}.{part}", nbytes) for layer in range(layers) for part in "kv")
     async with _running(Layout("kvtier-bench", tokens, (PageGroup(planes),)), _BATCH) as engine:
         stored, (source, target) = new_chain(_BATCH), np.ones((2, _BATCH, len(planes) * nbytes), np.uint8)
 

@@ -56,7 +56,7 @@ _SYNC_BLOCKS: Final = 32
 _STOP_S: Final = 600.0
 _numbers: Final = count()
 
-Work = Callable[[], Awaitable[float]]
+BenchWork = Callable[[], Awaitable[float]]
 """Does one round and returns the seconds that count."""
 
 
@@ -116,7 +116,7 @@ def new_chain(blocks: int = BATCH) -> list[bytes]:
     return [hashlib.sha256(f"{number}/{index}".encode()).digest() for index in range(blocks)]
 
 
-async def interleaved(rounds: int, *works: Work) -> list[float]:
+async def interleaved(rounds: int, *works: BenchWork) -> list[float]:
     """Returns the median seconds of each work. A round does every work once, in rotating order: no work always finds
     the processor's caches as the same other work left them."""
     times: list[list[float]] = [[] for _ in works]
@@ -142,7 +142,7 @@ def memcpy(source: Sequence[Bytes], target: Sequence[Bytes]) -> float:
     return time.perf_counter() - started
 
 
-def _memcpy_into_memory(rows: Sequence[Bytes]) -> Work:
+def _memcpy_into_memory(rows: Sequence[Bytes]) -> BenchWork:
     """Copies a batch, in turn, to four places in memory that has its pages."""
     places = cycle(empty((_ROOM, len(rows), rows[0].size)))
 
@@ -153,7 +153,7 @@ def _memcpy_into_memory(rows: Sequence[Bytes]) -> Work:
 
 
 async def _rate(
-    name: str, block_bytes: int, blocks: int, rounds: int, ours: Work, floor: Work, **params: Any
+    name: str, block_bytes: int, blocks: int, rounds: int, ours: BenchWork, floor: BenchWork, **params: Any
 ) -> Result:
     params = {"block_bytes": block_bytes, **params}
     return Result.rate(name, params, blocks * block_bytes, *await interleaved(rounds, ours, floor))
@@ -433,7 +433,7 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> AsyncIterat
     """Measures the cost of a block of 4 KiB in calls of 64, with ``counts`` blocks in the cache; the floor is the
     smallest count. Then the daemon's memory a block, and :func:`_restart`."""
     async with AsyncExitStack() as stack:
-        spec, works = replay_spec(PAGE), dict[str, list[Work]](acquire=[], store=[])
+        spec, works = replay_spec(PAGE), dict[str, list[BenchWork]](acquire=[], store=[])
         for blocks in counts:
             here = await stack.enter_async_context(private_cache(spec, TierSlots(0, blocks, 0)))
             await _fill(here, blocks // 10)

@@ -80,7 +80,7 @@ def _as_array(event: VllmEvent) -> list[Any]:
 
 
 @dataclass(slots=True, frozen=True)
-class Block:
+class PublishedBlock:
     """A block in published events. ``name``: its hash. ``parent`` (its key), ``parent_name``: None = the block is a
     root.
 
@@ -101,19 +101,19 @@ class Block:
 class Change(NamedTuple):
     """A change of a block's tiers. ``before``, ``after``: sets of tiers; 0 = the block is absent."""
 
-    block: Block
+    block: PublishedBlock
     before: int
     after: int
 
 
 @dataclass(slots=True)
-class Group:
+class PublishedGroup:
     """The blocks of a window group, by key."""
 
     number: int
     window_tokens: int = 0
     tokens_per_block: int = 0
-    blocks: dict[bytes, Block] = field(default_factory=dict)
+    blocks: dict[bytes, PublishedBlock] = field(default_factory=dict)
 
     def apply(self, item: Event | SnapshotSlice, *, tokens: bool) -> list[Change]:
         """Applies an item and returns its changes: none if it was applied before."""
@@ -129,7 +129,7 @@ class Group:
         gone = [known.pop(key) for key in (keys if kind is EventType.REMOVED else list(known)) if key in known]
         return [Change(block, block.residency, 0) for block in gone]
 
-    def _put(self, blocks: Iterable[Block]) -> list[Change]:
+    def _put(self, blocks: Iterable[PublishedBlock]) -> list[Change]:
         changes = []
         for block in blocks:
             known = self.blocks.get(block.key)
@@ -139,7 +139,7 @@ class Group:
                 changes.append(Change(block, before, block.residency))
         return changes
 
-    def difference(self, new: Group) -> tuple[list[Change], list[Change]]:
+    def difference(self, new: PublishedGroup) -> tuple[list[Change], list[Change]]:
         """The changes from this group to the new one, in the order to publish.
 
         Returns:
@@ -152,7 +152,7 @@ class Group:
         changes = (Change(block, kept.get(key, 0), block.residency) for key, block in new.blocks.items())
         return gone, [change for change in changes if change.before != change.after]
 
-    def has(self, block: Block) -> bool:
+    def has(self, block: PublishedBlock) -> bool:
         """Whether the key means the same block here, in any tier."""
         mine = self.blocks.get(block.key)
         return mine is not None and replace(mine, residency=block.residency) == block
@@ -166,8 +166,8 @@ class VllmEvents:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._groups: dict[int, Group] = {}
-        self._snapshot: dict[int, Group] | None = None
+        self._groups: dict[int, PublishedGroup] = {}
+        self._snapshot: dict[int, PublishedGroup] | None = None
         """The groups of an unfinished snapshot so far."""
         self._begun = False
 
@@ -184,11 +184,14 @@ class VllmEvents:
                 yield from self._differences()
             case Event() | SnapshotSlice() if self._options.group in (None, item.group):
                 groups = self._groups if self._snapshot is None else self._snapshot
-                group = groups.setdefault(item.group, Group(item.group))
+                group = groups.setdefault(item.group, PublishedGroup(item.group))
                 changes = group.apply(item, tokens=self._options.tokens)
                 if self._snapshot is None and changes:
                     cleared = isinstance(item, Event) and item.type in (EventType.CREATED, EventType.CLEARED)
-                    yield [*self._told(group, changes), *([AllBlocksCleared()] if cleared and not self.blocks else [])]
+                    yield [
+                        *self._events_of(group, changes),
+                        *([AllBlocksCleared()] if cleared and not self.blocks else []),
+                    ]
             case _:
                 pass
 
@@ -197,7 +200,7 @@ class VllmEvents:
         yield [AllBlocksCleared()]
         for group in self._groups.values():
             changes = [Change(block, 0, block.residency) for block in group.blocks.values()]
-            yield from ([event] for event in self._told(group, changes))
+            yield from ([event] for event in self._events_of(group, changes))
 
     def _differences(self) -> Iterator[Step]:
         new, self._snapshot = self._snapshot or {}, None
@@ -206,11 +209,11 @@ class VllmEvents:
             self._begun = True
             yield [AllBlocksCleared()]  # an earlier bridge at this address may have published other blocks
         for number in old.keys() | new.keys():
-            group = new.setdefault(number, Group(number))
-            for changes in old.get(number, Group(number)).difference(group):
-                yield from ([event] for event in self._told(group, changes))
+            group = new.setdefault(number, PublishedGroup(number))
+            for changes in old.get(number, PublishedGroup(number)).difference(group):
+                yield from ([event] for event in self._events_of(group, changes))
 
-    def _told(self, group: Group, changes: Sequence[Change]) -> Iterator[VllmEvent]:
+    def _events_of(self, group: PublishedGroup, changes: Sequence[Change]) -> Iterator[VllmEvent]:
         """Events of stored blocks, chain by chain and each in all its media, then of removed blocks, children first.
 
         Readers drop a child whose parent they do not know, and the parent can be in another medium.
@@ -226,7 +229,7 @@ class VllmEvents:
             for place in range(0, len(old), EVENT_BLOCKS):
                 yield BlockRemoved(old[place : place + EVENT_BLOCKS], MEDIA[tier], group.number)
 
-    def _chain(self, group: Group, run: Sequence[Block], medium: str) -> BlockStored:
+    def _chain(self, group: PublishedGroup, run: Sequence[PublishedBlock], medium: str) -> BlockStored:
         first = run[0]
         lora_name = None if first.lora_id is None else self._options.lora_names.get(first.lora_id, str(first.lora_id))
         return BlockStored(
@@ -250,13 +253,13 @@ def _hash(name: bytes) -> int:
     return int.from_bytes(name[:_NUMBER_BYTES], "big")
 
 
-def parents_first(blocks: Iterable[Block]) -> list[Block]:
+def parents_first(blocks: Iterable[PublishedBlock]) -> list[PublishedBlock]:
     """The same blocks, each after its parent. Chains stay together where possible."""
     waiting = {block.key: block for block in blocks}
-    ordered: list[Block] = []
+    ordered: list[PublishedBlock] = []
     for block in list(waiting.values()):
         path = []
-        above: Block | None = block if block.key in waiting else None
+        above: PublishedBlock | None = block if block.key in waiting else None
         while above is not None:
             path.append(waiting.pop(above.key))
             above = waiting.get(above.parent) if above.parent is not None else None
@@ -264,9 +267,9 @@ def parents_first(blocks: Iterable[Block]) -> list[Block]:
     return ordered
 
 
-def _runs(blocks: Iterable[Block], added: Mapping[bytes, int]) -> Iterator[list[Block]]:
+def _runs(blocks: Iterable[PublishedBlock], added: Mapping[bytes, int]) -> Iterator[list[PublishedBlock]]:
     """Cuts ordered blocks into chains that each fit one event."""
-    run: list[Block] = []
+    run: list[PublishedBlock] = []
     for block in blocks:
         if run and (len(run) == EVENT_BLOCKS or not _continues(run[-1], block, added)):
             yield run
@@ -276,20 +279,20 @@ def _runs(blocks: Iterable[Block], added: Mapping[bytes, int]) -> Iterator[list[
         yield run
 
 
-def _continues(above: Block, block: Block, added: Mapping[bytes, int]) -> bool:
-    def alike(one: Block) -> tuple[object, ...]:
+def _continues(above: PublishedBlock, block: PublishedBlock, added: Mapping[bytes, int]) -> bool:
+    def alike(one: PublishedBlock) -> tuple[object, ...]:
         return added[one.key], one.token_ids is None, one.lora_id, one.cache_salt
 
     return block.parent == above.key and alike(above) == alike(block)
 
 
-def _extra_keys(block: Block, lora_name: str | None) -> list[str] | None:
+def _extra_keys(block: PublishedBlock, lora_name: str | None) -> list[str] | None:
     """The parts of a block's identity besides token ids, in vLLM's order: adapter, items, and the salt of a root."""
     salt = block.cache_salt if block.parent is None else None
     return [key for key in (lora_name, *block.items, salt) if key is not None] or None
 
 
-def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: int) -> Iterator[Block]:
+def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: int) -> Iterator[PublishedBlock]:
     """The blocks of an item. With ``event_hash``, blocks without a hash, and their children, are left out. Partial
     blocks, which vLLM does not have, are left out if the item has tokens."""
     keys, parents = split_keys(item.packed_keys), split_keys(item.packed_parents)
@@ -303,7 +306,7 @@ def _stored(item: Event | SnapshotSlice, with_tokens: bool, tokens_per_block: in
         partial = prompt is not None and 0 < len(prompt.token_ids) < tokens_per_block
         if partial or not any(name) or not (root or any(parent_name)):
             continue
-        block = Block(key, None if root else parent, name, None if root else parent_name, residency)
+        block = PublishedBlock(key, None if root else parent, name, None if root else parent_name, residency)
         if with_tokens and prompt is not None and prompt.token_ids:
             items = tuple(digest.hex() for digest, _ in prompt.items)
             ids = array("I", prompt.token_ids)

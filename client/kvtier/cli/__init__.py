@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from kvtier.cli.options import Group, connection_options
+from kvtier.cli.options import CommandGroup, connection_options
 
 _MODULES: Final[Mapping[str, str]] = {
     "bench": "bench",
@@ -43,7 +43,7 @@ _MODULES: Final[Mapping[str, str]] = {
 """Maps each command to its module in this package."""
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     """Imports a command on first use: `kvtier status` does not wait for the imports of `kvtier bench`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -15,7 +15,7 @@ from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
 from kvtier.bench.host import Result
 from kvtier.cli.common import run
-from kvtier.cli.options import Group, output_option
+from kvtier.cli.options import CommandGroup, output_option
 from kvtier.cli.output import show, table
 from kvtier.types import size
 
@@ -32,7 +32,7 @@ _SIZES: Final = click.option(
 )
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def bench() -> None:
     """Compare kvtier with plain memcpy and the raw disk.
 

@@ -13,7 +13,7 @@ import click
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.cli.common import DaemonAt, address_option, confirmed
-from kvtier.cli.options import Group, command, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, show
 from kvtier.client import SHORTEST_PREFIX, AsyncClient
 from kvtier.errors import NotFound
@@ -59,7 +59,7 @@ async def whole_key(client: AsyncClient, cache: str, key: bytes) -> bytes:
 
 
 @dataclass(slots=True)
-class Outcome:
+class BlocksReport:
     """The results of a verb, block by block. ``besides``: further counts, for example ``dropped``."""
 
     verb: str
@@ -127,7 +127,7 @@ def move(
     """
     if bool(keys) == everything:
         raise click.UsageError("name the blocks in one way: KEYs or --all")
-    outcome = Outcome("move", cache)
+    outcome = BlocksReport("move", cache)
 
     async def moved(client: AsyncClient, at: Cache) -> None:
         chosen = [block.key async for block in at.blocks()] if everything else await _whole(client, cache, keys)
@@ -153,7 +153,7 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
     block stays if it, or a block below it, is leased or pinned. Exit status 1 if any block was not dropped.
     """
 
-    def dropped(outcome: Outcome) -> Outcome:
+    def dropped(outcome: BlocksReport) -> BlocksReport:
         async def verb(client: AsyncClient, at: Cache) -> None:
             for piece in _pieces(await _whole(client, cache, keys)):
                 report = await at.drop(piece, dry_run=outcome.dry_run)
@@ -164,10 +164,10 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
         daemon.ask(lambda client: _in_group(client, cache, group, verb))
         return outcome
 
-    outcome = dropped(Outcome("drop", cache, dry_run=True))
+    outcome = dropped(BlocksReport("drop", cache, dry_run=True))
     if not dry_run:
         confirmed(f"{outcome.in_words()}\nGo on?", yes)
-        outcome = dropped(Outcome("drop", cache))
+        outcome = dropped(BlocksReport("drop", cache))
     outcome.tell(form)
 
 
@@ -179,7 +179,7 @@ def drop(daemon: DaemonAt, cache: str, keys: Sequence[bytes], group: int, dry_ru
 @_OUTPUT
 def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> None:
     """Undo every pin in a tier of a cache, of any client. Exit status 1 if any could not be undone."""
-    place, outcome = Tier[tier.upper()], Outcome("unpin", cache)
+    place, outcome = Tier[tier.upper()], BlocksReport("unpin", cache)
 
     async def unpinned(_: AsyncClient, at: Cache) -> None:
         """Repeats until no block is pinned: a listing says that a block is pinned, not how often."""
@@ -191,7 +191,7 @@ def unpin(daemon: DaemonAt, cache: str, tier: str, group: int, form: str) -> Non
     outcome.tell(form)
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def blocks() -> None:
     """List the blocks of a cache."""
 

@@ -11,14 +11,14 @@ from rich.table import Table
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.cli.common import DaemonAt, address_option, confirmed
-from kvtier.cli.options import Group, SizeType, command, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, SizeType, command, dry_run_option, output_option, yes_option
 from kvtier.cli.output import KEPT, compact, nonzero, show, table
 from kvtier.client import AsyncClient
 from kvtier.types import TIERS, CacheInfo, GroupInfo, RemovalReport, Tier, size
 from kvtier.wire import ResetReport
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def cache() -> None:
     """List the caches of a daemon, create one, or remove one."""
 

@@ -68,7 +68,7 @@ class Finding:
 
 
 @dataclass(slots=True, frozen=True)
-class Needs:
+class MachineNeeds:
     """The configuration's demands on the machine. ``devices``: bytes by name, 0 for a share of the free memory."""
 
     runtime_dir: Path
@@ -84,7 +84,7 @@ class Needs:
         return self.host_bytes + self.devices.get(_STAND_IN, 0)
 
 
-class Refused(Exception):
+class ProgramFailed(Exception):
     """A program that doctor ran has failed. The text is its error output, or the reason why it did not run."""
 
 
@@ -94,7 +94,7 @@ def examine(flags: Sequence[str]) -> list[Finding]:
         flags = [*(["--config", str(USUAL_FILE)] if is_there(USUAL_FILE) else []), *flags]
     try:
         needs = read_needs(flags)
-    except Refused as refused:
+    except ProgramFailed as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
         beside = is_running(Path(os.environ.get("KVTIER_ADDRESS", DEFAULT_ADDRESS)))
         # A running daemon has a configuration, but this user may not be allowed to read it.
@@ -124,11 +124,11 @@ def examine(flags: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def read_needs(flags: Sequence[str]) -> Needs:
+def read_needs(flags: Sequence[str]) -> MachineNeeds:
     """Asks ``kvtierd`` for its configuration with all defaults applied. Raises :class:`Refused`."""
     answer = _asked("-m", "kvtierd.main", "--print-config", *flags)
     keys: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(answer).items()}
-    return Needs(
+    return MachineNeeds(
         runtime_dir=Path(keys["runtime_dir"]),
         disk_dir=Path(keys["disk_dir"] or Path(keys["state_dir"]) / "disk"),
         devices={each["name"]: each["bytes"] if isinstance(each["bytes"], int) else 0 for each in keys["device"]},
@@ -139,14 +139,14 @@ def read_needs(flags: Sequence[str]) -> Needs:
 
 
 def _asked(*arguments: str) -> str:
-    """Runs Python in a child process, and returns its standard output. Raises :class:`Refused`."""
+    """Runs Python in a child process, and returns its standard output. Raises :class:`ProgramFailed`."""
     try:
         command_line = [sys.executable, *arguments]
         answer = subprocess.run(command_line, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Refused(str(error)) from error
+        raise ProgramFailed(str(error)) from error
     if answer.returncode != 0:
-        raise Refused(answer.stderr.strip() or f"exit status {answer.returncode}")
+        raise ProgramFailed(answer.stderr.strip() or f"exit status {answer.returncode}")
     return answer.stdout
 
 
@@ -179,7 +179,7 @@ def is_running(runtime_dir: Path) -> bool:
     return True
 
 
-def check_locked_memory(limits: str, needs: Needs) -> Finding:
+def check_locked_memory(limits: str, needs: MachineNeeds) -> Finding:
     """Checks the hard limit. ``limits``: ``/proc/<pid>/limits`` of the daemon, or of this process if none runs."""
     limit = next(line for line in limits.splitlines() if line.startswith("Max locked memory")).split()[-2]
     wanted = size(needs.memory_bytes)
@@ -244,7 +244,7 @@ def check_driver(device: str, nbytes: int, *, running: bool) -> Finding:
     advice = "nvidia-smi says whether the driver works; of a service see also systemd/kvtierd.service.d/gpu.conf"
     try:
         name, free, total = json.loads(_asked("-c", _ASK_GPU, device).splitlines()[-1])
-    except Refused as refused:
+    except ProgramFailed as refused:
         return Finding(check, Level.FAIL, str(refused).splitlines()[-1], advice)
     found = f"{name}, {size(free)} of {size(total)} free"
     if nbytes > (total if running else free):

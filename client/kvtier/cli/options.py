@@ -33,13 +33,13 @@ class ConnectionOption(click.Option):
         super().__init__(*arguments, **others)
 
     def get_help_record(self, ctx: click.Context) -> None:
-        """Keeps the option out of the list of options: :class:`Command` shows it at the end."""
+        """Keeps the option out of the list of options: :class:`ClientCommand` shows it at the end."""
 
     def help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         return super().get_help_record(ctx)
 
 
-class Command(click.Command):
+class ClientCommand(click.Command):
     """A command whose help ends with the options of the connection."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -50,13 +50,13 @@ class Command(click.Command):
         super().format_epilog(ctx, formatter)
 
 
-class Group(Command, click.Group):
-    """A group whose help, and whose commands, are like :class:`Command`."""
+class CommandGroup(ClientCommand, click.Group):
+    """A group whose help, and whose commands, are like :class:`ClientCommand`."""
 
-    command_class = Command
+    command_class = ClientCommand
 
 
-command: Final = partial(click.command, cls=Command)
+command: Final = partial(click.command, cls=ClientCommand)
 
 
 def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:

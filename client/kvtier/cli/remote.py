@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvtier.cli.common import DaemonAt, address_option, confirmed
-from kvtier.cli.options import Group, SizeType, ago_ns, dry_run_option, output_option, yes_option
+from kvtier.cli.options import CommandGroup, SizeType, ago_ns, dry_run_option, output_option, yes_option
 from kvtier.cli.output import show
 from kvtier.client import AsyncClient
 from kvtier.types import RemoteGcReport, size
@@ -26,7 +26,7 @@ class AgeType(click.ParamType[float]):
         return age_ns / 1e9
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def remote() -> None:
     """Maintain the remote store."""
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvtier.cli.common import DaemonAt, address_option, run
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
-from kvtier.replay.runner import Report
+from kvtier.replay.runner import ReplayReport
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
 
@@ -52,7 +52,7 @@ def replay(
         raise SystemExit(1)
 
 
-async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, block_bytes: int) -> Report:
+async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, block_bytes: int) -> ReplayReport:
     spec = replay_spec(block_bytes)
     requests = await read(trace, limit)
     async with await daemon.connect() as client:
@@ -62,7 +62,7 @@ async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, b
             return await run_replay(client, cache, requests, progress=lambda done: bar.update(shown, completed=done))
 
 
-def table(report: Report) -> Table:
+def table(report: ReplayReport) -> Table:
     """Returns the report as a table for people."""
     rows = Table(show_header=False, box=None, padding=(0, 2))
     rows.add_column(style="bold")

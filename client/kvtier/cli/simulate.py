@@ -14,19 +14,19 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import run
-from kvtier.cli.options import Group, output_option
+from kvtier.cli.options import CommandGroup, output_option
 from kvtier.cli.output import show, table
 from kvtier.errors import InvalidArgument
 from kvtier.replay.trace import key_of, read
 from kvtier.types import Tier, size
 
 if TYPE_CHECKING:
-    from kvtierd.simulate.fleet import Report
+    from kvtierd.simulate.fleet import FleetReport
 
 _HOST_COUNT: Final = click.IntRange(1, 64)
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def simulate() -> None:
     """Run a request trace through the daemon's core alone.
 
@@ -103,7 +103,7 @@ def fleet(
 
     chains = run(_chains(trace, requests))
     tiers = {Tier.HOST: slots} | ({Tier.DISK: disk_slots} if disk_slots else {})
-    reports: dict[str, Report] = {}
+    reports: dict[str, FleetReport] = {}
     with Progress(console=Console(stderr=True), transient=True) as bar:
         for count in hosts:
             shape = FleetShape(count, tiers, router, policy_of(remote), peers)
@@ -164,7 +164,7 @@ async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
     return [[keys[block] for block in request.ids] for request in requests]
 
 
-def _plain(name: str, report: Report, block_bytes: int) -> dict[str, Any]:
+def _plain(name: str, report: FleetReport, block_bytes: int) -> dict[str, Any]:
     return {
         "hosts": name,
         **asdict(report),
@@ -173,7 +173,7 @@ def _plain(name: str, report: Report, block_bytes: int) -> dict[str, Any]:
     }
 
 
-def _table(reports: Mapping[str, Report], block_bytes: int) -> Table:
+def _table(reports: Mapping[str, FleetReport], block_bytes: int) -> Table:
     """Ratios are shares of the blocks asked for. ``busiest``: requests of the busiest host divided by the mean."""
     columns = ("hosts", "hit ratio", "local", "peers", "remote", "put", "read", "evictions", "busiest")
     rows = []

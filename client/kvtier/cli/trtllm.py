@@ -37,7 +37,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Known:
+class _SeenBlock:
     """A block as the last event shows it."""
 
     hash: Hash
@@ -46,11 +46,11 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Group:
+class _SeenGroup:
     """A window group and its known blocks. ``algorithm`` and ``window``: of the latest event."""
 
     number: int
-    blocks: dict[bytes, _Known] = field(default_factory=dict)
+    blocks: dict[bytes, _SeenBlock] = field(default_factory=dict)
     algorithm: str = ""
     window: int = 0
 
@@ -63,14 +63,14 @@ class TrtllmEvents:
 
     def __init__(self, attention_dp_rank: int | None = None) -> None:
         self._rank: Json = {} if attention_dp_rank is None else {"attention_dp_rank": attention_dp_rank}
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _SeenGroup] = {}
         self._next_id = 0
 
     def of(self, item: WatchItem) -> Iterator[Json]:
         """Yields an item as TensorRT-LLM's events, in order."""
         match item:
             case Event() | SnapshotSlice():
-                group = self._groups.setdefault(item.group, _Group(item.group))
+                group = self._groups.setdefault(item.group, _SeenGroup(item.group))
                 group.algorithm, group.window = item.event_hash, item.window_tokens
                 yield from self._applied(group, item)
             case SnapshotStart():
@@ -81,7 +81,7 @@ class TrtllmEvents:
             case _:
                 pass
 
-    def _applied(self, group: _Group, item: Event | SnapshotSlice) -> Iterator[Json]:
+    def _applied(self, group: _SeenGroup, item: Event | SnapshotSlice) -> Iterator[Json]:
         if isinstance(item, SnapshotSlice) or item.type is EventType.STORED:
             yield from self._stored(group, item)
         elif item.type is EventType.UPDATED:
@@ -96,7 +96,7 @@ class TrtllmEvents:
                 levels = list(item.num_blocks_per_cache_level)
                 yield self._envelope(group, {"type": "created", "num_blocks_per_cache_level": levels})
 
-    def _stored(self, group: _Group, item: Event | SnapshotSlice) -> Iterator[Json]:
+    def _stored(self, group: _SeenGroup, item: Event | SnapshotSlice) -> Iterator[Json]:
         """Yields an event per chain, or an update for a known block: slices and events of a snapshot overlap."""
         parents = split_keys(item.packed_parents)
         above = _names(item.event_hash, item.packed_parent_hashes, parents)
@@ -111,7 +111,7 @@ class TrtllmEvents:
             if key in group.blocks:
                 yield from self._change(group, key, hash, level, priority)
                 continue
-            group.blocks[key] = _Known(hash, level, priority)
+            group.blocks[key] = _SeenBlock(hash, level, priority)
             if chain and parent != last:
                 yield self._envelope(group, {"type": "stored", "parent_hash": parent_hash, "blocks": chain})
                 chain = []
@@ -122,7 +122,7 @@ class TrtllmEvents:
         if chain:
             yield self._envelope(group, {"type": "stored", "parent_hash": parent_hash, "blocks": chain})
 
-    def _updated(self, group: _Group, event: Event) -> Iterator[Json]:
+    def _updated(self, group: _SeenGroup, event: Event) -> Iterator[Json]:
         if event.cause is Cause.REMOTE:
             return  # the remote store is no cache level
         moved_from = event.moved_from
@@ -137,26 +137,26 @@ class TrtllmEvents:
                 left = moved_from is not None and not residency & moved_from.bit
                 if event.moved_to is None and moved_from is not None and level is not None:
                     left = moved_from < level
-                group.blocks[key] = _Known(hash, moved_from if left else level, priority)
+                group.blocks[key] = _SeenBlock(hash, moved_from if left else level, priority)
             yield from self._change(group, key, hash, level, priority)
 
-    def _forget(self, group: _Group) -> Iterator[Json]:
+    def _forget(self, group: _SeenGroup) -> Iterator[Json]:
         blocks, group.blocks = group.blocks, {}
         yield from self._removed(group, [known.hash for known in blocks.values()])
 
-    def _removed(self, group: _Group, hashes: Sequence[Hash]) -> Iterator[Json]:
+    def _removed(self, group: _SeenGroup, hashes: Sequence[Hash]) -> Iterator[Json]:
         if hashes:
             yield self._envelope(group, {"type": "removed", "block_hashes": hashes})
 
-    def _change(self, group: _Group, key: bytes, hash: Hash, level: int | None, priority: int) -> Iterator[Json]:
+    def _change(self, group: _SeenGroup, key: bytes, hash: Hash, level: int | None, priority: int) -> Iterator[Json]:
         known = group.blocks[key]
         levels, priorities = _diff(known.level, level), _diff(known.priority, priority)
-        group.blocks[key] = _Known(hash, level, priority)
+        group.blocks[key] = _SeenBlock(hash, level, priority)
         if levels or priorities:
             body = {"type": "updated", "block_hash": hash, "cache_level": levels, "priority": priorities}
             yield self._envelope(group, body)
 
-    def _envelope(self, group: _Group, data: Json) -> Json:
+    def _envelope(self, group: _SeenGroup, data: Json) -> Json:
         number, self._next_id = self._next_id, self._next_id + 1
         return {
             "event_id": number,

@@ -47,7 +47,7 @@ Completion: TypeAlias = tuple[int, bool, str, list[bool]]
 
 
 @dataclass(slots=True, frozen=True)
-class _Piece:
+class _ObjectPart:
     """``part`` of object number ``of``."""
 
     of: int
@@ -145,12 +145,12 @@ class KvtierL2:
 
     # -- in a thread -----------------------------------------------------------------------------------------------
 
-    def _batches(self, keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[list[_Piece]]:
-        pieces: list[_Piece] = []
+    def _batches(self, keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[list[_ObjectPart]]:
+        pieces: list[_ObjectPart] = []
         for at, (key, view) in enumerate(zip(keys, views, strict=True)):
             whole = np.frombuffer(view, np.uint8)
             for number, start in enumerate(range(0, len(whole), self._block_bytes)):
-                pieces.append(_Piece(at, _key_of(key, number), whole[start : start + self._block_bytes]))
+                pieces.append(_ObjectPart(at, _key_of(key, number), whole[start : start + self._block_bytes]))
         step = self._staged_pieces
         yield from (pieces[first : first + step] for first in range(0, len(pieces), step))
 
@@ -216,7 +216,7 @@ class KvtierL2:
                     piece.part[:] = row[: len(piece.part)]
         return results
 
-    def _drop_others(self, store: Store, batch: Sequence[_Piece], ends: Sequence[bytes]) -> set[int]:
+    def _drop_others(self, store: Store, batch: Sequence[_ObjectPart], ends: Sequence[bytes]) -> set[int]:
         """Drops stored pieces whose digest differs. Returns the numbers of the objects whose old pieces stay, because a
         reader holds them."""
         stored = store.probe(0, [piece.key for piece in batch])

@@ -20,7 +20,7 @@ from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument, KvtierError, RetryableError
 from kvtier.memory.planes import Pages
-from kvtier.sync import Cache, Client
+from kvtier.sync import Client, SyncCache
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
 from kvtier.wire import MAX_KEYS
 
@@ -68,7 +68,7 @@ class Store:
         self._spec: Final = spec
         self._budgets = {tier: int(nbytes * share) for tier, nbytes in (options.budgets or {}).items()}
         self._client: Client | None = None
-        self._groups: Sequence[Cache] = ()
+        self._groups: Sequence[SyncCache] = ()
         self._closed: Final = threading.Event()
         self._lock: Final = threading.Lock()
         try:
@@ -82,7 +82,7 @@ class Store:
     def probe(self, group: int, keys: Sequence[bytes]) -> list[bool]:
         """Returns which keys have a block that a load would get."""
 
-        def look(cache: Cache) -> list[bool]:
+        def look(cache: SyncCache) -> list[bool]:
             tiers = 0xFF if self._reachable else _MAPPED
             found = (cache.probe(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS))
             return [bool(residency & tiers) for some in found for residency in some]
@@ -93,7 +93,7 @@ class Store:
         """Like :meth:`probe`, after fetching missing blocks from a remote store."""
         there = self.probe(group, keys)
 
-        def bring(cache: Cache) -> list[bool]:
+        def bring(cache: SyncCache) -> list[bool]:
             if not cache.info.remote or not self._reachable:
                 return [False]
             unique = list(dict.fromkeys(keys))[:MAX_KEYS]
@@ -112,7 +112,7 @@ class Store:
         there = [at for at, found in enumerate(self.find(group, keys)) if found]
         loaded: set[int] = set()
 
-        def get(cache: Cache) -> list[bool]:
+        def get(cache: SyncCache) -> list[bool]:
             left = there
             while left:
                 first = {keys[at]: at for at in reversed(left)}  # a call has no key twice
@@ -127,7 +127,7 @@ class Store:
     def save(self, group: int, keys: Sequence[bytes], blocks: Blocks) -> list[bool]:
         """Stores blocks under keys. Returns for each key whether it is stored afterwards."""
 
-        def put(cache: Cache) -> list[bool]:
+        def put(cache: SyncCache) -> list[bool]:
             if not self._reachable:
                 self.complaints.note("blocks not saved: the daemon does not answer", len(keys))
                 return [False] * len(keys)
@@ -143,7 +143,7 @@ class Store:
     def drop(self, group: int, keys: Sequence[bytes]) -> bool:
         """Forgets blocks. Returns whether all of them were stored and are gone."""
 
-        def forget(cache: Cache) -> list[bool]:
+        def forget(cache: SyncCache) -> list[bool]:
             return [bool(keys) and all(result is BlockResult.OK for result in cache.drop(keys).results)]
 
         return self._tried(group, "blocks were not dropped", forget, 1)[0]
@@ -166,7 +166,7 @@ class Store:
         client = self._client
         return client is not None and client.connected
 
-    def _tried(self, group: int, failure: str, work: Callable[[Cache], list[bool]], count: int) -> list[bool]:
+    def _tried(self, group: int, failure: str, work: Callable[[SyncCache], list[bool]], count: int) -> list[bool]:
         groups = self._groups
         if not groups:
             return [False] * count

@@ -28,7 +28,7 @@ from transformers import cache_utils
 
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
 from kvtier.chains import Prompt
-from kvtier.engine import Layout, PageGroup, Plane
+from kvtier.engine import Layout, PageGroup, PlaneLayout
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
 from kvtier.sync import Client
@@ -189,7 +189,7 @@ class PrefixStore:
         }
         nbytes = self._tokens * sum(states.token_bytes for states in self._states)
         name = Path(config.name_or_path).name or config.model_type
-        return Layout(name, self._tokens, (PageGroup((Plane("all", nbytes),)),), identity=identity)
+        return Layout(name, self._tokens, (PageGroup((PlaneLayout("all", nbytes),)),), identity=identity)
 
 
 def _tensors(name: str, past: object) -> list[torch.Tensor]:

@@ -30,14 +30,14 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from kvtier.abi.keys import Scope
 from kvtier.engine import (
+    CopyResult,
     EngineOptions,
+    GroupPages,
     KeyChain,
     Layout,
     Mover,
-    Outcome,
     PageGroup,
-    Pages,
-    Plane,
+    PlaneLayout,
     Planner,
     Weights,
     Work,
@@ -78,7 +78,7 @@ class _Step:
 
 
 @dataclass(slots=True)
-class _Request:
+class _OfferedRequest:
     """``start``, ``end``: the offered tokens that the engine counts on. ``unseen``: the number of these tokens that the
     engine's next position leaves out. ``loaded``: the end of a load whose request has not been scheduled yet.
     ``reached``: the engine's next position while it computes the prompt."""
@@ -106,7 +106,7 @@ class _Scheduler:
         super().__init__(llm_args)  # type: ignore[call-arg]
         self._planner: Planner | None = None
         self._layout: Layout | None = None
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _OfferedRequest] = {}
         self._allocated: dict[int, Mapping[int, Sequence[int]]] = {}
         self._parked: set[int] = set()
         self._over: tuple[set[int], set[int]] = set(), set()
@@ -138,7 +138,7 @@ class _Scheduler:
         # The engine asks once: blocks of a remote store are fetched for the next request.
         offered = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0
         end = max(num_computed_tokens, first + offered)
-        state = _Request(chain, len(tokens), len(tokens), num_computed_tokens, end, end - num_computed_tokens)
+        state = _OfferedRequest(chain, len(tokens), len(tokens), num_computed_tokens, end, end - num_computed_tokens)
         self._requests[request.request_id] = state
         if not state.unseen:
             return 0, False
@@ -191,7 +191,7 @@ class _Scheduler:
         return _Step(self._planner.step(), bool(scheduled), dict(leaving), fault)
 
     def _schedule(
-        self, planner: Planner, layout: Layout, state: _Request, data: Any, leaving: defaultdict[int, list[int]]
+        self, planner: Planner, layout: Layout, state: _OfferedRequest, data: Any, leaving: defaultdict[int, list[int]]
     ) -> None:
         """Notes a scheduled request. ``data`` has the tokens and pages that are new since its last step."""
         state.tokens += len(data.new_tokens)
@@ -236,7 +236,7 @@ class _Scheduler:
         if self._requests.pop(request.request_id, None) is not None and self._planner is not None:
             self._planner.aborted(str(request.request_id))
 
-    def ended(self, outcomes: Sequence[Outcome]) -> tuple[set[int], set[int]]:
+    def ended(self, outcomes: Sequence[CopyResult]) -> tuple[set[int], set[int]]:
         """Returns requests that all ranks have saved, and requests that all ranks have loaded. The caller removes each
         request that it reports to the engine."""
         if self._planner is not None:
@@ -276,7 +276,7 @@ class _Worker:
                 raise fault
             _log.warning("the engine runs without kvtier: %s", fault)
             return
-        pages = Pages.block_outermost(0, kv_cache_tensor)
+        pages = GroupPages.block_outermost(0, kv_cache_tensor)
         identity = {"block": str(tuple(kv_cache_tensor.shape[1:]))}
         self._open(self._args.kv_cache_config.tokens_per_block, (PageGroup(pages.shape),), [pages], identity)
 
@@ -289,14 +289,16 @@ class _Worker:
                 first = region.buffers[0]
                 name = f"{first.layer_id}.{first.role}+{len(region.buffers)}"
                 tensors[name] = region.as_tensor()
-                planes.append(Plane(name, region.size, region in group.replicated_regions, str(tensors[name].dtype)))
+                planes.append(
+                    PlaneLayout(name, region.size, region in group.replicated_regions, str(tensors[name].dtype))
+                )
             groups.append(PageGroup(tuple(planes), window=group.window_size or 0))
-            pages.append(Pages(number, tensors))
+            pages.append(GroupPages(number, tensors))
         identity = {"dtype": str(self._args.kv_cache_config.dtype)}
         self._open(layout.tokens_per_block, tuple(groups), pages, identity)
 
     def _open(
-        self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[Pages], identity: dict[str, str]
+        self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[GroupPages], identity: dict[str, str]
     ) -> None:
         engine = f"tensorrt-llm {importlib.import_module('tensorrt_llm').__version__}"
         drafts = getattr(self._args, "speculative_config", None)
@@ -418,7 +420,7 @@ def _scope(request: Any) -> Scope | None:
     return Scope(salt=request.cache_salt)
 
 
-def _unbrought(state: _Request, position: int) -> str:
+def _unbrought(state: _OfferedRequest, position: int) -> str:
     """Returns an error text if the engine counts on tokens that no load brings, else an empty text. Attention would
     read unwritten memory."""
     fits = state.reached is None or position <= state.reached

@@ -40,7 +40,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connectors.vllm_events import KvEvents
 from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, tokens_per_block
-from kvtier.engine import Adapters, EngineOptions, KeyChain, Layout, Mover, Outcome, Planner, Work
+from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import CallerError
 from kvtier.memory.gpu import StreamObject
@@ -80,7 +80,7 @@ class Step(KVConnectorMetadata):
 class Ended(KVConnectorWorkerMetadata):
     """The workers' outcomes since the step before."""
 
-    outcomes: list[Outcome]
+    outcomes: list[CopyResult]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Ended)
@@ -93,7 +93,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass(slots=True)
-class _Known:
+class _TrackedRequest:
     """The state of a request in the scheduler's half. ``computed``: blocks that the engine itself had at its last
     query.
 
@@ -147,9 +147,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout: Layout | None = None
         self._mover: Mover | None = None
         self._loading: set[str] = set()
-        self._ended: list[Outcome] = []
+        self._ended: list[CopyResult] = []
         self._planner: Planner | None = None
-        self._requests: dict[str, _Known] = {}
+        self._requests: dict[str, _TrackedRequest] = {}
         self._reused: set[int] = set()
         self._held: set[str] = set()
         self._saved: set[str] = set()
@@ -264,7 +264,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner = Planner.open(layouts[0], self._options)
 
     def on_new_request(self, request: Request) -> None:
-        self._requests[request.request_id] = _Known(request)
+        self._requests[request.request_id] = _TrackedRequest(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._planner is None:
@@ -371,23 +371,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if half is not None:
                 half.close()
 
-    def _complete(self, outcomes: Sequence[Outcome]) -> None:
+    def _complete(self, outcomes: Sequence[CopyResult]) -> None:
         if self._planner is not None:
             saved = self._planner.completed(outcomes).saved & self._held
             self._saved |= saved
             self._held -= saved
 
-    def _known(self, request: Request) -> _Known:
-        return self._requests.setdefault(request.request_id, _Known(request))
+    def _known(self, request: Request) -> _TrackedRequest:
+        return self._requests.setdefault(request.request_id, _TrackedRequest(request))
 
-    def _preempt(self, known: _Known) -> None:
+    def _preempt(self, known: _TrackedRequest) -> None:
         """Notes that a request that ran has lost its pages, maybe in this step."""
         if known.running:
             known.running = known.stale = False
             if self._planner is not None:
                 self._planner.preempted(known.request.request_id)
 
-    def _extend(self, known: _Known) -> None:
+    def _extend(self, known: _TrackedRequest) -> None:
         if known.stale:
             return
         width = self._hashes_per_block

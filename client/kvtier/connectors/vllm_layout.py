@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.connectors.rows import joined, page_rows
-from kvtier.engine import Layout, PageGroup, Pages, Plane, Weights, weights_of
+from kvtier.engine import GroupPages, Layout, PageGroup, PlaneLayout, Weights, weights_of
 from kvtier.errors import InvalidArgument
 
 _log: Final = logging.getLogger("vllm.kvtier")
@@ -65,7 +65,7 @@ def tokens_per_block(kv: KVCacheConfig) -> int:
     return int(kv.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def pages_of(kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> list[Pages]:
+def pages_of(kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> list[GroupPages]:
     """Returns the pages of each group in the tensors of its layers: one plane if a page is contiguous."""
     return [_pages(number, group, kv.num_blocks, caches) for number, group in enumerate(kv.kv_cache_groups)]
 
@@ -74,7 +74,7 @@ def layout_of(
     config: VllmConfig,
     kv: KVCacheConfig,
     caches: Mapping[str, torch.Tensor],
-    pages: Sequence[Pages],
+    pages: Sequence[GroupPages],
     weights_version: str | None = None,
 ) -> Layout:
     """Returns the layout. Every rank of this engine, and every engine with the same bytes, computes the same layout."""
@@ -84,10 +84,10 @@ def layout_of(
     return Layout(weights.name, tokens_per_block(kv), groups, ranks, identity)
 
 
-def _page_group(group: KVCacheGroupSpec, pages: Pages) -> PageGroup:
+def _page_group(group: KVCacheGroupSpec, pages: GroupPages) -> PageGroup:
     spec = _first(group.kv_cache_spec)
     replicated = isinstance(spec, _MLA)
-    planes = tuple(Plane(name, rows.shape[1], replicated) for name, rows in pages.planes.items())
+    planes = tuple(PlaneLayout(name, rows.shape[1], replicated) for name, rows in pages.planes.items())
     window = 0
     if isinstance(spec, SlidingWindowSpec):  # a token sees itself and sliding_window - 1 tokens before it
         window = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
@@ -131,12 +131,12 @@ def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.
     return identity
 
 
-def _pages(number: int, group: KVCacheGroupSpec, blocks: int, caches: Mapping[str, torch.Tensor]) -> Pages:
+def _pages(number: int, group: KVCacheGroupSpec, blocks: int, caches: Mapping[str, torch.Tensor]) -> GroupPages:
     # A backend may split a block into several pages of its own, which lie one after another.
     tensors = {layer: caches[layer].view(blocks, -1, *caches[layer].shape[1:]) for layer in group.layer_names}
     rows = page_rows(tensors)
     outermost = joined(list(rows.values()))
-    return Pages.block_outermost(number, outermost) if outermost is not None else Pages(number, rows)
+    return GroupPages.block_outermost(number, outermost) if outermost is not None else GroupPages(number, rows)
 
 
 def _first(spec: KVCacheSpec) -> KVCacheSpec:

@@ -26,7 +26,7 @@ _MAX_PREFIX: Final = 100
 
 
 @dataclass(slots=True, frozen=True)
-class Plane:
+class PlaneLayout:
     """The bytes of a page in one tensor of one rank. ``replicated``: every rank has the same bytes (MLA)."""
 
     name: str
@@ -40,7 +40,7 @@ class PageGroup:
     """Layers whose pages come and go together. ``window``: tokens of a sliding window, 0 = full attention; ``sink``:
     number of first tokens that stay in the window."""
 
-    planes: tuple[Plane, ...]
+    planes: tuple[PlaneLayout, ...]
     window: int = 0
     sink: int = 0
 
@@ -88,7 +88,7 @@ class Layout:
         return (*[PoolSpec.opaque(same)] * (same > 0), *[PoolSpec.opaque(own)] * (self.ranks if own else 0))
 
 
-class Pages:
+class GroupPages:
     """A worker's own memory for one group: an array per plane, whose first axis is the page."""
 
     def __init__(self, group: int, planes: Mapping[str, Array]) -> None:
@@ -102,9 +102,11 @@ class Pages:
         return cls(group, {"all": tensor})
 
     @property
-    def shape(self) -> tuple[Plane, ...]:
+    def shape(self) -> tuple[PlaneLayout, ...]:
         """The planes in the form of a layout, all not replicated."""
-        return tuple(Plane(name, _page_bytes(array), dtype=str(array.dtype)) for name, array in self.planes.items())
+        return tuple(
+            PlaneLayout(name, _page_bytes(array), dtype=str(array.dtype)) for name, array in self.planes.items()
+        )
 
     def of(self, layout: Layout, rank: int) -> tuple[Planes, Planes | None]:
         """Returns the planes that a rank loads, and the planes that it saves. Only rank 0 saves replicated planes.

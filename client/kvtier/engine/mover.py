@@ -16,15 +16,15 @@ from typing import Final, Literal
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.deadline import Backoff
-from kvtier.engine.layout import Layout, Pages
+from kvtier.engine.layout import GroupPages, Layout
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
-from kvtier.engine.work import NO_PAGE, FailedPages, Load, Outcome, Placed, Save, Work
+from kvtier.engine.work import NO_PAGE, CopyResult, FailedPages, Load, Placed, Save, Work
 from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError, SpecMismatch
 from kvtier.memory.gpu import Stream, fence_over
 from kvtier.memory.planes import Pages as Rows
 from kvtier.memory.planes import Planes
 from kvtier.sync import Client
-from kvtier.sync.cache import Cache
+from kvtier.sync.cache import SyncCache
 from kvtier.types import Tier
 from kvtier.wire import MAX_KEYS
 
@@ -50,7 +50,7 @@ class Mover:
     """Copies the pages of one worker. Only :meth:`open`, :meth:`wait_loads`, :meth:`flush` and :meth:`close` wait; only
     the constructor raises."""
 
-    def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[Pages], *, rank: int = 0) -> None:
+    def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[GroupPages], *, rank: int = 0) -> None:
         """``pages``: one for each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
         self.layout: Final = layout
         self.options: Final = options
@@ -61,7 +61,7 @@ class Mover:
         self._out_of: Final[list[Planes | None]] = [by_group[group][1] for group in range(len(layout.groups))]
         self._name: Final = layout.cache(options.cache)
         self._client: Client | None = None
-        self._cache: Cache | None = None
+        self._cache: SyncCache | None = None
         self._fault: Exception | None = None
         """Error of the last attempt to open the cache."""
         self._ready: Final = threading.Event()
@@ -76,7 +76,7 @@ class Mover:
         self._under_way: Final[dict[int, _Copying]] = {}
         self._synchronous: list[Future[None]] = []
         self._to_save: tuple[Save, ...] = ()
-        self._ended: Final[deque[Outcome]] = deque()
+        self._ended: Final[deque[CopyResult]] = deque()
         self._failed: defaultdict[int, set[int]] = defaultdict(set)
         self._lock: Final = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -133,12 +133,12 @@ class Mover:
             failed, self._failed = self._failed, defaultdict(set)
         return dict(failed)
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[CopyResult]:
         """Returns the outcomes since the last call."""
         with suppress(BlockingIOError):
             if self._fd >= 0:
                 os.eventfd_read(self._fd)
-        ended: list[Outcome] = []
+        ended: list[CopyResult] = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
@@ -275,7 +275,7 @@ class Mover:
             self.complaints.add("a save failed", error)
         self._tell(save, "save", {} if saved else copying.pages, nbytes, started)
 
-    def _opened(self) -> Cache:
+    def _opened(self) -> SyncCache:
         patience, self._patience = self._patience, 0.0
         if not self._ready.wait(patience) or self._cache is None:
             raise DaemonUnavailable(f"the cache is not open: {self._fault or 'no answer yet'}", reason="NOT_OPEN")
@@ -307,7 +307,7 @@ class Mover:
     ) -> None:
         seconds = time.perf_counter() - started
         self._ended.append(
-            Outcome(ticket.ticket, ticket.request, kind, self.rank, failed, ticket.blocks, nbytes, seconds)
+            CopyResult(ticket.ticket, ticket.request, kind, self.rank, failed, ticket.blocks, nbytes, seconds)
         )
         with self._lock:
             if self._fd >= 0:  # after a close the number may be another file's

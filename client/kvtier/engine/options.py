@@ -113,16 +113,16 @@ class Complaints:
         self.counts: Final[Counter[str]] = Counter()
         self._log: Final = log
         self._lock: Final = threading.Lock()
-        self._told: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
     def add(self, reason: str, detail: object = "") -> None:
         """Counts a fault, and logs it unless its reason was logged less than a minute ago."""
         with self._lock:
             self.counts[reason] += 1
             now = time.monotonic()
-            if now - self._told.get(reason, -_EVERY_S) < _EVERY_S:
+            if now - self._logged.get(reason, -_EVERY_S) < _EVERY_S:
                 return
-            self._told[reason] = now
+            self._logged[reason] = now
         self._log.warning("%s%s (%d so far)", reason, f": {detail}" if detail else "", self.counts[reason])
 
     def note(self, reason: str, count: int = 1) -> None:

@@ -19,7 +19,7 @@ from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
-from kvtier.engine.work import NO_PAGE, Completed, Load, Outcome, Placed, Save, Table, Work
+from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.wire import split_keys
@@ -33,7 +33,7 @@ _FORGETTING: Final = 0.98
 
 
 @dataclass(slots=True)
-class _Request:
+class _PlannedRequest:
     chain: KeyChain
     most: int | None
     """Maximum number of blocks to save; None: all."""
@@ -62,7 +62,7 @@ class _Request:
 class _Ticket:
     """A load or save under way. ``ranks``: ranks that have not reported yet."""
 
-    request: _Request
+    request: _PlannedRequest
     name: str
     ranks: set[int]
     pages: Table
@@ -87,8 +87,8 @@ class Planner:
         self._tokens: Final = self.layout.tokens
         self._note: Final = leader.complaints.note
         self._fetches: Final = Fetches(leader)
-        self._requests: Final[dict[str, _Request]] = {}
-        self._scheduled: Final[dict[str, _Request]] = {}
+        self._requests: Final[dict[str, _PlannedRequest]] = {}
+        self._scheduled: Final[dict[str, _PlannedRequest]] = {}
         """Requests of the step being planned, and finished requests with blocks left to save."""
         self._tickets: Final[dict[int, _Ticket]] = {}
         self._committing: list[_Ticket] = []
@@ -287,7 +287,7 @@ class Planner:
         """Returns the cache's events since the last call, if the option ``events`` is on."""
         return self.leader.events()
 
-    def completed(self, outcomes: Iterable[Outcome]) -> Completed:
+    def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         """Applies the workers' outcomes. A ticket is over when every rank has reported."""
         loaded: set[str] = set()
         saved: set[str] = set()
@@ -354,10 +354,10 @@ class Planner:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _known(self, req_id: str, chain: KeyChain) -> _Request:
+    def _known(self, req_id: str, chain: KeyChain) -> _PlannedRequest:
         request = self._requests.get(req_id)
         if request is None or request.over:
-            request = _Request(chain, None if self.options.save_decode else len(chain))
+            request = _PlannedRequest(chain, None if self.options.save_decode else len(chain))
             self._requests[req_id] = request
         return request
 
@@ -365,7 +365,7 @@ class Planner:
         del self._requests[req_id]
         self._scheduled.pop(req_id, None)
 
-    def _ticket(self, name: str, request: _Request, pages: Table, first: int, end: int) -> _Ticket:
+    def _ticket(self, name: str, request: _PlannedRequest, pages: Table, first: int, end: int) -> _Ticket:
         return _Ticket(request, name, set(range(self.layout.ranks)), pages, first, end - first)
 
     def _is_worth_it(self, blocks: int) -> bool:
@@ -386,7 +386,7 @@ class Planner:
         start = max(0, tokens - window) // self._tokens if window else 0
         return [*range(first, min(needed.sinks, start)), *range(max(first, start), needed.stop)]
 
-    def _unsaved(self, request: _Request) -> range:
+    def _unsaved(self, request: _PlannedRequest) -> range:
         """Returns the blocks that are computed, and neither stored nor being saved."""
         if not self.leader.answers or (request.over and not request.tables):
             return range(0)
@@ -399,7 +399,7 @@ class Planner:
             first += 1
         return range(first, end)
 
-    def _save_what_is_new(self, req_id: str, request: _Request) -> None:
+    def _save_what_is_new(self, req_id: str, request: _PlannedRequest) -> None:
         new = self._unsaved(request)
         if not new:
             request.tables = {}
@@ -422,7 +422,7 @@ class Planner:
         self._note("blocks being saved", end - first)
 
     def _place(
-        self, request: _Request, first: int, end: int
+        self, request: _PlannedRequest, first: int, end: int
     ) -> tuple[tuple[Taken, ...], dict[int, tuple[Placed, ...]], int]:
         """Takes slots for blocks [first, end), or for fewer if a group has too few. Returns the new end last."""
         wanted = {}
@@ -481,7 +481,7 @@ class Planner:
                 ticket.request.saved = None  # its ancestors were evicted: look up and save them again
         self._committing = under_way
 
-    def _drop_loads(self, req_id: str, request: _Request) -> None:
+    def _drop_loads(self, req_id: str, request: _PlannedRequest) -> None:
         """Drops the request's loads of this step, which no worker knows yet, and its holds."""
         unsent = {each.ticket for each in self._loads if each.request == req_id}
         self._loads = [each for each in self._loads if each.ticket not in unsent]
@@ -492,7 +492,7 @@ class Planner:
             self._fetches.leave(request.fetch)
         self._unpin(request)
 
-    def _drop_saves(self, req_id: str, request: _Request) -> None:
+    def _drop_saves(self, req_id: str, request: _PlannedRequest) -> None:
         """Drops the request's saves of this step, which no worker knows yet."""
         unsent = {each.ticket for each in self._saves if each.request == req_id}
         self._saves = [each for each in self._saves if each.ticket not in unsent]
@@ -503,7 +503,7 @@ class Planner:
             for taken in ticket.writing.taken:
                 self.leader.give_back(taken.at)
 
-    def _unpin(self, request: _Request) -> None:
+    def _unpin(self, request: _PlannedRequest) -> None:
         held, request.pinned = request.pinned, None
         if held is not None:
             self.leader.unpin(held)

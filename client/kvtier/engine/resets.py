@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtier.abi.attach import default_address
 from kvtier.cache import Cache
-from kvtier.sync import Cache as SyncCache
+from kvtier.sync import SyncCache
 from kvtier.wire import ResetReport
 
 _log = logging.getLogger("kvtier.engine")

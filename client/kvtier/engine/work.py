@@ -59,7 +59,7 @@ class Work:
 
 
 @dataclass(slots=True, frozen=True)
-class Outcome:
+class CopyResult:
     """The result of one ticket on one rank. ``failed``: pages that do not hold their block, or were not saved."""
 
     ticket: int

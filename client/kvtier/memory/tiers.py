@@ -238,7 +238,7 @@ class CannotMap(Exception):
     """This process cannot map the memory; the message says why."""
 
 
-async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], CudaMemory]:
+async def map_device(fd: int, told: attach.CudaHandle) -> Callable[[ArenaLayout], CudaMemory]:
     """Maps the memory of a descriptor, which the caller keeps. Raises :class:`CannotMap`."""
     kept = os.dup(fd)
 

@@ -11,8 +11,8 @@ from kvtier.deadline import Backoff
 from kvtier.errors import DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.mirror.follower import (
     DEFAULT_MIRROR_HEARTBEAT_S,
-    Content,
     Mirror,
+    MirrorContent,
     MirrorState,
     MirrorView,
     Standing,
@@ -71,7 +71,7 @@ class Followed:
 
     def view(self, cache: str) -> MirrorView:
         """The view of a cache; empty for a cache that is not followed."""
-        return self._views[cache] if cache in self._views else MirrorView(Content((cache,)))
+        return self._views[cache] if cache in self._views else MirrorView(MirrorContent((cache,)))
 
     def start(self) -> None:
         """Begins to connect, without waiting. :meth:`choose` sets the caches to follow."""

@@ -47,7 +47,7 @@ class MirrorState(StrEnum):
 
 
 @dataclass(slots=True)
-class Content:
+class MirrorContent:
     """The contents of a mirror. ``watch``: the stream that keeps the index exact; None = there is none now."""
 
     caches: tuple[str, ...]
@@ -61,7 +61,7 @@ class Content:
 class MirrorView:
     """The index of a mirror and its state. Lookups never wait and never call the daemon. Thread-safe."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: MirrorContent) -> None:
         self.content = content
 
     def __repr__(self) -> str:
@@ -176,7 +176,7 @@ class Mirror(MirrorView):
         """
         if isinstance(caches, str) or not caches:
             raise InvalidArgument("caches", caches, "a list of at least one name")
-        super().__init__(Content(tuple(dict.fromkeys(caches))))
+        super().__init__(MirrorContent(tuple(dict.fromkeys(caches))))
         self._client = client
         self._heartbeat_s = heartbeat_s
         self._timeout = timeout

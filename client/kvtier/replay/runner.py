@@ -21,7 +21,7 @@ _PAUSE_S: Final = 0.1
 
 
 @dataclass(slots=True)
-class Report:
+class ReplayReport:
     """The outcome of a replay. ``event_gaps``: number of losses of events.
 
     ``hits``: prefix hits by the fastest tier of each block, counted when a request first acquires the block.
@@ -65,7 +65,7 @@ async def replay(
     requests: Sequence[Request],
     *,
     progress: Callable[[int], None] = lambda done: None,
-) -> Report:
+) -> ReplayReport:
     """Replays the requests one after another, in the cache's fastest mapped tier.
 
     A longer prompt is cut to the capacity of the tier.
@@ -73,7 +73,7 @@ async def replay(
     Args:
         progress: called with the number of finished requests.
     """
-    report, tier, payload = Report(), cache.lease_tier(), Payload(cache.block_bytes)
+    report, tier, payload = ReplayReport(), cache.lease_tier(), Payload(cache.block_bytes)
     async with Mirror(client, [cache.name]) as mirror:
         began = time.perf_counter()
         for request in requests:
@@ -87,7 +87,7 @@ async def replay(
     return report
 
 
-async def _serve(cache: Cache, tier: Tier, payload: Payload, keys: list[bytes], report: Report) -> None:
+async def _serve(cache: Cache, tier: Tier, payload: Payload, keys: list[bytes], report: ReplayReport) -> None:
     """Acquires and verifies the stored blocks, and stores the rest."""
     async with cache.acquire(keys, tier) as hits:
         report.block_refs += len(keys)

@@ -4,17 +4,17 @@
 that is interrupted (Ctrl-C) is cancelled and leaves nothing held. A forked child cannot use the client.
 """
 
-from kvtier.sync.cache import AcrossGroups, AcrossLease, Cache, Leases, ReadLease, WriteLease
-from kvtier.sync.client import Client, Mirror, Watch
+from kvtier.sync.cache import SyncAcrossGroups, SyncAcrossLease, SyncCache, SyncLeases, SyncReadLease, SyncWriteLease
+from kvtier.sync.client import Client, SyncMirror, SyncWatch
 
 __all__ = [
-    "AcrossGroups",
-    "AcrossLease",
-    "Cache",
     "Client",
-    "Leases",
-    "Mirror",
-    "ReadLease",
-    "Watch",
-    "WriteLease",
+    "SyncAcrossGroups",
+    "SyncAcrossLease",
+    "SyncCache",
+    "SyncLeases",
+    "SyncMirror",
+    "SyncReadLease",
+    "SyncWatch",
+    "SyncWriteLease",
 ]

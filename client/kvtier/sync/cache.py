@@ -19,14 +19,14 @@ from kvtier import buffers, cache, groups, lease
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.buffers import Blocks
 from kvtier.deadline import require_timeout
 from kvtier.errors import KvtierError
 from kvtier.groups import AcrossBlocks
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
-from kvtier.sync.loop import LoopThread, Work
+from kvtier.sync.loop import LoopThread, LoopWork
 from kvtier.types import BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.verbs import PrefixVerbs
 from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
@@ -98,7 +98,7 @@ def plain(method: Callable[..., T], verb: Callable[..., Any]) -> Callable[..., T
     return method
 
 
-class Lease(Twin[L]):
+class SyncLease(Twin[L]):
     """Slots of one tier, held until :meth:`release` or the end of the ``with`` block.
 
     The parent holds the lease after a fork; the child can neither use nor release it.
@@ -108,10 +108,10 @@ class Lease(Twin[L]):
     tier = Fact[Tier]()
     slots = Fact[tuple[int, ...]]()
     released = Fact[bool]()
-    arena = Fact[Arena]()
+    arena = Fact[MappedArena]()
     memory = Fact[Memory | None]()
 
-    def __init__(self, owner: Cache, inner: L) -> None:
+    def __init__(self, owner: SyncCache, inner: L) -> None:
         super().__init__(owner.thread, inner)
         self.cache: Final = owner
 
@@ -146,7 +146,7 @@ class Lease(Twin[L]):
             self.cache.release(self)
 
 
-class WriteLease(Lease[lease.WriteLease]):
+class SyncWriteLease(SyncLease[lease.WriteLease]):
     """Reserved slots: fill their views, then :meth:`commit`."""
 
     blank = Fact[list[int]]()
@@ -158,7 +158,7 @@ class WriteLease(Lease[lease.WriteLease]):
         return self.thread.run(lambda: self.inner.commit(packed, stream=fence, **kept))
 
 
-class ReadLease(Lease[lease.ReadLease]):
+class SyncReadLease(SyncLease[lease.ReadLease]):
     """Acquired blocks: READY in one tier, where the lease keeps them."""
 
     keys = Fact[tuple[bytes, ...]]()
@@ -174,7 +174,7 @@ class ReadLease(Lease[lease.ReadLease]):
     unchanged = answers(lease.ReadLease.unchanged)
 
 
-class AcrossLease(Twin[groups.AcrossLease]):
+class SyncAcrossLease(Twin[groups.AcrossLease]):
     """A prefix held in every window group."""
 
     keys = Fact[tuple[bytes, ...]]()
@@ -184,9 +184,11 @@ class AcrossLease(Twin[groups.AcrossLease]):
     refusal = Fact[str]()
     unchanged = answers(groups.AcrossLease.unchanged)
 
-    def __init__(self, owner: Cache, inner: groups.AcrossLease) -> None:
+    def __init__(self, owner: SyncCache, inner: groups.AcrossLease) -> None:
         super().__init__(owner.thread, inner)
-        self.groups: Final = tuple(ReadLease(owner.in_group(group), part) for group, part in enumerate(inner.groups))
+        self.groups: Final = tuple(
+            SyncReadLease(owner.in_group(group), part) for group, part in enumerate(inner.groups)
+        )
         """The leases, one per group, in order; a lease may be empty."""
 
     @like(groups.AcrossLease.release)
@@ -202,13 +204,13 @@ class AcrossLease(Twin[groups.AcrossLease]):
             self.release()
 
 
-H = TypeVar("H", bound="ReadLease | AcrossLease")
+H = TypeVar("H", bound="SyncReadLease | SyncAcrossLease")
 
 
-class Leases(list[H]):
+class SyncLeases(list[H]):
     """The leases of an ``acquire_many``, released together at the end of a ``with`` block."""
 
-    def __init__(self, owner: Cache, leases: Iterable[H]) -> None:
+    def __init__(self, owner: SyncCache, leases: Iterable[H]) -> None:
         super().__init__(leases)
         self._owner = owner
 
@@ -217,7 +219,7 @@ class Leases(list[H]):
 
     def __exit__(self, *_: object) -> None:
         if not self._owner.thread.forked:
-            parts = [part for each in self for part in (each.groups if isinstance(each, AcrossLease) else (each,))]
+            parts = [part for each in self for part in (each.groups if isinstance(each, SyncAcrossLease) else (each,))]
             self._owner.release(*parts)
 
 
@@ -242,23 +244,25 @@ class PrefixTwin(Twin[V]):
         return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
 
-class AcrossGroups(PrefixTwin[groups.AcrossGroups]):
-    """The verbs over all window groups, from :attr:`Cache.across`."""
+class SyncAcrossGroups(PrefixTwin[groups.AcrossGroups]):
+    """The verbs over all window groups, from :attr:`SyncCache.across`."""
 
-    def __init__(self, owner: Cache, inner: groups.AcrossGroups) -> None:
+    def __init__(self, owner: SyncCache, inner: groups.AcrossGroups) -> None:
         super().__init__(owner.thread, inner)
         self._owner = owner
 
     @like(groups.AcrossGroups.acquire)
-    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> AcrossLease:
+    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> SyncAcrossLease:
         held = self.inner.acquire(packed_keys(keys), tier, **wanted)
-        return AcrossLease(self._owner, self.thread.run(held.take, groups.AcrossLease.release))
+        return SyncAcrossLease(self._owner, self.thread.run(held.take, groups.AcrossLease.release))
 
     @like(groups.AcrossGroups.acquire_many)
-    def acquire_many(self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any) -> Leases[AcrossLease]:
+    def acquire_many(
+        self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any
+    ) -> SyncLeases[SyncAcrossLease]:
         held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
         leases = self.thread.run(held.take, held.give_back)
-        return Leases(self._owner, (AcrossLease(self._owner, each) for each in leases))
+        return SyncLeases(self._owner, (SyncAcrossLease(self._owner, each) for each in leases))
 
     @like(groups.AcrossGroups.put)
     def put(
@@ -289,7 +293,7 @@ class AcrossGroups(PrefixTwin[groups.AcrossGroups]):
         return AcrossBlocks(found.blocks, groups)
 
 
-class Cache(PrefixTwin[cache.Cache]):
+class SyncCache(PrefixTwin[cache.Cache]):
     """A cache, opened by :meth:`kvtier.Client.open_cache`."""
 
     name = Fact[str]()
@@ -299,7 +303,7 @@ class Cache(PrefixTwin[cache.Cache]):
     info = Fact[CacheInfo]()
     mapped = Fact[bool]()
     unmapped = Fact[Mapping[Tier, str]]()
-    arena = Fact[Arena]()
+    arena = Fact[MappedArena]()
     tiers = Fact[tuple[Tier, ...]]()
     session_number = Fact[int]()
     lookups = Fact[str]()
@@ -318,13 +322,13 @@ class Cache(PrefixTwin[cache.Cache]):
     reset = waits(cache.Cache.reset)
 
     @like(cache.Cache.in_group)
-    def in_group(self, group: int) -> Cache:
-        return Cache(self.thread, self.inner.in_group(group))
+    def in_group(self, group: int) -> SyncCache:
+        return SyncCache(self.thread, self.inner.in_group(group))
 
     @property
-    def across(self) -> AcrossGroups:
+    def across(self) -> SyncAcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each group."""
-        return AcrossGroups(self, self.inner.across)
+        return SyncAcrossGroups(self, self.inner.across)
 
     @like(cache.Cache.probe)
     def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
@@ -347,35 +351,37 @@ class Cache(PrefixTwin[cache.Cache]):
         return _each(self.thread, self.inner.blocks(**asked))
 
     @like(cache.Cache.reserve)
-    def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> WriteLease:
+    def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> SyncWriteLease:
         held = self.inner.reserve(count, tier, timeout=timeout)
-        return WriteLease(self, self.thread.run(held.take, self.inner.release))
+        return SyncWriteLease(self, self.thread.run(held.take, self.inner.release))
 
     @like(cache.Cache.acquire)
-    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> ReadLease:
+    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> SyncReadLease:
         held = self.inner.acquire(packed_keys(keys), tier, **wanted)
-        return ReadLease(self, self.thread.run(held.take, self.inner.release))
+        return SyncReadLease(self, self.thread.run(held.take, self.inner.release))
 
     @like(cache.Cache.acquire_many)
-    def acquire_many(self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any) -> Leases[ReadLease]:
+    def acquire_many(
+        self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any
+    ) -> SyncLeases[SyncReadLease]:
         held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
         leases = self.thread.run(held.take, lambda leases: self.inner.release(*leases))
-        return Leases(self, (ReadLease(self, each) for each in leases))
+        return SyncLeases(self, (SyncReadLease(self, each) for each in leases))
 
     @overload
-    def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> WriteLease: ...
+    def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> SyncWriteLease: ...
 
     @overload
-    def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> ReadLease: ...
+    def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> SyncReadLease: ...
 
     def join(self, ticket: Any, *, timeout: float | None = None) -> Any:
         """See :meth:`kvtier.Cache.join`."""
         held = self.inner.join(ticket, timeout=timeout)
         inner: Any = self.thread.run(held.take, self.inner.release)
-        twin = WriteLease if isinstance(inner, lease.WriteLease) else ReadLease
+        twin = SyncWriteLease if isinstance(inner, lease.WriteLease) else SyncReadLease
         return twin(self.in_group(ticket.group), inner)
 
-    def release(self, *leases: Lease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
+    def release(self, *leases: SyncLease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
         held = [each.inner for each in leases]
         fence = self.thread.fence(held, stream)
@@ -443,7 +449,7 @@ def _asked(thread: LoopThread, keys: Keys, timeout: float | None) -> bytes:
     return packed
 
 
-def _or_ask(thread: LoopThread, found: T | None, ask: Work[T]) -> T:
+def _or_ask(thread: LoopThread, found: T | None, ask: LoopWork[T]) -> T:
     """The answer from shared memory, or else from the daemon."""
     return thread.run(ask) if found is None else found
 

@@ -20,15 +20,15 @@ from kvtier.memory.gpu import Stream
 from kvtier.mirror import follower
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, MirrorView
 from kvtier.session import DEFAULT_PATIENCE_S
-from kvtier.sync.cache import Cache, Fact, Twin, like, waits
-from kvtier.sync.loop import LoopThread, Work
+from kvtier.sync.cache import Fact, SyncCache, Twin, like, waits
+from kvtier.sync.loop import LoopThread, LoopWork
 from kvtier.transport import TlsFiles
 from kvtier.types import Cursor
 
 T = TypeVar("T")
 
 
-class Watch(Twin[watch.Watch]):
+class SyncWatch(Twin[watch.Watch]):
     """``for item in client.watch()``. Threads may iterate together; each item goes to one thread.
 
     The watch ends when any thread closes it.
@@ -122,15 +122,15 @@ class Client(Twin[client.AsyncClient]):
         _open.add(self)
 
     @like(client.AsyncClient.open_cache)
-    def open_cache(self, name: str, spec: CacheSpec | None = None, **wanted: Any) -> Cache:
+    def open_cache(self, name: str, spec: CacheSpec | None = None, **wanted: Any) -> SyncCache:
         opened = self.thread.run(lambda: self.inner.open_cache(name, spec, **wanted), lambda opened: opened.close())
-        return Cache(self.thread, opened)
+        return SyncCache(self.thread, opened)
 
     @like(client.AsyncClient.watch)
-    def watch(self, **wanted: Any) -> Watch:
-        return Watch(self.thread, self.inner.watch(**wanted))
+    def watch(self, **wanted: Any) -> SyncWatch:
+        return SyncWatch(self.thread, self.inner.watch(**wanted))
 
-    def submit(self, work: Work[T]) -> Future[T]:
+    def submit(self, work: LoopWork[T]) -> Future[T]:
         """Begins a verb without waiting: ``client.submit(lambda: cache.inner.get(keys))``, of the asynchronous twin.
 
         The future can be polled, awaited in a thread and cancelled; the verb owns its arrays until it is done. GPU work
@@ -160,8 +160,9 @@ class Client(Twin[client.AsyncClient]):
             self.thread.stop_soon(inner.close)
 
 
-class Mirror(MirrorView):
-    """``with kvtier.sync.Mirror(client, ["llama"]) as mirror``: see :class:`kvtier.Mirror`. Lookups are thread-safe."""
+class SyncMirror(MirrorView):
+    """``with kvtier.sync.SyncMirror(client, ["llama"]) as mirror``: see :class:`kvtier.Mirror`. Lookups are
+    thread-safe."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from kvtier.memory.gpu import Fence, Stream
 
 T = TypeVar("T")
 
-Work = Callable[[], Coroutine[Any, Any, T]]
+LoopWork = Callable[[], Coroutine[Any, Any, T]]
 """Makes the coroutine; called on the loop."""
 Undo = Callable[[T], Coroutine[Any, Any, None]]
 
@@ -35,10 +35,10 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._calls: set[Call[Any]] = set()
+        self._calls: set[LoopCall[Any]] = set()
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop
-        self._farewell: asyncio.Future[Work[None]]
+        self._farewell: asyncio.Future[LoopWork[None]]
         self._started = threading.Event()
         self._fault: Exception | None = None
         """The error that kept the loop from starting."""
@@ -66,14 +66,14 @@ class LoopThread:
         self.require_usable()
         return fence_of((lease for lease in leases if not lease.released), stream)
 
-    def run(self, work: Work[T], undo: Undo[T] | None = None) -> T:
+    def run(self, work: LoopWork[T], undo: Undo[T] | None = None) -> T:
         """The coroutine's result, awaited on the loop.
 
         A caller that is interrupted (Ctrl-C) cancels the coroutine and waits for its end; a result in spite of that
         goes to ``undo``. Raises :class:`ClientClosed` after :meth:`stop` and in a forked child.
         """
         self.require_usable()
-        call = Call(self._loop, work, undo)
+        call = LoopCall(self._loop, work, undo)
         try:
             self._begin(call)
             return call.wait()
@@ -86,7 +86,7 @@ class LoopThread:
             with self._lock:
                 self._calls.discard(call)
 
-    def submit(self, work: Work[T]) -> Future[T]:
+    def submit(self, work: LoopWork[T]) -> Future[T]:
         """Begins the coroutine without waiting; cancelling the future cancels it. Raises like :meth:`run`."""
         self.require_usable()
         return asyncio.run_coroutine_threadsafe(work(), self._loop)
@@ -96,7 +96,7 @@ class LoopThread:
         self.require_usable()
         self._loop.call_soon_threadsafe(callback)
 
-    def stop(self, farewell: Work[None]) -> None:
+    def stop(self, farewell: LoopWork[None]) -> None:
         """Runs ``farewell``, then ends the thread; running calls raise :class:`ClientClosed`.
 
         A second caller waits for the end, too. Does nothing in a forked child.
@@ -107,7 +107,7 @@ class LoopThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def stop_soon(self, farewell: Work[None]) -> None:
+    def stop_soon(self, farewell: LoopWork[None]) -> None:
         """Like :meth:`stop`, without waiting."""
         if self.forked:
             return
@@ -126,7 +126,7 @@ class LoopThread:
         if self._stopping:
             raise _closed()
 
-    def _begin(self, call: Call[Any]) -> None:
+    def _begin(self, call: LoopCall[Any]) -> None:
         with self._lock:
             if self._stopping:
                 raise _closed()
@@ -156,10 +156,10 @@ class LoopThread:
         await farewell()
 
 
-class Call(Generic[T]):
+class LoopCall(Generic[T]):
     """A coroutine on the loop, and the thread that waits for it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Work[T], undo: Undo[T] | None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: LoopWork[T], undo: Undo[T] | None) -> None:
         self._loop: Final = loop
         self._work: Final = work
         self._undo: Final = undo

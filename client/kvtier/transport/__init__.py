@@ -14,7 +14,7 @@ import grpc.aio
 
 from kvtier.abi import attach as protocol
 from kvtier.errors import DaemonUnavailable, InvalidArgument
-from kvtier.transport.attached import AttachConnection, LocalChannel, Segments
+from kvtier.transport.attached import AttachConnection, LocalChannel, SegmentFds
 from kvtier.transport.channels import open_channel, require_grpc
 from kvtier.transport.stream import StreamConnection
 
@@ -38,7 +38,7 @@ class Connection(Protocol):
 
     closed: asyncio.Event
 
-    async def map(self, cache_id: int, *, write: bool) -> Segments:
+    async def map(self, cache_id: int, *, write: bool) -> SegmentFds:
         """A cache's segments. The caller owns the descriptors."""
         ...
 

@@ -53,11 +53,11 @@ class _Answer:
 
 
 @dataclass(slots=True, frozen=True)
-class Segments:
+class SegmentFds:
     """Descriptors by name, to close after mapping, and the daemon's description of them."""
 
     fds: Mapping[str, int]
-    told: protocol.Mapped
+    told: protocol.MapReply
 
     def close(self) -> None:
         _close_all(list(self.fds.values()))
@@ -84,7 +84,7 @@ class AttachConnection:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[asyncio.Future[_Answer]] = deque()
-        self._calls: dict[int, asyncio.Future[calls.Answer]] = {}
+        self._calls: dict[int, asyncio.Future[calls.AnswerPacket]] = {}
         self._under_way = 0
         self._numbers = count()
         self.closed = asyncio.Event()
@@ -122,7 +122,7 @@ class AttachConnection:
         _close_all(answer.fds)
         return _accepted(_decoded(protocol.decode_welcome, answer.data))
 
-    async def map(self, cache_id: int, *, write: bool) -> Segments:
+    async def map(self, cache_id: int, *, write: bool) -> SegmentFds:
         """The cache's segments. The caller owns the descriptors."""
         answer = await self._ask(protocol.Map(cache_id=cache_id, write=write))
         try:
@@ -132,7 +132,7 @@ class AttachConnection:
         except KvtierError:
             _close_all(answer.fds)
             raise
-        return Segments(dict(zip(mapped.fds, answer.fds, strict=True)), mapped)
+        return SegmentFds(dict(zip(mapped.fds, answer.fds, strict=True)), mapped)
 
     def forget(self, token: str) -> None:
         """Notes that the memory of this token's session is no longer touched: see :class:`kvtier.abi.attach.Forget`."""
@@ -156,7 +156,7 @@ class AttachConnection:
         if packet is None or self.closed.is_set() or self._under_way + len(packet) > _MOST_UNDER_WAY:
             return None
         self._send(packet)
-        waiter: asyncio.Future[calls.Answer] = self._loop.create_future()
+        waiter: asyncio.Future[calls.AnswerPacket] = self._loop.create_future()
         self._calls[number] = waiter
         self._under_way += len(packet)
         try:

@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvtier.abi import attach as protocol
 from kvtier.errors import FAILED_WRITE, CallerError, DaemonError, error_of, fault_of
-from kvtier.transport.attached import Segments
+from kvtier.transport.attached import SegmentFds
 from kvtier.v1 import session_pb2, session_pb2_grpc
 
 SILENT_BEATS: Final = 3
@@ -60,7 +60,7 @@ class StreamConnection:
         )
         return cls(call, said.heartbeat_ns / 1e9), welcome
 
-    async def map(self, cache_id: int, *, write: bool) -> Segments:
+    async def map(self, cache_id: int, *, write: bool) -> SegmentFds:
         raise CallerError(f"cache {cache_id}: memory cannot be mapped over TCP", reason="CANNOT_MAP")
 
     def forget(self, token: str) -> None:

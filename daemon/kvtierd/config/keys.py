@@ -26,9 +26,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
 from kvtier.abi.cuda.opening import is_device_name
 from kvtierd.core.ids import Tier
-from kvtierd.core.policy import DEFAULT_THRESHOLD, MAX_PRIORITY, NEVER, Policy, RemotePolicy, RemoteWrites, WritePolicy
+from kvtierd.core.policy import DEFAULT_THRESHOLD, MAX_PRIORITY, NEVER, Policy, RemotePolicy, RemoteWrites, WriteMode
 from kvtierd.rights import AllowRule
-from kvtierd.tcp import TcpListener, TlsFiles, host_and_port
+from kvtierd.tcp import ServerTlsFiles, TcpListener, host_and_port
 from kvtierd.tiers.remote import urls
 
 ENV_PREFIX: Final = "KVTIERD_"
@@ -153,7 +153,7 @@ DeviceBytes = Annotated[
 _SOME_BYTES: Final[TypeAdapter[ByteSize]] = TypeAdapter(Annotated[Size, Field(gt=0, le=_MAX_TIER_BYTES)])
 
 
-class Device(BaseModel):
+class DeviceConfig(BaseModel):
     """A ``[[device]]`` table; ``NAME=BYTES`` as a flag or as an element in the environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -183,7 +183,7 @@ class Device(BaseModel):
         return f"{self.name}={self.bytes}"
 
 
-class Remote(BaseModel):
+class RemoteConfig(BaseModel):
     """The ``[remote]`` table; as a flag its URL alone."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -221,7 +221,7 @@ class Remote(BaseModel):
         return RemoteWrites(self.write, self.min_priority, self.first_tokens, self.ahead)
 
 
-class Peer(BaseModel):
+class PeerConfig(BaseModel):
     """A ``[[peers]]`` table; ``HOST:PORT`` as a flag or as an element in the environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -249,7 +249,7 @@ class Config(BaseSettings):
         None, description="Directory of the disk tier; by default `disk` in the state directory."
     )
 
-    device: Annotated[tuple[Device, ...], NoDecode, BeforeValidator(_listed)] = Field(
+    device: Annotated[tuple[DeviceConfig, ...], NoDecode, BeforeValidator(_listed)] = Field(
         (), description="Devices with a device tier. As a flag `NAME=BYTES`: `--device cuda:1=80%`."
     )
     host_bytes: TierBytes = Field(
@@ -266,7 +266,7 @@ class Config(BaseSettings):
         description="Loss at a power cut: each cache's last disk transaction, or with `commit` none, for one more "
         "write each.",
     )
-    remote: Annotated[Remote | None, NoDecode, BeforeValidator(_table)] = Field(
+    remote: Annotated[RemoteConfig | None, NoDecode, BeforeValidator(_table)] = Field(
         None, description="Store beyond this host. Its blocks enter the host tier."
     )
 
@@ -289,7 +289,7 @@ class Config(BaseSettings):
         30.0, ge=0, le=3600, description="Time to resume a session whose connection broke."
     )
 
-    peers: Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(_listed), Field(max_length=_MAX_PEERS)] = Field(
+    peers: Annotated[tuple[PeerConfig, ...], NoDecode, BeforeValidator(_listed), Field(max_length=_MAX_PEERS)] = Field(
         (),
         description="Daemons to follow, at most 64; this daemon skips itself. Needs the TLS files, or `tcp_insecure`. "
         "As a flag `HOST:PORT`.",
@@ -309,8 +309,8 @@ class Config(BaseSettings):
         description="Time until the blocks on a failing disk are lost. A disk that works again begins empty.",
     )
 
-    write_policy: WritePolicy = Field(
-        WritePolicy.BACK,
+    write_policy: WriteMode = Field(
+        WriteMode.BACK,
         description="Time of copies down: when the slot is needed, at once, or at the second use. A cache can "
         "override this key and the next four.",
     )
@@ -408,7 +408,7 @@ class Config(BaseSettings):
         return self._with_tls("listen_tcp", self.listen_tcp)
 
     @property
-    def peer_tls(self) -> TlsFiles | None:
+    def peer_tls(self) -> ServerTlsFiles | None:
         """The TLS files for connections to peers; None = no TLS, and all peers are on this host. Raises ValueError."""
         found = [self._with_tls("peers", peer.address).tls for peer in self.peers]
         return found[0] if found else None

@@ -19,16 +19,16 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, Device, Peer, Remote, Share
+from kvtierd.config.keys import ENV_PREFIX, SECTIONS, Config, DeviceConfig, PeerConfig, RemoteConfig, Share
 from kvtierd.rights import AllowRule
 from kvtierd.tiers.remote.urls import shown
 
 _FIELDS: Final = Config.model_fields
 _TABLES: Final[Mapping[str, type[BaseModel]]] = {
     "allow": AllowRule,
-    "device": Device,
-    "peers": Peer,
-    "remote": Remote,
+    "device": DeviceConfig,
+    "peers": PeerConfig,
+    "remote": RemoteConfig,
 }
 """The model of the tables under each key."""
 _KEY: Final = re.compile(r"[\s\[\"']*(\w+)")
@@ -99,7 +99,7 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
         # pydantic-settings adds values from the environment; the values given here win.
         config = Config(**{key: value for key, value in in_file.items() if key not in in_env} | dict(flags))
     except ValidationError as error:
-        faults += [line for fault in error.errors() for line in _told(fault, sources)]
+        faults += [line for fault in error.errors() for line in _fault_lines(fault, sources)]
         raise ConfigError("\n".join(faults)) from error
     if faults:
         raise ConfigError("\n".join(faults))
@@ -119,7 +119,7 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _told(fault: ErrorDetails, sources: Mapping[str, str]) -> Iterator[str]:
+def _fault_lines(fault: ErrorDetails, sources: Mapping[str, str]) -> Iterator[str]:
     reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "must")
     if not fault["loc"]:
         yield from (_located(line, sources) for line in reason.splitlines())
@@ -174,7 +174,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-class Command(click.Command):
+class DaemonCommand(click.Command):
     """A command whose help lists the keys under the titles of :data:`SECTIONS`, after the other options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -214,9 +214,9 @@ def as_json(loaded: Loaded) -> str:
 
 def reference() -> str:
     """The text of ``docs/configuration.md``."""
-    devices = ["Each `[[device]]` is one device:", *_table(Device.model_fields)]
-    remote = ["The table `[remote]` has:", *_table(Remote.model_fields)]
-    peers = ["Each `[[peers]]` is another daemon:", *_table(Peer.model_fields)]
+    devices = ["Each `[[device]]` is one device:", *_table(DeviceConfig.model_fields)]
+    remote = ["The table `[remote]` has:", *_table(RemoteConfig.model_fields)]
+    peers = ["Each `[[peers]]` is another daemon:", *_table(PeerConfig.model_fields)]
     rules = ["Each `[[allow]]` is a rule:", *_table(AllowRule.model_fields)]
     return "\n".join([_REFERENCE, *_table(_FIELDS), "", *devices, "", *remote, "", *peers, "", *rules]) + "\n"
 

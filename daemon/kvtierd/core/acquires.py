@@ -16,7 +16,7 @@ from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, TicketId, Tier
-from kvtierd.core.leases import FetchTicket, Lease
+from kvtierd.core.leases import FetchTicket, SlotLease
 from kvtierd.core.lookup import Cover, Limit, Usable, longest, match
 from kvtierd.core.outcome import Grant, GroupGrant, Recorder, Refusal, RefusalReason
 from kvtierd.core.retention import pairs
@@ -25,7 +25,7 @@ from kvtierd.core.window import WindowManager
 
 
 class NewLease(Protocol):
-    def __call__(self, session: SessionId, state: GroupState, tier: Tier, /) -> Lease: ...
+    def __call__(self, session: SessionId, state: GroupState, tier: Tier, /) -> SlotLease: ...
 
 
 class MakeRefusal(Protocol):
@@ -114,9 +114,9 @@ class Acquires:
         ticket.matched, covers = self._match(ticket, len(chain.keys), self._readable(ticket, now))
         self._claim(ticket, ticket.matched, covers)
         if not chain.counted:
-            parts[0].window.uses.asked(len(chain.keys), ticket.matched)
+            parts[0].window.use_counts.asked(len(chain.keys), ticket.matched)
         for part in ticket.parts:
-            part.window.uses.acquired(part.fetch.blocks, part.fetch.found_in)
+            part.window.use_counts.acquired(part.fetch.blocks, part.fetch.found_in)
             part.window.retain(part.fetch.blocks, part.needed.pick(pairs(chain.priorities, chain.durations_ms)))
         return ticket
 

@@ -85,7 +85,7 @@ class Copy:
         return self.phase is READY and self.holds == 0 and self.reads == 0
 
     @property
-    def sinking(self) -> bool:
+    def demoting(self) -> bool:
         """Whether the copy is READY, unheld and read by exactly one copy downwards."""
         return self.phase is READY and self.holds == 0 and self.reads == DOWNWARDS
 

@@ -13,9 +13,9 @@ from kvtierd.core.block import DOWNWARDS, UPWARDS, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import NO_LABEL, TIERS, GroupId, SlotId, Tier
-from kvtierd.core.leases import FetchTicket, Lease, Ticket
+from kvtierd.core.leases import FetchTicket, SlotLease, Ticket
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.policy import DEFAULT_PRIORITY, WritePolicy
+from kvtierd.core.policy import DEFAULT_PRIORITY, WriteMode
 from kvtierd.core.slots import SlotState
 from kvtierd.core.window import WindowManager
 
@@ -75,13 +75,15 @@ def _broken(invariant: int, what: str) -> InvariantViolation:
 
 
 class _Checker:
-    def __init__(self, group: GroupId, window: WindowManager, leases: list[Lease], fetches: list[FetchTicket]) -> None:
+    def __init__(
+        self, group: GroupId, window: WindowManager, leases: list[SlotLease], fetches: list[FetchTicket]
+    ) -> None:
         self.group = group
         self.window = window
         self.state: GroupState = window.state
         self.leases = leases
         self.fetches = fetches
-        self.flights = window.flights.all()
+        self.transfers = window.transfers.all()
 
     def run(self) -> None:
         self.slots()
@@ -151,7 +153,7 @@ class _Checker:
             if ticket.tier is tier and not ticket.waiting and ticket.hold:
                 pairs = zip(ticket.blocks, ticket.copies, strict=True)
                 seen |= {id(c): c for b, c in pairs if b.copies[tier] is not c and c.holds > 0}
-        for flight in self.flights:
+        for flight in self.transfers:
             for end, copy in zip(flight.edge, (flight.source, flight.copy), strict=True):
                 if end is tier and flight.block.copies[tier] is not copy:
                     seen[id(copy)] = copy
@@ -302,7 +304,7 @@ class _Checker:
     def flying(self) -> None:
         """3: sources of copies in flight stay valid; ``reads`` counts exactly the copies in flight."""
         reads: Counter[int] = Counter()
-        for flight in self.flights:
+        for flight in self.transfers:
             reads[id(flight.source)] += DOWNWARDS if flight.edge[1] > flight.edge[0] else UPWARDS
             if not flight.source.valid:
                 raise _broken(3, f"a copy reads slot {flight.source.slot}, which is not READY")
@@ -318,7 +320,7 @@ class _Checker:
                 if copy.phase is Phase.LEAVING and copy.reads != DOWNWARDS:
                     raise _broken(3, f"{tier} slot {copy.slot} leaves with no copy in flight")
                 if copy.phase is Phase.FILLING:
-                    filled = any(flight.copy is copy for flight in self.flights)
+                    filled = any(flight.copy is copy for flight in self.transfers)
                     if not filled:
                         raise _broken(2, f"{tier} slot {copy.slot} is filled by nothing")
 
@@ -346,11 +348,11 @@ class _Checker:
         if copy.reads:
             return ["demotable"] if copy.reads == DOWNWARDS else []
         mask = block.residency
-        up = mask & (tier.bit - 1) != 0 and not any(block in self.state.ahead[t] for t in self.state.above[tier])
+        up = mask & (tier.bit - 1) != 0 and not any(block in self.state.clean_copies[t] for t in self.state.above[tier])
         low = mask >= 2 * tier.bit
         redundant = up and not (tier is Tier.DISK and block.disk_children)
         below = self.state.below[tier]
-        fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
+        fresh = self.state.policy.write_policy is WriteMode.SELECTIVE and block not in self.state.reused
         kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
         remote = self.state.remote
         belongs = {
@@ -370,7 +372,7 @@ class _Checker:
             if [t.id for t in queue] != sorted(t.id for t in queue):
                 raise _broken(4, f"{tier}: requests are out of order")
             waits = queue and not self._waits_elsewhere(queue[0])
-            if waits and not (self.window.flights.active or self.state.losing):
+            if waits and not (self.window.transfers.active or self.state.losing):
                 raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:

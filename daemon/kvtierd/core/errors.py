@@ -1,6 +1,6 @@
 """Errors of the core: the caller's, and bugs of the core.
 
-A :class:`CallerError` is raised before anything has changed. After an :class:`InvariantViolation` the state can no
+A :class:`RequestError` is raised before anything has changed. After an :class:`InvariantViolation` the state can no
 longer be trusted, and the caller must stop.
 """
 
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from kvtierd.core.ids import GroupId, LeaseId, Tier
 
 if TYPE_CHECKING:
-    from kvtierd.core.outcome import Holder
+    from kvtierd.core.outcome import SlotHolder
 
 
 class CoreError(Exception):
     """Base class of the core's errors."""
 
 
-class CallerError(CoreError):
+class RequestError(CoreError):
     """The call cannot be carried out as asked; it changed nothing."""
 
 
-class BadArgument(CallerError):
+class BadArgument(RequestError):
     """An argument is outside its limit."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
@@ -33,13 +33,13 @@ class BadArgument(CallerError):
         self.limit = limit
 
 
-class UnknownGroup(CallerError):
+class UnknownGroup(RequestError):
     def __init__(self, group: GroupId) -> None:
         super().__init__(f"group = {group}: the cache has no such window group")
         self.group = group
 
 
-class UnknownLease(CallerError):
+class UnknownLease(RequestError):
     """The lease never existed, was released, or ended with its session."""
 
     def __init__(self, lease: LeaseId) -> None:
@@ -47,23 +47,23 @@ class UnknownLease(CallerError):
         self.lease = lease
 
 
-class ForeignLease(CallerError):
+class ForeignLease(RequestError):
     def __init__(self, lease: LeaseId) -> None:
         super().__init__(f"lease {lease} belongs to another session")
         self.lease = lease
 
 
-class TierOffline(CallerError):
+class TierOutOfService(RequestError):
     def __init__(self, tier: Tier) -> None:
         super().__init__(f"the {tier} tier is out of service")
         self.tier = tier
 
 
-class StillHeld(CallerError):
+class ResetRefused(RequestError):
     """A reset is refused while anything is leased or pinned. ``holders``: sessions and their slots, most slots
     first."""
 
-    def __init__(self, holders: Sequence[Holder], pinned: int) -> None:
+    def __init__(self, holders: Sequence[SlotHolder], pinned: int) -> None:
         super().__init__(f"{sum(holder.slots for holder in holders)} slots are leased, {pinned} pinned")
         self.holders = tuple(holders)
         self.pinned = pinned

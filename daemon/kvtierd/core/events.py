@@ -40,7 +40,7 @@ class BlockChange(NamedTuple):
     parent_label: Label | None = None
 
 
-class Changes:
+class BlockChanges:
     """The blocks of an event in columns, one place a block; most readers work on columns. Iteration yields
     :class:`BlockChange` rows."""
 
@@ -82,11 +82,11 @@ class Changes:
         return map(BlockChange, *columns)
 
 
-NO_CHANGES: Final = Changes.of(())
+NO_CHANGES: Final = BlockChanges.of(())
 
 
 @dataclass(slots=True, frozen=True)
-class Event:
+class BlockEvent:
     """One event. ``time_ns``: the wall clock that the core's caller passed in.
 
     ``moved_from`` … ``copy_ns`` are set if a move caused the event; ``moved_from`` alone if blocks only left that tier.
@@ -99,7 +99,7 @@ class Event:
     cache: CacheId
     group: GroupId
     time_ns: int
-    blocks: Changes = NO_CHANGES
+    blocks: BlockChanges = NO_CHANGES
     moved_from: Tier | None = None
     moved_to: Tier | None = None
     moved_bytes: int = 0

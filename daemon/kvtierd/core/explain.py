@@ -12,7 +12,7 @@ from kvtierd.core.acquires import Acquires
 from kvtierd.core.block import Block, Phase
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
-from kvtierd.core.leases import Lease, LeaseRecord
+from kvtierd.core.leases import LeaseRecord, SlotLease
 from kvtierd.core.policy import Edge
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import EdgeRecord, GroupCounts, ManagerStats, TierCount
@@ -52,7 +52,7 @@ class BlockNow:
     leases: tuple[LeaseRecord, ...]
 
 
-def explain(state: GroupState, leases: Iterable[Lease], key: Key) -> BlockNow | None:
+def explain(state: GroupState, leases: Iterable[SlotLease], key: Key) -> BlockNow | None:
     """Describes a block; None if the key is not indexed. ``leases``: all leases of the cache."""
     block = state.index.get(key)
     if block is None:
@@ -74,12 +74,12 @@ def explain(state: GroupState, leases: Iterable[Lease], key: Key) -> BlockNow | 
     )
 
 
-def _holds(lease: Lease, block: Block) -> bool:
+def _holds(lease: SlotLease, block: Block) -> bool:
     copy = lease.held.get(block)
     return copy is not None and copy is block.copies[lease.tier]
 
 
-def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], acquires: Acquires) -> ManagerStats:
+def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[SlotLease], acquires: Acquires) -> ManagerStats:
     groups = {group: _group(window) for group, window in windows.items()}
     counts = list(groups.values())
     tiers = sorted({tier for one in counts for tier in one.tiers})
@@ -110,9 +110,9 @@ def _group(window: WindowManager) -> GroupCounts:
         blocks=len(state.index),
         tiers={tier: _tier(state, tier) for tier in state.tiers},
         pinned={tier: state.pins.slots(tier) for tier in state.tiers},
-        hits=dict(window.uses.hits),
-        queried=window.uses.queried,
-        found=window.uses.found,
+        hits=dict(window.use_counts.hits),
+        queried=window.use_counts.queried,
+        found=window.use_counts.found,
         stored=state.stored,
         removed=state.removed,
         shadow_misses=state.shadows.misses,
@@ -145,7 +145,7 @@ def edges(windows: Collection[WindowManager]) -> dict[Edge, EdgeRecord]:
     """Edge records, summed over the groups."""
     total: dict[Edge, EdgeRecord] = {}
     for window in windows:
-        for edge, record in window.flights.edges.items():
+        for edge, record in window.transfers.edges.items():
             into = total.setdefault(edge, EdgeRecord())
             into.blocks += record.blocks
             into.bytes += record.bytes

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
-from kvtierd.core.errors import InvariantViolation, TierOffline
+from kvtierd.core.errors import InvariantViolation, TierOutOfService
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, UNSETTLED, Candidates
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, TOKEN_BYTES, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.index import BlockIndex, Pins, Residencies
 from kvtierd.core.outcome import Recorder, Transfer
-from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
-from kvtierd.core.remote import Remote
+from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WriteMode
+from kvtierd.core.remote import GroupRemote
 from kvtierd.core.retention import Clocks
 from kvtierd.core.shadow import Shadows
 from kvtierd.core.slots import (
@@ -56,7 +56,7 @@ class GroupState:
         """Blocks changed since the last placement, which may belong on other candidate lists."""
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
-        self.ahead: dict[Tier, set[Block]] = {tier: set() for tier in self.tiers}
+        self.clean_copies: dict[Tier, set[Block]] = {tier: set() for tier in self.tiers}
         """Blocks copied down ahead of their eviction, by source tier, that have neither left nor been used since."""
         self.residencies = Residencies()
         self.lost: set[Tier] = set()
@@ -78,8 +78,8 @@ class GroupState:
         """Least priority at which a block goes down from the tier."""
         self.reused: set[Block] = set()
         """With selective writes: blocks used again since their commit."""
-        self._selective = policy.write_policy is WritePolicy.SELECTIVE
-        self.remote = None if policy.remote is None else Remote(self, policy.remote)
+        self._selective = policy.write_policy is WriteMode.SELECTIVE
+        self.remote = None if policy.remote is None else GroupRemote(self, policy.remote)
         self._retirements: dict[MoveId, list[tuple[Block, SlotId]]] = {}
         self.undeleted: list[tuple[Block, SlotId]] = []
         """Disk slots, with their blocks, whose record could not be deleted, in the order of the failures."""
@@ -87,9 +87,9 @@ class GroupState:
         self._used_on_disk: dict[Block, None] = {}
 
     def require(self, tier: Tier) -> None:
-        """Raises :class:`TierOffline` while the tier is out of service."""
+        """Raises :class:`TierOutOfService` while the tier is out of service."""
         if tier in self.lost:
-            raise TierOffline(tier)
+            raise TierOutOfService(tier)
 
     def lasting(self, block: Block) -> int:
         """The block's residency without tiers out of service."""
@@ -172,29 +172,31 @@ class GroupState:
 
     def copied_from_above(self, block: Block, tier: Tier) -> bool:
         """Whether this copy makes a slot above clean."""
-        return any(block in self.ahead[high] for high in self.above[tier])
+        return any(block in self.clean_copies[high] for high in self.above[tier])
 
-    def copied_ahead(self, block: Block, tier: Tier) -> None:
+    def note_clean_copy(self, block: Block, tier: Tier) -> None:
         """Records that the copy below keeps the tier's slot clean."""
-        self.ahead[tier].add(block)
+        self.clean_copies[tier].add(block)
 
-    def forget_ahead(self, tier: Tier) -> bool:
+    def forget_clean_copies(self, tier: Tier) -> bool:
         """Last resort: lets copies leave the tier that keep slots above clean. Returns whether there were any."""
-        found = [block for high in self.above[tier] for block in self.ahead[high] if block.residency & BITS[tier]]
+        found = [
+            block for high in self.above[tier] for block in self.clean_copies[high] if block.residency & BITS[tier]
+        ]
         for block in found:
             self.needed(block)
         return bool(found)
 
     def needed(self, block: Block) -> None:
         """Forgets that the block was copied ahead: it is not to leave soon."""
-        for blocks in self.ahead.values():
+        for blocks in self.clean_copies.values():
             if block in blocks:
                 blocks.discard(block)
                 self._changed[block] = None
 
     def _left(self, block: Block) -> None:
         """Forgets that the block was copied ahead in tiers where it has gone, or has no copy below any more."""
-        for tier, blocks in self.ahead.items():
+        for tier, blocks in self.clean_copies.items():
             if block in blocks and not (block.copies[tier] is not None and block.residency > 2 * BITS[tier] - 1):
                 blocks.discard(block)
                 self._changed[block] = None
@@ -302,7 +304,7 @@ class GroupState:
     def leave(self, block: Block, tier: Tier) -> None:
         """Marks the copy as leaving: it goes when the copy downwards that reads it has arrived."""
         copy = block.copies[tier]
-        if copy is None or not copy.sinking:
+        if copy is None or not copy.demoting:
             raise InvariantViolation(f"block {block} leaves {tier} without a copy downwards")
         copy.phase = LEAVING
         self.slots[tier].change(copy.slot, SLOT_RETIRING)

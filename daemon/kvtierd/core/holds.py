@@ -13,7 +13,7 @@ from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import COMMIT, Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import NO_LABEL, SEVERAL, Key, Label, SlotId, traits_of
-from kvtierd.core.leases import Lease
+from kvtierd.core.leases import SlotLease
 from kvtierd.core.policy import MIN_PRIORITY
 from kvtierd.core.reclaim import Background
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
@@ -23,7 +23,7 @@ _SIBLINGS: Final = 32
 """Limit of siblings that a new block is compared with, newest first."""
 
 
-class Holding:
+class Holds:
     """Changes the slots and blocks that leases hold. ``core/leases.py`` knows the owners of leases."""
 
     def __init__(self, state: GroupState, background: Background) -> None:
@@ -32,7 +32,7 @@ class Holding:
         self._background = background
 
     def store(
-        self, lease: Lease, items: Sequence[CommitItem], *, hold: bool, cause: Cause = COMMIT
+        self, lease: SlotLease, items: Sequence[CommitItem], *, hold: bool, cause: Cause = COMMIT
     ) -> tuple[BlockResult, ...]:
         """Makes blocks of blank slots. If the key is indexed, the existing block stays and the lease lets go of the
         slot. If the parent is not indexed, is a partial block, or is not the existing block's parent, the slot stays
@@ -94,14 +94,14 @@ class Holding:
             if shorter and other.scope == label.scope and label.tokens.startswith(other.tokens):
                 self._state.retain(sibling, MIN_PRIORITY, 0, COMMIT)
 
-    def _keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
+    def _keep(self, lease: SlotLease, slot: SlotId, block: Block) -> None:
         """Handles a commit of an existing block: the block stays, and the lease lets go of the slot."""
         self._background.used_again([block])
         self._let_go(lease, slot)
         if self._window.span and block not in lease.held:
             self._slide(lease, block)
 
-    def _slide(self, lease: Lease, block: Block) -> None:
+    def _slide(self, lease: SlotLease, block: Block) -> None:
         """Appends the newest block of a chain, and lets go of blocks that its window no longer reaches. The sinks of a
         chain that began in this lease stay held."""
         trail = lease.trails.get(block.key)
@@ -117,12 +117,12 @@ class Holding:
             self._let_slide(lease, trail[sinks])
             del trail[sinks]
 
-    def _let_slide(self, lease: Lease, block: Block, unless: Block | None = None) -> None:
+    def _let_slide(self, lease: SlotLease, block: Block, unless: Block | None = None) -> None:
         copy = lease.held.pop(block, None) if block is not unless else None
         if copy is not None:
             self._state.unhold(block, lease.tier, copy)
 
-    def join(self, lease: Lease, joined: Lease) -> None:
+    def join(self, lease: SlotLease, joined: SlotLease) -> None:
         """Gives ``joined``, a new lease, all that ``lease`` holds, except blocks that have left their slots or whose
         bytes are bad."""
         joined.family = lease.family
@@ -134,7 +134,7 @@ class Holding:
                 joined.held[block] = self._state.hold(block, lease.tier, joined.session)
         joined.trails = {key: deque(trail) for key, trail in lease.trails.items()}
 
-    def give_back(self, lease: Lease, slots: Collection[SlotId]) -> None:
+    def give_back(self, lease: SlotLease, slots: Collection[SlotId]) -> None:
         """Lets go of these slots. A blank slot is freed if no other lease holds it. Blocks are released tails first, so
         prefixes outlive their tails."""
         for slot in [slot for slot in lease.blank if slot in slots]:
@@ -145,11 +145,11 @@ class Holding:
             self._state.unhold(block, lease.tier, copy)
         self._state.touch(block for block, _ in released if block.indexed)
 
-    def orphan(self, lease: Lease, orphaned: bool) -> None:
+    def orphan(self, lease: SlotLease, orphaned: bool) -> None:
         lease.orphaned = orphaned
         self._restate(lease, lease.blank)
 
-    def _let_go(self, lease: Lease, slot: SlotId) -> None:
+    def _let_go(self, lease: SlotLease, slot: SlotId) -> None:
         """Lets go of a blank slot. The slot is freed with its last lease."""
         del lease.blank[slot]
         writers = lease.writers(slot)
@@ -158,7 +158,7 @@ class Holding:
         else:
             self._state.give_back(lease.tier, slot)
 
-    def _restate(self, lease: Lease, slots: Iterable[SlotId]) -> None:
+    def _restate(self, lease: SlotLease, slots: Iterable[SlotId]) -> None:
         """Sets state and owner of blank slots from all leases that hold them. A restarted daemon cannot know several
         owners: it keeps slots of :data:`SEVERAL` while any process from before the restart lives."""
         table, ledger = self._state.slots[lease.tier], self._state.ledgers[lease.tier]
@@ -167,7 +167,7 @@ class Holding:
             table.enter(slot, SLOT_ORPHANED if all(one.orphaned for one in writers) else SLOT_BLANK)
             ledger.own((slot,), writers[0].session if len(writers) == 1 else SEVERAL)
 
-    def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
+    def restore(self, lease: SlotLease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
         """Restores a lease from before a restart, whose process may still use its slots: free slots, and READY blocks
         of its tier."""
         state = self._state
@@ -183,7 +183,7 @@ TOUCHED_A_CALL: Final = 4_096
 """Limit of blocks that one touch counts as used, from the last key back. Other blocks only become more recent."""
 
 
-class Uses:
+class UseCounts:
     """Use counts. ``hits``: blocks used, by the tier where they were found. ``queried``: blocks of requested chains,
     each chain counted once. ``found``: the blocks found among them."""
 

@@ -15,26 +15,26 @@ from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import ForeignLease, UnknownLease
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
-from kvtierd.core.outcome import Holder
+from kvtierd.core.outcome import SlotHolder
 
 
-class Leases:
+class LeaseTable:
     """The live leases of a cache. Ids rise and are never used twice."""
 
     __slots__ = ("_last", "_of_session", "live", "unstamped")
 
     def __init__(self) -> None:
-        self.live: Final[dict[LeaseId, Lease]] = {}
+        self.live: Final[dict[LeaseId, SlotLease]] = {}
         """Live leases, oldest first."""
         self._of_session: dict[SessionId, dict[LeaseId, None]] = {}
         self._last = 0
-        self.unstamped: list[Lease] = []
+        self.unstamped: list[SlotLease] = []
         """Leases granted since the last :meth:`stamp`."""
 
-    def grant(self, session: SessionId, state: GroupState, tier: Tier) -> Lease:
+    def grant(self, session: SessionId, state: GroupState, tier: Tier) -> SlotLease:
         """Creates a lease that holds nothing yet."""
         self._last += 1
-        lease = Lease(LeaseId(self._last), session, state.group, tier)
+        lease = SlotLease(LeaseId(self._last), session, state.group, tier)
         lease.family.append(lease)
         self.live[lease.id] = lease
         self.unstamped.append(lease)
@@ -47,7 +47,7 @@ class Leases:
             lease.granted_at = now
         self.unstamped.clear()
 
-    def forget(self, lease: Lease) -> None:
+    def forget(self, lease: SlotLease) -> None:
         """Forgets a lease that has ended and holds nothing."""
         del self.live[lease.id]
         lease.family.remove(lease)
@@ -56,7 +56,7 @@ class Leases:
         if not of_session:
             del self._of_session[lease.session]
 
-    def owned(self, session: SessionId, lease: LeaseId) -> Lease:
+    def owned(self, session: SessionId, lease: LeaseId) -> SlotLease:
         """Returns a lease of the session. Raises :class:`UnknownLease` or :class:`ForeignLease`."""
         found = self.live.get(lease)
         if found is None:
@@ -65,7 +65,7 @@ class Leases:
             raise ForeignLease(lease)
         return found
 
-    def of(self, session: SessionId) -> list[Lease]:
+    def of(self, session: SessionId) -> list[SlotLease]:
         """The session's leases, oldest first."""
         return [self.live[lease] for lease in self._of_session.get(session, ())]
 
@@ -74,16 +74,16 @@ class Leases:
         return len(self._of_session.get(session, ()))
 
 
-def holders_of(leases: Iterable[Lease]) -> tuple[Holder, ...]:
+def holders_of(leases: Iterable[SlotLease]) -> tuple[SlotHolder, ...]:
     """Sessions with the number of slots they hold, most slots first."""
     held: dict[SessionId, int] = {}
     for lease in leases:
         held[lease.session] = held.get(lease.session, 0) + lease.slots
-    return tuple(sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots))
+    return tuple(sorted((SlotHolder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots))
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class SlotLease:
     """
     grant, join --> live --orphan_session, disown_session--> orphaned <-- restore_lease
     orphaned --reattach_session--> live;  live, orphaned --release, end_session--> ended
@@ -104,7 +104,7 @@ class Lease:
     orphaned: bool = False
     granted_at: int = 0
     """``now`` of the call that granted the lease."""
-    family: list[Lease] = field(default_factory=list)
+    family: list[SlotLease] = field(default_factory=list)
     """Leases that joined one another and may hold the same slots. All of them share this list."""
 
     @property
@@ -115,7 +115,7 @@ class Lease:
     def all_slots(self) -> set[SlotId]:
         return {*self.blank, *(copy.slot for copy in self.held.values())}
 
-    def writers(self, slot: SlotId) -> list[Lease]:
+    def writers(self, slot: SlotId) -> list[SlotLease]:
         """The leases that hold the slot blank."""
         return [lease for lease in self.family if slot in lease.blank]
 
@@ -134,7 +134,7 @@ class LeaseRecord:
     granted_at: int
 
     @classmethod
-    def of(cls, lease: Lease) -> Self:
+    def of(cls, lease: SlotLease) -> Self:
         return cls(
             id=lease.id,
             session=lease.session,

@@ -14,7 +14,7 @@ from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key, Traits
 from kvtierd.core.index import Pins
-from kvtierd.core.transfers import GroupSpan, Listing, ListingRow, Location, PartialMatch
+from kvtierd.core.transfers import BlockSlots, GroupResidency, Listing, ListingRow, PartialMatch
 
 Limit = Callable[[int], int]
 """Maps a prefix length to the largest usable length not above it. Called with falling lengths only."""
@@ -119,15 +119,15 @@ def _prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
     return found
 
 
-def spans(states: Sequence[GroupState], keys: Sequence[Key]) -> tuple[int, tuple[GroupSpan, ...]]:
+def spans(states: Sequence[GroupState], keys: Sequence[Key]) -> tuple[int, tuple[GroupResidency, ...]]:
     """The longest prefix that these groups can serve together, and each group's part of it."""
     if len(states) == 1 and states[0].attention.chained:
         (state,) = states
         found = residencies(state, keys)
-        return len(found), (GroupSpan(state.group, state.attention.needs(len(found)), found),)
+        return len(found), (GroupResidency(state.group, state.attention.needs(len(found)), found),)
     length, covers = match(states, keys, indexed)
     return length, tuple(
-        GroupSpan(
+        GroupResidency(
             cover.state.group,
             cover.state.attention.needs(length),
             tuple(block.residency for block in cover.blocks(length)),
@@ -181,7 +181,7 @@ def partial(state: GroupState, parent_key: Key | None, tokens: bytes, scope: byt
     return None if best is None else PartialMatch(best.key, run // TOKEN_BYTES, best.residency)
 
 
-def locate(state: GroupState, keys: Sequence[Key]) -> list[Location]:
+def locate(state: GroupState, keys: Sequence[Key]) -> list[BlockSlots]:
     return [_location(state.index.get(key)) for key in keys]
 
 
@@ -198,11 +198,11 @@ def attributes(state: GroupState, key: Key) -> tuple[Key | None, Traits] | None:
     return None if block is None else (block.parent_key, block.traits)
 
 
-def _location(block: Block | None) -> Location:
+def _location(block: Block | None) -> BlockSlots:
     if block is None:
-        return Location(0, (None, None, None))
+        return BlockSlots(0, (None, None, None))
     device, host, disk = (copy.slot if copy is not None and copy.valid else None for copy in block.copies)
-    return Location(block.residency, (device, host, disk))
+    return BlockSlots(block.residency, (device, host, disk))
 
 
 def listing(state: GroupState, page: int, limit: int) -> Listing:

@@ -12,26 +12,35 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvtierd.core import explain, lookup, reclaim, removal
 from kvtierd.core.acquires import Acquires, AcquireTicket
-from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
+from kvtierd.core.errors import BadArgument, ResetRefused, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
-from kvtierd.core.leases import FetchTicket, Lease, LeaseRecord, Leases, LeftLease, ReserveTicket, Ticket, holders_of
+from kvtierd.core.leases import (
+    FetchTicket,
+    LeaseRecord,
+    LeaseTable,
+    LeftLease,
+    ReserveTicket,
+    SlotLease,
+    Ticket,
+    holders_of,
+)
 from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
-from kvtierd.core.recovery import Recovered
-from kvtierd.core.remote import Beyond
+from kvtierd.core.recovery import RecoveredBlock
+from kvtierd.core.remote import CacheRemote
 from kvtierd.core.removal import NEWEST, Drop
 from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import (
     BlockResult,
+    BlockSlots,
     ChainRequest,
     CommitItem,
     Listing,
-    Location,
     ManagerStats,
-    Match,
-    ResetReport,
+    PrefixMatch,
+    ResetResult,
 )
 from kvtierd.core.window import WindowManager
 
@@ -41,7 +50,7 @@ TierLoss = Mapping[GroupId, Iterator[None]]
 
 class BlockManager:
     """See the module. Errors are raised before anything has changed: ``BadArgument``, ``UnknownGroup``,
-    ``UnknownLease``, ``ForeignLease``, ``TierOffline``."""
+    ``UnknownLease``, ``ForeignLease``, ``TierOutOfService``."""
 
     def __init__(
         self,
@@ -55,8 +64,8 @@ class BlockManager:
         policy = policy or Policy()
         self.cache = cache
         self._recorder = Recorder(cache, sequencer, policy)
-        self._leases = Leases()
-        self.leases: Mapping[LeaseId, Lease] = self._leases.live
+        self._leases = LeaseTable()
+        self.leases: Mapping[LeaseId, SlotLease] = self._leases.live
         self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
         self._moving: dict[MoveId, GroupId] = {}
         self._last_ticket = 0
@@ -69,7 +78,7 @@ class BlockManager:
         self.acquires = Acquires(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)
         self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
         states = {group: window.state for group, window in self.windows.items()}
-        self.beyond = Beyond(states, self._recorder, self._take)
+        self.remote = CacheRemote(states, self._recorder, self._take)
         self._capacity = {
             group: tuple((tier, window.state.slots[tier].capacity) for tier in window.state.tiers)
             for group, window in self.windows.items()
@@ -79,7 +88,7 @@ class BlockManager:
 
     def fill(
         self,
-        recovered: Mapping[GroupId, Sequence[Recovered]],
+        recovered: Mapping[GroupId, Sequence[RecoveredBlock]],
         quarantined: Mapping[GroupId, Collection[SlotId]],
         corrupt: Mapping[GroupId, Sequence[Key]] | None = None,
         *,
@@ -105,7 +114,7 @@ class BlockManager:
     def restore_lease(self, left: LeftLease, now: int) -> Outcome:
         """Restores an orphaned lease, which ends with its session, right after :meth:`announce`."""
         window = self._window(left.group)
-        window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
+        window.holds.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
     def close(self) -> None:
@@ -116,11 +125,13 @@ class BlockManager:
         for window in self.windows.values():
             window.close()
         self.windows.clear()
-        del self.acquires, self.beyond
+        del self.acquires, self.remote
 
     # -- lookups -----------------------------------------------------------------------------------------------------
 
-    def match(self, groups: Sequence[GroupId], keys: Sequence[Key], tokens: bytes = b"", scope: bytes = b"") -> Match:
+    def match(
+        self, groups: Sequence[GroupId], keys: Sequence[Key], tokens: bytes = b"", scope: bytes = b""
+    ) -> PrefixMatch:
         """The longest prefix of a chain that ``groups`` (none = all) can serve together.
 
         ``tokens`` follow the keys: of one full group, where the prefix is the whole chain, the match names the block
@@ -130,9 +141,9 @@ class BlockManager:
         length, spans = lookup.spans(states, keys)
         whole = tokens and length == len(keys)
         partial = lookup.partial(states[0], keys[-1] if keys else None, tokens, scope) if whole else None
-        return Match(length, spans, partial)
+        return PrefixMatch(length, spans, partial)
 
-    def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
+    def locate(self, group: GroupId, keys: Sequence[Key]) -> list[BlockSlots]:
         return lookup.locate(self._window(group).state, keys)
 
     def checksum(self, group: GroupId, key: Key) -> bytes:
@@ -209,7 +220,7 @@ class BlockManager:
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
         window.state.require(owned.tier)
-        results = window.holding.store(owned, items, hold=hold and not release, cause=cause)
+        results = window.holds.store(owned, items, hold=hold and not release, cause=cause)
         if release:
             self._end(owned)
         self._pump(now, window)
@@ -239,14 +250,14 @@ class BlockManager:
         self._pump_all(now)
         return tuple(ticket.id for ticket in tickets), self._take(now)
 
-    def join(self, session: SessionId, lease: LeaseId, now: int) -> tuple[Lease, Outcome]:
+    def join(self, session: SessionId, lease: LeaseId, now: int) -> tuple[SlotLease, Outcome]:
         """Makes a lease of this session over the slots and blocks of another lease. A blank slot is freed with its last
         lease. If one lease commits a slot as a block, the other leases hold the block. The caller has checked that the
         lease lives."""
         shared = self._leases.live[lease]
         window = self.windows[shared.group]
         joined = self._leases.grant(session, window.state, shared.tier)
-        window.holding.join(shared, joined)
+        window.holds.join(shared, joined)
         self._pump(now, window)
         return joined, self._take(now)
 
@@ -262,14 +273,14 @@ class BlockManager:
         owned = [self._leases.owned(session, lease) for lease in leases]
         for one in owned:
             if slots:
-                self.windows[one.group].holding.give_back(one, frozenset(slots))
+                self.windows[one.group].holds.give_back(one, frozenset(slots))
             else:
                 self._end(one)
         self._pump_all(now)
         return self._take(now)
 
     def asked(self, group: GroupId, queried: int, found: int) -> None:
-        self._window(group).uses.asked(queried, found)
+        self._window(group).use_counts.asked(queried, found)
 
     def touch(self, group: GroupId, keys: Sequence[Key], now: int) -> Outcome:
         """Records that blocks were read, least recently read first. Has all effects of a use, like an acquire.
@@ -278,7 +289,7 @@ class BlockManager:
         beyond the limit of a call, counted from the last key back, only become more recent.
         """
         window = self._window(group)
-        window.uses.touch(keys)
+        window.use_counts.touch(keys)
         self._pump(now, window)
         return self._take(now)
 
@@ -350,12 +361,12 @@ class BlockManager:
 
     def reset(
         self, session: SessionId, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
-    ) -> tuple[ResetReport, Outcome]:
+    ) -> tuple[ResetResult, Outcome]:
         """Removes the blocks of all groups, a slice a call: pass the report's ``following`` to the next call.
 
-        Raises :class:`StillHeld` at the first slice while anything is leased or pinned, unless forced. A forced reset
-        keeps blocks that are held, pinned or claimed, with their ancestors. Blocks committed after the first slice
-        stay.
+        Raises :class:`ResetRefused` at the first slice while anything is leased or pinned, unless forced. A forced
+        reset keeps blocks that are held, pinned or claimed, with their ancestors. Blocks committed after the first
+        slice stay.
         """
         if following is None:
             if not force:
@@ -366,9 +377,9 @@ class BlockManager:
         later = [other for other in self.windows if other > group]
         going_on = (group, before) if before else (min(later), NEWEST) if later else None
         self._pump_all(now)
-        return ResetReport(dropped, kept, going_on, tuple((group, key) for key in roots)), self._take(now)
+        return ResetResult(dropped, kept, going_on, tuple((group, key) for key in roots)), self._take(now)
 
-    def reset_plan(self) -> ResetReport:
+    def reset_plan(self) -> ResetResult:
         """Predicts the report of a forced reset."""
         blocks = sum(len(window.state.index) for window in self.windows.values())
         held = ((block, lease.tier, copy) for lease in self.leases.values() for block, copy in lease.held.items())
@@ -377,14 +388,14 @@ class BlockManager:
         acquired = [b for ticket in self.acquires.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
         pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]
         kept = removal.kept([*leased, *waited, *acquired, *pinned])
-        return ResetReport(blocks - kept, kept)
+        return ResetResult(blocks - kept, kept)
 
     def _require_unheld(self) -> None:
         states = (window.state for window in self.windows.values())
         pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
         holders = holders_of(self.leases.values())  # without leases that hold nothing any more
         if holders or pinned:
-            raise StillHeld(holders, pinned)
+            raise ResetRefused(holders, pinned)
 
     def plan_move(self, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
         """Predicts the best results that a move of these blocks could have, from the present holds."""
@@ -436,20 +447,20 @@ class BlockManager:
         """Orphans a disconnected session: its process may still write, so its blank slots stay out of circulation."""
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
-            self.windows[lease.group].holding.orphan(lease, True)
+            self.windows[lease.group].holds.orphan(lease, True)
         self._pump_all(now)
         return self._take(now)
 
     def reattach_session(self, session: SessionId, now: int) -> Outcome:
         for lease in self._leases.of(session):
-            self.windows[lease.group].holding.orphan(lease, False)
+            self.windows[lease.group].holds.orphan(lease, False)
         return self._take(now)
 
     def disown_session(self, session: SessionId, now: int) -> Outcome:
         """Ends a session whose process lives. Its blank slots stay out of circulation; all else is given back."""
         for lease in self._leases.of(session):
             if lease.blank:
-                self.windows[lease.group].holding.give_back(lease, lease.all_slots().difference(lease.blank))
+                self.windows[lease.group].holds.give_back(lease, lease.all_slots().difference(lease.blank))
             else:
                 self._end(lease)
         return self.orphan_session(session, now)
@@ -556,8 +567,8 @@ class BlockManager:
         self._last_ticket += 1
         return TicketId(self._last_ticket)
 
-    def _end(self, lease: Lease) -> None:
-        self.windows[lease.group].holding.give_back(lease, lease.all_slots())
+    def _end(self, lease: SlotLease) -> None:
+        self.windows[lease.group].holds.give_back(lease, lease.all_slots())
         self._leases.forget(lease)
 
     def _withdraw_tickets(self, session: SessionId) -> None:

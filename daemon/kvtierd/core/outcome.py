@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvtier.abi.attention import NOTHING, Needed
 from kvtierd.core.block import Block
-from kvtierd.core.events import REMOVED, STORED, Cause, Changes, Event, EventSequencer, EventType
+from kvtierd.core.events import REMOVED, STORED, BlockChanges, BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import (
     DISK,
     CacheId,
@@ -137,7 +137,7 @@ class RefusalReason(Enum):
 
 
 @dataclass(slots=True, frozen=True)
-class Holder:
+class SlotHolder:
     session: SessionId
     slots: int
 
@@ -191,7 +191,7 @@ class Refusal:
     tier: Tier
     wanted: int
     free: int
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[SlotHolder, ...] = ()
     matched: int = 0
 
 
@@ -202,7 +202,7 @@ class Outcome:
     refusals: tuple[Refusal, ...] = ()
     slots: tuple[SlotChanges, ...] = ()
     """An entry for each group and memory tier with changed slots."""
-    events: tuple[Event, ...] = ()
+    events: tuple[BlockEvent, ...] = ()
 
 
 class Ledger:
@@ -311,14 +311,14 @@ class _Telling:
         self.residencies: list[int] = []
         self.priorities: list[int] = []
 
-    def changes(self) -> Changes:
+    def changes(self) -> BlockChanges:
         blocks = self.blocks
         keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
         labels = [block.traits.label for block in blocks]
         above: list[Label | None] = [None] * len(blocks)
         if self.header[0] is STORED:
             above = [None if block.parent is None else block.parent.traits.label for block in blocks]
-        return Changes(keys, parents, self.residencies, self.priorities, labels, above)
+        return BlockChanges(keys, parents, self.residencies, self.priorities, labels, above)
 
 
 _Lane = tuple[GroupId, Tier, Tier | None, Cause]
@@ -450,12 +450,12 @@ class Recorder:
         self._refusals.clear()
         return outcome
 
-    def _event(self, telling: _Telling, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Event:
+    def _event(self, telling: _Telling, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> BlockEvent:
         type, cause, group, transfer = telling.header
         event = (self._sequencer.take(), type, cause, self._cache, group, now, telling.changes())
         if type is EventType.CREATED:
-            return Event(*event, capacity=capacity[group])
+            return BlockEvent(*event, capacity=capacity[group])
         if transfer is None:
-            return Event(*event)
+            return BlockEvent(*event)
         moved_bytes = transfer.block_bytes * len(telling.blocks)
-        return Event(*event, transfer.src, transfer.dst, moved_bytes, transfer.queue_ns, transfer.copy_ns)
+        return BlockEvent(*event, transfer.src, transfer.dst, moved_bytes, transfer.queue_ns, transfer.copy_ns)

@@ -47,7 +47,7 @@ NEVER: Final = MAX_PRIORITY + 1
 """A threshold that no priority reaches."""
 
 
-class WritePolicy(StrEnum):
+class WriteMode(StrEnum):
     """When blocks are copied down."""
 
     BACK = "back"
@@ -90,7 +90,7 @@ class Policy:
     thresholds: Mapping[Edge, int] = field(default_factory=dict)
     """Least effective priority at which a block goes down an edge, except by a ``move`` call: 0 = always, 101 = never,
     30 by default. Inclusive, as in TensorRT-LLM's code, unlike its help text."""
-    write_policy: WritePolicy = WritePolicy.BACK
+    write_policy: WriteMode = WriteMode.BACK
     eviction: str = "lru"
     """Policy that orders the blocks of one priority, by its name in ``core/eviction.py``."""
     clean_most: float = 0.0

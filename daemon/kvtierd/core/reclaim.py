@@ -15,9 +15,9 @@ from kvtierd.core.block import Block
 from kvtierd.core.events import CAPACITY, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DEVICE, DISK, HOST, TIERS, Key, TicketId, Tier
-from kvtierd.core.policy import WritePolicy
+from kvtierd.core.policy import WriteMode
 from kvtierd.core.removal import remove_all, walk
-from kvtierd.core.transfers import BlockResult, Flights
+from kvtierd.core.transfers import BlockResult, Transfers
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Order of preference for the source of a copy: host reads disturb no other work, the device's copy engines are busy,
@@ -49,7 +49,7 @@ LAST: Final = TicketId(1 << 62)
 """Stands for a ticket: the caller comes after all requests."""
 
 
-class Room:
+class Reclaimer:
     """Frees slots of one window group.
 
     From :meth:`begin` to :meth:`end` no slot is promised twice and no block is sent down twice, even if the slots are
@@ -60,9 +60,9 @@ class Room:
         older_wants: Slots of a tier that requests older than a ticket still wait for.
     """
 
-    def __init__(self, state: GroupState, flights: Flights, older_wants: Callable[[Tier, TicketId], int]) -> None:
+    def __init__(self, state: GroupState, transfers: Transfers, older_wants: Callable[[Tier, TicketId], int]) -> None:
         self._state = state
-        self._flights = flights
+        self._transfers = transfers
         self._older_wants = older_wants
         self._now = 0
         self._ticket = LAST
@@ -153,13 +153,13 @@ class Room:
         if (block := lists.leaf.victim(spared)) is not None:
             state.remove(block, CAPACITY)
             return True
-        return not self._sparing and state.forget_ahead(tier) and self._vacate(tier)
+        return not self._sparing and state.forget_clean_copies(tier) and self._vacate(tier)
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it now or soon."""
         for low in self._state.below[tier]:
             copy = block.copies[tier]
-            if copy is not None and copy.sinking:  # securing the previous tier may have sent it to disk for a child
+            if copy is not None and copy.demoting:  # securing the previous tier may have sent it to disk for a child
                 self._state.leave(block, tier)
                 return True
             copy = block.copies[low]
@@ -173,7 +173,7 @@ class Room:
         return False
 
     def _send_down(self, block: Block, tier: Tier, low: Tier) -> bool:
-        if not self._flights.usable(tier, low, self._now):
+        if not self._transfers.usable(tier, low, self._now):
             return False
         prospect, missing, fresh = self._secure_below(block, low)
         if prospect is NOW:
@@ -189,7 +189,7 @@ class Room:
 
     def copy_down(self, block: Block, tier: Tier, low: Tier, cause: Cause) -> Prospect:
         """Copies a block down after its ancestors that must be there first; all sources stay. COMING: no room yet."""
-        if not self._flights.usable(tier, low, self._now):
+        if not self._transfers.usable(tier, low, self._now):
             return NEVER
         prospect, missing, _ = self._secure_below(block, low)
         if prospect is NOW:
@@ -203,7 +203,7 @@ class Room:
         Returns:
             The number of blocks on their way; 0: no room yet; None: there will be no room.
         """
-        if not self._flights.usable(tier, low, self._now):
+        if not self._transfers.usable(tier, low, self._now):
             return None
         found = self._missing_ancestors(block, low)
         if found is None:
@@ -219,7 +219,7 @@ class Room:
         for member in chain:
             here = member.copies[tier]
             source = tier if here is not None and here.valid else self.source(member)
-            self._flights.start(member, source, low, WATERMARK if source is tier else WRITE_THROUGH)
+            self._transfers.start(member, source, low, WATERMARK if source is tier else WRITE_THROUGH)
         self._older.pop(low, None)
         return len(chain)
 
@@ -245,8 +245,8 @@ class Room:
     def _copy(self, block: Block, tier: Tier, low: Tier, missing: list[Block], cause: Cause) -> None:
         """Copies the ancestors to disk from their best source, then the block. All sources stay."""
         for ancestor in missing:
-            self._flights.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
-        self._flights.start(block, tier, low, cause)
+            self._transfers.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
+        self._transfers.start(block, tier, low, cause)
         self._older.pop(DISK, None)  # older moves to disk may have wanted slots for the same ancestors
 
     def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
@@ -266,7 +266,7 @@ class Room:
     def refill_disk(self) -> None:
         """Frees disk slots ahead of need while blocks are on their way to disk: a slot is free only after the deletion
         of its old record has committed."""
-        if not self._flights.to_disk:
+        if not self._transfers.to_disk:
             return
         policy, slots = self._state.policy, self._state.slots[DISK]
         reserve = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
@@ -365,10 +365,10 @@ class Demand:
 class Background:
     """Background copies of one window group. :meth:`work` is called once all requests have been served."""
 
-    def __init__(self, state: GroupState, flights: Flights, room: Room) -> None:
+    def __init__(self, state: GroupState, transfers: Transfers, reclaimer: Reclaimer) -> None:
         self._state = state
-        self._flights = flights
-        self._room = room
+        self._transfers = transfers
+        self._reclaimer = reclaimer
         self._due: OrderedDict[Block, None] = OrderedDict()
         """Blocks to be copied to the lowest tier, in this order."""
         self._demand = {tier: Demand() for tier in state.tiers}
@@ -378,18 +378,18 @@ class Background:
         """Background copies in flight, from all tiers, below which :meth:`work` plans copies from each tier."""
 
     def committed(self, blocks: Sequence[Block]) -> None:
-        if self._state.policy.write_policy is WritePolicy.THROUGH:
+        if self._state.policy.write_policy is WriteMode.THROUGH:
             self._due.update(dict.fromkeys(blocks))
 
     def recovered(self, blocks: list[Block]) -> None:
         """Marks recovered blocks as used again, so that selective writes copy them down."""
-        if self._state.policy.write_policy is WritePolicy.SELECTIVE:
+        if self._state.policy.write_policy is WriteMode.SELECTIVE:
             self._state.reuse(blocks)
 
     def used_again(self, blocks: Sequence[Block]) -> None:
         if self._state.remote is not None:
             self._state.remote.used_again(blocks)
-        if self._state.policy.write_policy is WritePolicy.SELECTIVE:
+        if self._state.policy.write_policy is WriteMode.SELECTIVE:
             fresh = self._state.reuse(blocks)
             self._due.update(dict.fromkeys(fresh))
 
@@ -397,7 +397,7 @@ class Background:
         """Plans some copies. Blocks without room wait for work in flight; blocks that may not go down are forgotten."""
         if self._state.losing:
             return  # a loss, a slice a call, would have its blocks copied to disk again for ever
-        self._write_down(self._most[self._state.tiers[-1]] - self._flights.background)
+        self._write_down(self._most[self._state.tiers[-1]] - self._transfers.background)
         for tier in self._state.tiers[:-1]:
             self._clean(tier, now)
 
@@ -406,7 +406,7 @@ class Background:
         while self._due and left > 0:
             block = next(iter(self._due))
             if self._wanted(block, low):
-                prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH)
+                prospect = self._reclaimer.copy_down(block, self._reclaimer.source(block), low, WRITE_THROUGH)
                 if prospect is COMING:
                     return
                 left -= prospect is NOW
@@ -415,7 +415,7 @@ class Background:
     def _wanted(self, block: Block, low: Tier) -> bool:
         if not block.indexed or block.copies[low] is not None:
             return False
-        return self._state.goes_down(block, self._room.source(block), low)
+        return self._state.goes_down(block, self._reclaimer.source(block), low)
 
     def _clean(self, tier: Tier, now: int) -> None:
         """Copies down some dirty blocks, in eviction order, if fewer slots are clean than demand takes. Each call plans
@@ -424,8 +424,8 @@ class Background:
         below = max(state.slots[low].capacity for low in state.below[tier])
         most = int(state.policy.clean_most * min(slots.capacity, below))
         wanted = min(self._demand[tier].slots(slots.taken, now), most)
-        short = wanted - slots.free - len(state.ahead[tier]) - self._flights.cleaning[tier]
-        left, batch = self._most[tier] - self._flights.background, self._most[tier] // 4
+        short = wanted - slots.free - len(state.clean_copies[tier]) - self._transfers.cleaning[tier]
+        left, batch = self._most[tier] - self._transfers.background, self._most[tier] // 4
         if short <= 0 or left < batch:
             return
         left = min(left, short + min(batch, wanted // 4))
@@ -441,7 +441,7 @@ class Background:
         for low in self._state.below[tier]:
             # Making room in the tier between may have sent a child to disk, and the block before it.
             if block.copies[low] is None and self._state.goes_down(block, tier, low):
-                planned = self._room.clean(block, tier, low, most)
+                planned = self._reclaimer.clean(block, tier, low, most)
                 if planned is not None:
                     return planned
         return 0

@@ -22,7 +22,7 @@ _HOST_BIT: Final = Tier.HOST.bit
 _DISK_BIT: Final = Tier.DISK.bit
 
 
-class Recovered(NamedTuple):
+class RecoveredBlock(NamedTuple):
     """A block found at start, with its traits as of the write of its bytes. ``slot``: on disk."""
 
     slot: SlotId | None
@@ -38,7 +38,7 @@ class Recovered(NamedTuple):
         return {tier: slot for tier, slot in found.items() if slot is not None}
 
 
-def recover(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
+def recover(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
     """Indexes blocks whose bytes are READY, in the order of ``found``: parents before children, otherwise least
     recently used first. Returns the blocks in this order.
 
@@ -83,7 +83,7 @@ def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
     return order
 
 
-def _claim(state: GroupState, found: Sequence[Recovered]) -> None:
+def _claim(state: GroupState, found: Sequence[RecoveredBlock]) -> None:
     taken = {
         Tier.DEVICE: [one.device for one in found if one.device is not None],
         Tier.HOST: [one.host for one in found if one.host is not None],
@@ -94,7 +94,7 @@ def _claim(state: GroupState, found: Sequence[Recovered]) -> None:
             state.slots[tier].claim(slots, SlotState.READY)
 
 
-def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
+def _indexed(state: GroupState, found: Sequence[RecoveredBlock]) -> list[Block]:
     chained = state.attention.chained
     blocks: list[Block] = []
     for slot, key, parent_key, traits, device, host in found:

@@ -44,14 +44,14 @@ class OfferingGroup(Protocol):
     index: BlockIndex
     losing: dict[Copy, Iterator[None]]
     removed: int
-    remote: Remote | None
+    remote: GroupRemote | None
 
     def reconsider(self, block: Block) -> None: ...
 
     def candidates(self, tier: Tier) -> Candidates: ...
 
 
-class Remote:
+class GroupRemote:
     """The remote store's side of one window group. ``settled``: blocks that are in the store, on their way, or
     excluded."""
 
@@ -193,7 +193,7 @@ class Remote:
                     self._due[block] = None
 
 
-class Beyond:
+class CacheRemote:
     """A cache's side of the remote store. ``take``: returns the outcome of a call, see :class:`BlockManager`."""
 
     def __init__(

@@ -81,7 +81,7 @@ def needed(block: Block) -> bool:
 
 
 @dataclass(slots=True, frozen=True)
-class DropReport:
+class DropResult:
     """``dropped``: number of blocks removed, subtrees included."""
 
     results: tuple[BlockResult, ...]
@@ -97,7 +97,7 @@ class Drop:
     """
 
     def __init__(self, state: GroupState, keys: Sequence[Key], *, dry_run: bool) -> None:
-        self.report: DropReport | None = None
+        self.report: DropResult | None = None
         """None while there is more to do."""
         self._state = state
         self._wanted = [state.index.get(key) for key in keys]
@@ -129,7 +129,7 @@ class Drop:
                     dropped += yield from remove_all(self._state, block, Cause.EXPLICIT, Cause.ANCESTOR, needed)
                     held = block.indexed
             results.append(BlockResult.HELD if held else BlockResult.OK)
-        self.report = DropReport(tuple(results), dropped)
+        self.report = DropResult(tuple(results), dropped)
 
     def _look(self, root: Block) -> Generator[None, None, int | None]:
         """Counts the blocks of a subtree that no other subtree has counted; None if any block of it is needed."""

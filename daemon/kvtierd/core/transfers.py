@@ -16,7 +16,7 @@ from kvtierd.core.group import GroupState
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, GroupId, Key, Label, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.leases import FetchTicket
 from kvtierd.core.outcome import MoveResult, Transfer
-from kvtierd.core.policy import Edge, WritePolicy
+from kvtierd.core.policy import Edge, WriteMode
 from kvtierd.core.slots import SLOT_RETIRING, SlotState
 
 _BACKGROUND: Final = (WRITE_THROUGH, WATERMARK)
@@ -37,7 +37,7 @@ class EdgeRecord:
     degraded_until: int = 0
 
 
-class Flight:
+class CopyInFlight:
     """A copy of a block in flight."""
 
     __slots__ = ("block", "cause", "copy", "dst", "source", "src")
@@ -55,17 +55,17 @@ class Flight:
         return self.src, self.dst
 
 
-class Flights:
+class Transfers:
     """Plans copies and applies their results. A copy is READY only after its bytes are there; its source stays valid
     until then. A failed copy leaves the source as it was."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
-        self._through = state.policy.write_policy is WritePolicy.THROUGH
-        self._flights: dict[MoveId, list[Flight]] = {}
+        self._through = state.policy.write_policy is WriteMode.THROUGH
+        self._in_flight: dict[MoveId, list[CopyInFlight]] = {}
         self._waiters: dict[Copy, list[FetchTicket]] = {}
         """Fetches that wait for a copy to become READY."""
-        self._sinking: dict[Block, Tier] = {}
+        self._demoting: dict[Block, Tier] = {}
         """Target tiers of blocks that a client moved while a copy of the block was in flight."""
         self.background = 0
         """Number of background copies in flight."""
@@ -79,10 +79,10 @@ class Flights:
     @property
     def active(self) -> int:
         """Number of moves, disk deletions included, whose results are outstanding."""
-        return len(self._flights) + self._state.retiring_moves
+        return len(self._in_flight) + self._state.retiring_moves
 
-    def all(self) -> list[Flight]:
-        return [flight for flights in self._flights.values() for flight in flights]
+    def all(self) -> list[CopyInFlight]:
+        return [flight for in_flight in self._in_flight.values() for flight in in_flight]
 
     def usable(self, src: Tier, dst: Tier, now: int) -> bool:
         """Whether the edge is not degraded and both its tiers are in service."""
@@ -94,32 +94,32 @@ class Flights:
         if cause in _BACKGROUND:
             self._count_background(src, 1)
         self.to_disk += dst is DISK
-        flight = Flight(block, src, dst, source, copy, cause)
-        flights = self._flights.get(move)
-        if flights is None:
-            self._flights[move] = [flight]
+        flight = CopyInFlight(block, src, dst, source, copy, cause)
+        in_flight = self._in_flight.get(move)
+        if in_flight is None:
+            self._in_flight[move] = [flight]
         else:
-            flights.append(flight)
+            in_flight.append(flight)
         return copy
 
-    def sink(self, block: Block, tier: Tier) -> None:
+    def demote_to(self, block: Block, tier: Tier) -> None:
         """Notes that a client moved the block to this tier: idle copies above go once no copy of the block is in
         flight."""
         if _under_way(block):
-            self._sinking[block] = tier
+            self._demoting[block] = tier
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
         """Applies a result. Returns the fetches that waited for its copies, once a copy."""
         if self._state.retired(result.id, result.failed, now):
             return []
-        flights = self._flights.pop(result.id, None)
-        if flights is None:
+        in_flight = self._in_flight.pop(result.id, None)
+        if in_flight is None:
             raise InvariantViolation(f"move {result.id} completes unplanned")
-        self._account(flights, result, now)
-        first = flights[0]
+        self._account(in_flight, result, now)
+        first = in_flight[0]
         transfer = self._state.transfer(first.src, first.dst, result.queue_ns, result.copy_ns)  # shared by all events
         waiters: list[FetchTicket] = []
-        for position, flight in enumerate(flights):
+        for position, flight in enumerate(in_flight):
             self._land(flight, position in result.failed, position in result.corrupt, transfer)
             if self._waiters:
                 waiters.extend(self._waiters.pop(flight.copy, ()))
@@ -136,22 +136,22 @@ class Flights:
             if others:
                 self._waiters[copy] = others
 
-    def _account(self, flights: list[Flight], result: MoveResult, now: int) -> None:
-        src, dst = flights[0].src, flights[0].dst
+    def _account(self, in_flight: list[CopyInFlight], result: MoveResult, now: int) -> None:
+        src, dst = in_flight[0].src, in_flight[0].dst
         record = self.edges[src, dst]
         bad = len(result.failed)
-        good = len(flights) - bad - len(result.corrupt)
+        good = len(in_flight) - bad - len(result.corrupt)
         record.blocks += good
         record.bytes += good * self._state.shape.slot_bytes[dst]
         record.failures += bad
-        record.queue_ns += result.queue_ns * len(flights)
+        record.queue_ns += result.queue_ns * len(in_flight)
         record.copy_ns += result.copy_ns
         record.failed_in_a_row = record.failed_in_a_row + 1 if bad and not good else 0
         if record.failed_in_a_row >= self._state.policy.degrade_after:
             record.degraded_until = now + self._state.policy.degraded_ns
             record.failed_in_a_row = 0
 
-    def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
+    def _land(self, flight: CopyInFlight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state = self._state
         block, src, dst, source, copy = flight.block, flight.src, flight.dst, flight.source, flight.copy
         if flight.cause in _BACKGROUND:
@@ -171,8 +171,8 @@ class Flights:
             self._arrive(flight, transfer)
         if block.copies[src] is not source:
             self._settle_source(flight)
-        if block in self._sinking and not _under_way(block):
-            del self._sinking[block]
+        if block in self._demoting and not _under_way(block):
+            del self._demoting[block]
 
     def _count_background(self, src: Tier, by: int) -> None:
         self.background += by
@@ -186,19 +186,19 @@ class Flights:
         above = block.parent.copies[DISK]
         return above is not None and above.valid
 
-    def _source_stays(self, flight: Flight) -> None:
+    def _source_stays(self, flight: CopyInFlight) -> None:
         if flight.block.copies[flight.src] is flight.source:
             self._state.stay(flight.block, flight.src)
             self._state.reconsider(flight.block)
 
-    def _settle_source(self, flight: Flight) -> None:
+    def _settle_source(self, flight: CopyInFlight) -> None:
         """Frees a source that was detached while it was read, after its last reader."""
         tier, source = flight.src, flight.source
         retiring = self._state.slots[tier].state(source.slot) is SLOT_RETIRING
         if retiring and source.reads == 0 and source.holds == 0:
             self._state.settle(flight.block, tier, source)
 
-    def _arrive(self, flight: Flight, transfer: Transfer) -> None:
+    def _arrive(self, flight: CopyInFlight, transfer: Transfer) -> None:
         state, block, src, dst = self._state, flight.block, flight.src, flight.dst
         before = block.residency
         state.arrive(block, dst)
@@ -208,10 +208,10 @@ class Flights:
             if cause in _BACKGROUND:
                 cause = CAPACITY  # the source leaves because its slot was wanted meanwhile
         elif cause is WATERMARK:
-            state.copied_ahead(block, src)
+            state.note_clean_copy(block, src)
         elif self._promoted(flight):
             state.detach(block, src)
-        target = self._sinking.get(block)
+        target = self._demoting.get(block)
         if target is not None and block.residency & BITS[target]:
             for tier in state.above[target]:
                 if self._idle(block, tier):
@@ -220,7 +220,7 @@ class Flights:
             state.recorder.change(UPDATED, cause, state.group, block, transfer)
         state.reconsider(block)
 
-    def _promoted(self, flight: Flight) -> bool:
+    def _promoted(self, flight: CopyInFlight) -> bool:
         """Whether the promotion frees its source: from host, if the source is idle and the cache does not write
         through. A promotion from disk keeps its source."""
         upwards = flight.dst is DEVICE and flight.src is HOST
@@ -251,7 +251,7 @@ class PartialMatch:
 
 
 @dataclass(slots=True, frozen=True)
-class GroupSpan:
+class GroupResidency:
     """A group's part of a match: the blocks that it needs of the prefix, each with its residency set."""
 
     group: GroupId
@@ -260,19 +260,19 @@ class GroupSpan:
 
 
 @dataclass(slots=True, frozen=True)
-class Match:
+class PrefixMatch:
     """The longest prefix that the named groups can serve together, with a span for each.
 
     ``partial``: the block that continues the prefix, where the request asked for it.
     """
 
     blocks: int
-    groups: tuple[GroupSpan, ...]
+    groups: tuple[GroupResidency, ...]
     partial: PartialMatch | None = None
 
 
 @dataclass(slots=True, frozen=True)
-class Location:
+class BlockSlots:
     """The place of a block. ``slots``: by tier; None for a tier outside the residency."""
 
     residency: int
@@ -326,7 +326,7 @@ class ChainRequest:
 
 
 @dataclass(slots=True, frozen=True)
-class ResetReport:
+class ResetResult:
     """Result of a slice of a reset. ``kept``: blocks in use and their ancestors. ``roots``: kept blocks without a
     parent. ``following``: start of the next slice; None = the end."""
 

@@ -10,15 +10,15 @@ from typing import assert_never
 from kvtierd.core.block import LEAVING, Block
 from kvtierd.core.events import DEMAND, REMOVED, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
-from kvtierd.core.holds import Holding, Uses
+from kvtierd.core.holds import Holds, UseCounts
 from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier, Traits
-from kvtierd.core.leases import FetchTicket, Lease, ReserveTicket, Ticket
+from kvtierd.core.leases import FetchTicket, ReserveTicket, SlotLease, Ticket
 from kvtierd.core.outcome import Grant, GroupGrant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
-from kvtierd.core.reclaim import COMING, LAST, NEVER, NOW, Background, Room
-from kvtierd.core.recovery import Recovered, recover
+from kvtierd.core.reclaim import COMING, LAST, NEVER, NOW, Background, Reclaimer
+from kvtierd.core.recovery import RecoveredBlock, recover
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
-from kvtierd.core.transfers import BlockResult, Flights
+from kvtierd.core.transfers import BlockResult, Transfers
 
 
 class WindowManager:
@@ -34,19 +34,19 @@ class WindowManager:
         shape: GroupShape,
         recorder: Recorder,
         policy: Policy,
-        new_lease: Callable[[SessionId, GroupState, Tier], Lease],
+        new_lease: Callable[[SessionId, GroupState, Tier], SlotLease],
         refusal: Callable[[Ticket, RefusalReason, int, int, int], Refusal],
     ) -> None:
         self.state = GroupState(shape, recorder, policy)
-        self.flights = Flights(self.state)
-        self.room = Room(self.state, self.flights, self._older_wants)
-        self.background = Background(self.state, self.flights, self.room)
+        self.transfers = Transfers(self.state)
+        self.reclaimer = Reclaimer(self.state, self.transfers, self._older_wants)
+        self.background = Background(self.state, self.transfers, self.reclaimer)
         self._recorder = recorder
         self._new_lease = new_lease
         self._refusal = refusal
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
-        self.holding = Holding(self.state, self.background)
-        self.uses = Uses(self.state, self.background)
+        self.holds = Holds(self.state, self.background)
+        self.use_counts = UseCounts(self.state, self.background)
 
     def close(self) -> None:
         """See ``BlockManager.close``."""
@@ -125,7 +125,7 @@ class WindowManager:
         self._answer_move(ticket)
 
     def completed(self, result: MoveResult, now: int) -> None:
-        for ticket in self.flights.complete(result, now):
+        for ticket in self.transfers.complete(result, now):
             ticket.pending -= 1
             if ticket.pending == 0 and ticket.copies and not ticket.hold:
                 self._answer_move(ticket)
@@ -133,14 +133,14 @@ class WindowManager:
     def pump(self, now: int) -> None:
         """Serves the queues while there is room or room can be made, highest tier first, then plans background
         copies."""
-        self.room.begin(now)
+        self.reclaimer.begin(now)
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
-        self.room.serve(LAST)
+        self.reclaimer.serve(LAST)
         self.background.work(now)
-        self.room.refill_disk()
-        self.room.end()
+        self.reclaimer.refill_disk()
+        self.reclaimer.end()
 
     # -- parts of acquires -------------------------------------------------------------------------------------------
 
@@ -176,15 +176,17 @@ class WindowManager:
             self._queues[tier].popleft()
             self._give_up(ticket)
             return True
-        self.room.serve(ticket.id)
+        self.reclaimer.serve(ticket.id)
         wanted = self._wants(ticket)
-        prospect = NOW if self.room.available(tier) >= wanted else self.room.secure(tier, wanted, desperate=True)
+        prospect = (
+            NOW if self.reclaimer.available(tier) >= wanted else self.reclaimer.secure(tier, wanted, desperate=True)
+        )
         losing = bool(self.state.losing)  # a loss may take ancestors off the disk, and it frees slots
-        coming = prospect is COMING or (prospect is NEVER and (losing or self.flights.active > 0))
+        coming = prospect is COMING or (prospect is NEVER and (losing or self.transfers.active > 0))
         waits = coming or (losing and tier is DISK)
         if isinstance(ticket, FetchTicket) and ticket.hold:
             ticket.able = prospect is NOW
-            ticket.room = self.room.available(tier) if prospect is NEVER and not waits else None
+            ticket.room = self.reclaimer.available(tier) if prospect is NEVER and not waits else None
             waits = not (ticket.able and ticket.alone)  # a part starts with the other parts of its acquire
         if waits:
             return False
@@ -210,7 +212,7 @@ class WindowManager:
     def _settle_for_less(self, ticket: Ticket) -> bool:
         """Nothing more can be had and nothing is in flight: a move does with less, a reserve is refused."""
         if isinstance(ticket, FetchTicket):
-            self._thin_out(ticket, self.room.available(ticket.tier))
+            self._thin_out(ticket, self.reclaimer.available(ticket.tier))
             if ticket.blocks:
                 return True
         self._queues[ticket.tier].popleft()
@@ -232,7 +234,7 @@ class WindowManager:
         """The blocks that must get into the tier; on disk, their missing ancestors too."""
         if ticket.tier is DISK:
             present = [block for block in ticket.blocks if block.copies[DISK] is not None]
-            return present + self.room.missing_on_disk(ticket.blocks)
+            return present + self.reclaimer.missing_on_disk(ticket.blocks)
         return ticket.blocks
 
     def _forget_lost(self, ticket: FetchTicket) -> None:
@@ -264,18 +266,18 @@ class WindowManager:
             self.state.unclaim(block)
         if not ticket.hold:
             for block in claimed:
-                self.flights.sink(block, tier)
+                self.transfers.demote_to(block, tier)
             self._purge_present(claimed, tier)
 
     def _fetch_one(self, ticket: FetchTicket, block: Block, *, asked: bool) -> None:
-        src = self.room.source(block)
+        src = self.reclaimer.source(block)
         if ticket.hold:
-            self.flights.start(block, src, ticket.tier, DEMAND)
+            self.transfers.start(block, src, ticket.tier, DEMAND)
         elif not asked:
-            self.flights.start(block, src, ticket.tier, WRITE_THROUGH)
+            self.transfers.start(block, src, ticket.tier, WRITE_THROUGH)
         else:
             cause = Cause.PREFETCH if src > ticket.tier else Cause.EXPLICIT
-            self.flights.start(block, src, ticket.tier, cause)
+            self.transfers.start(block, src, ticket.tier, cause)
 
     def _join(self, ticket: FetchTicket, block: Block) -> None:
         tier = ticket.tier
@@ -287,7 +289,7 @@ class WindowManager:
             self.state.stay(block, tier)
         ticket.copies.append(copy)
         if not copy.valid:
-            self.flights.await_copy(copy, ticket)
+            self.transfers.await_copy(copy, ticket)
             ticket.pending += 1
 
     def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
@@ -332,7 +334,7 @@ class WindowManager:
                 self.state.unclaim(block)
         else:
             for copy in ticket.copies:
-                self.flights.forget(copy, ticket)
+                self.transfers.forget(copy, ticket)
             held = list(zip(ticket.blocks, ticket.copies, strict=True)) if ticket.hold else []
             for block, copy in reversed(held):
                 if copy.holds > 0:
@@ -369,7 +371,7 @@ class WindowManager:
         """Whether the block's bytes are good, and it is in the tier, on its way there, or behind a usable edge."""
         if self.state.spoiled(block):
             return False
-        return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
+        return block.copies[tier] is not None or self.transfers.usable(self.reclaimer.source(block), tier, now)
 
     def _thin_out(self, ticket: FetchTicket, free: int) -> None:
         """Drops the blocks of a move that do not fit in these free slots. On disk, missing ancestors need slots too."""
@@ -397,7 +399,7 @@ class WindowManager:
 
     def open(
         self,
-        recovered: Sequence[Recovered],
+        recovered: Sequence[RecoveredBlock],
         quarantined: Iterable[SlotId],
         corrupt: Iterable[Key],
         clear: Cause | None,

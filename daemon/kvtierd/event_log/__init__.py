@@ -6,6 +6,6 @@
 """
 
 from kvtierd.event_log.log import LEAST_WAITING_BYTES, EventLog, LogStatus
-from kvtierd.event_log.run import Run
+from kvtierd.event_log.run import EventRun
 
-__all__ = ["LEAST_WAITING_BYTES", "EventLog", "LogStatus", "Run"]
+__all__ = ["LEAST_WAITING_BYTES", "EventLog", "EventRun", "LogStatus"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from kvtierd.event_log.run import Run
-from kvtierd.event_log.segments import Segments
+from kvtierd.event_log.run import EventRun
+from kvtierd.event_log.segments import LogSegments
 from kvtierd.tiers.disk.superblock import io_errors
 
 LEAST_WAITING_BYTES: Final = 4 << 20
@@ -49,12 +49,12 @@ class LogStatus:
 class EventLog:
     """The event log, from :meth:`open` to :meth:`close`. Loop thread only, except for the writing thread."""
 
-    def __init__(self, segments: Segments, waiting_bytes: int) -> None:
+    def __init__(self, segments: LogSegments, waiting_bytes: int) -> None:
         self._segments: Final = segments
         self._waiting_bytes: Final = waiting_bytes
         self._epoch_firsts: Final[dict[int, int]] = {}
         self._changed: Final = threading.Condition()
-        self._waiting: Final[deque[Run]] = deque()
+        self._waiting: Final[deque[EventRun]] = deque()
         self._size = 0
         """Size of the waiting runs."""
         self._writing = 0
@@ -70,7 +70,7 @@ class EventLog:
         """Opens a log. ``path``: the log's own directory, made if missing. ``waiting_bytes``: limit of runs that wait
         for the disk. Raises TierIOError."""
         with io_errors(f"cannot use the event log {path}"):
-            return cls(Segments(path, max_bytes), waiting_bytes)
+            return cls(LogSegments(path, max_bytes), waiting_bytes)
 
     @property
     def known(self) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class EventLog:
         """Begins an epoch: ids from ``first`` on belong to it."""
         self._epoch_firsts[epoch] = first
 
-    def offer(self, run: Run) -> int:
+    def offer(self, run: EventRun) -> int:
         """Takes the next run. Returns the last id up to which all events are in the log or lost to the log."""
         with self._changed:
             self._waiting.append(run)
@@ -115,12 +115,12 @@ class EventLog:
         """First id and number of each epoch with events in the log, in order."""
         return sorted({(each.epoch_first, each.epoch) for each in self._segments.files})
 
-    async def after(self, cursor: int, max_bytes: int, max_events: int) -> Run | None:
-        """See :meth:`Segments.read`. None also if the log cannot be read."""
+    async def after(self, cursor: int, max_bytes: int, max_events: int) -> EventRun | None:
+        """See :meth:`LogSegments.read`. None also if the log cannot be read."""
         return await self._read(lambda: self._segments.read(cursor, max_bytes, max_events))
 
     async def since(self, time_ns: int) -> int | None:
-        """See :meth:`Segments.since`. None also if the log cannot be read."""
+        """See :meth:`LogSegments.since`. None also if the log cannot be read."""
         return await self._read(lambda: self._segments.since(time_ns))
 
     def status(self) -> LogStatus:
@@ -167,7 +167,7 @@ class EventLog:
             else:
                 self._note_written(group)
 
-    def _next_group(self) -> list[Run]:
+    def _next_group(self) -> list[EventRun]:
         """Returns the runs of the next write, of one epoch. Empty if the log stops and no run waits, or the log
         fails."""
         with self._changed:
@@ -177,7 +177,7 @@ class EventLog:
                     return []
             self._changed.wait_for(lambda: self._waiting or self._stopping)
             self._changed.wait_for(lambda: self._size >= _GROUP_BYTES or self._stopping, LINGER_S)
-            group: list[Run] = []
+            group: list[EventRun] = []
             size = 0
             for run in self._waiting:
                 size += run.size
@@ -187,7 +187,7 @@ class EventLog:
             self._writing = len(group)
             return group
 
-    def _note_written(self, group: list[Run]) -> None:
+    def _note_written(self, group: list[EventRun]) -> None:
         with self._changed:
             for run in group:
                 self._waiting.popleft()

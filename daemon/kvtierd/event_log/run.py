@@ -22,7 +22,7 @@ HEAD_BYTES: Final = _FIELDS.size + _CHECK.size
 
 
 @dataclass(slots=True, frozen=True)
-class Run:
+class EventRun:
     """All events with the ids [first, last] of an epoch.
 
     ``body``: a serialised ``WatchBatch`` with just these events. ``private``: the same with token ids; the same object
@@ -50,13 +50,13 @@ class Run:
     def size(self) -> int:
         return len(self.body) + (len(self.private) if self.private is not self.body else 0)
 
-    def after(self, cursor: int) -> Run:
+    def after(self, cursor: int) -> EventRun:
         """The rest of the run above ``cursor``."""
         if self.first > cursor:
             return self
         events = events_pb2.WatchBatch.FromString(self.private).events
         rest = events_pb2.WatchBatch(events=[event for event in events if event.id > cursor])
-        return Run.of(self.epoch, cursor + 1, self.last, rest, latest_ns=self.latest_ns)
+        return EventRun.of(self.epoch, cursor + 1, self.last, rest, latest_ns=self.latest_ns)
 
     def first_at(self, time_ns: int) -> int:
         """The first id with an event at or after ``time_ns``. The run must have an event that late."""
@@ -64,14 +64,14 @@ class Run:
         return next(event.id for event in events if event.time_ns >= time_ns)
 
 
-def joined(runs: Sequence[Run]) -> Run:
+def joined(runs: Sequence[EventRun]) -> EventRun:
     """Joins runs that follow each other in one epoch."""
     if len(runs) == 1:
         return runs[0]
     body = b"".join(run.body for run in runs)
     private = b"".join(run.private for run in runs) if any(run.private is not run.body for run in runs) else body
     latest_ns = max(run.latest_ns for run in runs)
-    return Run(runs[0].epoch, runs[0].first, runs[-1].last, body, private, latest_ns)
+    return EventRun(runs[0].epoch, runs[0].first, runs[-1].last, body, private, latest_ns)
 
 
 def without_tokens(events: Iterable[events_pb2.Event], may_see: Callable[[str], bool] = lambda cache: False) -> bool:
@@ -97,16 +97,16 @@ class Head:
     def payload_bytes(self) -> int:
         return self.body_bytes + self.private_bytes
 
-    def run(self, epoch: int, payload: bytes) -> Run | None:
+    def run(self, epoch: int, payload: bytes) -> EventRun | None:
         """The run of the record; None if its payload is damaged."""
         if len(payload) != self.payload_bytes or xxhash.xxh3_64_intdigest(payload) != self.digest:
             return None
         body = payload[: self.body_bytes]
         private = payload[self.body_bytes :] or body
-        return Run(epoch, self.first, self.last, body, private, self.latest_ns)
+        return EventRun(epoch, self.first, self.last, body, private, self.latest_ns)
 
 
-def encode(run: Run) -> bytes:
+def encode(run: EventRun) -> bytes:
     """Returns the record: head, body, and the private body if it differs."""
     private = b"" if run.private is run.body else run.private
     payload = run.body + private

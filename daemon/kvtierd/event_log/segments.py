@@ -20,7 +20,7 @@ from typing import Final
 
 import xxhash
 
-from kvtierd.event_log.run import HEAD_BYTES, Head, Run, decode_head, encode, joined
+from kvtierd.event_log.run import HEAD_BYTES, EventRun, Head, decode_head, encode, joined
 from kvtierd.tiers.disk.superblock import NotAFile, make_private_directory, open_file, refuse_link, sync_directory
 
 _HEADER: Final = struct.Struct("<8sQQQQQQ")
@@ -62,7 +62,7 @@ class Segment:
         return packed + _CHECK.pack(xxhash.xxh3_64_intdigest(packed))
 
 
-class Segments:
+class LogSegments:
     """All files of a log. One thread appends; any thread reads, from a snapshot of the list of files."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -87,7 +87,7 @@ class Segments:
     def used_bytes(self) -> int:
         return sum(each.size for each in self.files)
 
-    def append(self, runs: Sequence[Run], epoch_first: int) -> None:
+    def append(self, runs: Sequence[EventRun], epoch_first: int) -> None:
         """Adds runs of one epoch, with ids above all before. Durable when this returns.
 
         Raises:
@@ -111,7 +111,7 @@ class Segments:
         self.last, self._latest_ns = runs[-1].last, max(self._latest_ns, *(run.latest_ns for run in runs))
         self.files = (*self.files[:-1], replace(active, size=active.size + len(data)))
 
-    def read(self, cursor: int, max_bytes: int, max_events: int) -> Run | None:
+    def read(self, cursor: int, max_bytes: int, max_events: int) -> EventRun | None:
         """Returns the oldest events above ``cursor``, without a gap: at most ``max_bytes`` and ``max_events``, but at
         least a record.
 
@@ -119,7 +119,7 @@ class Segments:
         """
         files = self.files
         for segment in files[max(0, bisect_right(files, cursor + 1, key=lambda each: each.first) - 1) :]:
-            found: list[Run] = []
+            found: list[EventRun] = []
             size = events = at = 0
             for run, end in self._runs(segment, cursor):
                 size, events = size + run.size, events + len(run)
@@ -155,7 +155,7 @@ class Segments:
     def _segment_bytes(self) -> int:
         return max(self.max_bytes // _PARTS, _LEAST_SEGMENT)
 
-    def _begin(self, run: Run, epoch_first: int) -> None:
+    def _begin(self, run: EventRun, epoch_first: int) -> None:
         self.close()
         path = self._path / f"{run.first:020}{_SUFFIX}"
         before, before_ns = self.last, self._latest_ns
@@ -177,7 +177,7 @@ class Segments:
             self.files[0].path.unlink(missing_ok=True)
             self.files = self.files[1:]
 
-    def _runs(self, segment: Segment, cursor: int) -> Iterator[tuple[Run, int]]:
+    def _runs(self, segment: Segment, cursor: int) -> Iterator[tuple[EventRun, int]]:
         """Yields runs with an id above ``cursor``, each with the offset of its end."""
         path, start = self._places.get(cursor, (segment.path, _HEADER_BYTES))
         offset = start if path == segment.path else _HEADER_BYTES

@@ -43,8 +43,8 @@ class Peer(Followed):
         self._caches: Final = caches
         self._history: Final = history
         self._names: tuple[str, ...] = ()
-        self._told = ""
-        self._told_caches: dict[str, caches_pb2.CacheInfo] = {}
+        self._logged = ""
+        self._reported_caches: dict[str, caches_pb2.CacheInfo] = {}
 
     @property
     def status(self) -> str:
@@ -91,12 +91,12 @@ class Peer(Followed):
 
     def generation(self, cache: str, fingerprint: bytes) -> int | None:
         """The generation that the peer last told of a cache; None = the peer has no cache of this specification."""
-        told = self._told_caches.get(cache)
+        told = self._reported_caches.get(cache)
         return told.generation if told is not None and told.fingerprint == fingerprint else None
 
     def gives(self, cache: str, fingerprint: bytes, revision: int) -> bool:
         """Whether all blocks of the cache on the peer are of this revision."""
-        told = self._told_caches.get(cache)
+        told = self._reported_caches.get(cache)
         return told is not None and self.generation(cache, fingerprint) == revision and not told.has_old_blocks
 
     async def look(self) -> None:
@@ -104,15 +104,15 @@ class Peer(Followed):
         if self.session is not None and not self._is_itself:
             with suppress(KvtierError):
                 listed = await self.session.call(_list, Deadline(LIST_S), wait=0.0)
-                self._told_caches = {each.name: each for each in listed.caches if each.generation < _NO_TIME}
+                self._reported_caches = {each.name: each for each in listed.caches if each.generation < _NO_TIME}
         names = () if self._is_itself else tuple(self._caches())
         if names != self._names:
             self._names = names
             await self.choose(names)
         status, why = self.status, self.why
         passing = not why and status in (MirrorState.SYNCING, "away")  # it has not been tried yet
-        if status != self._told and not passing:
-            self._told = status
+        if status != self._logged and not passing:
+            self._logged = status
             _log.warning("peer address=%s state=%s why=%r", self.address, status, why)
 
     @property

@@ -24,7 +24,7 @@ from kvtier.wire import granted
 from kvtierd.core.ids import Key
 from kvtierd.fleet.peers import Peer
 from kvtierd.tiers.remote.base import ABSENT, Listed, RemoteError, RemoteRefused, RemoteUnavailable
-from kvtierd.tiers.remote.objects import Place, parse
+from kvtierd.tiers.remote.objects import GroupPrefix, parse
 
 GET_S: Final = 30.0
 """Timeout of a stream in seconds; the caller's own is shorter."""
@@ -103,7 +103,7 @@ class PeerStore:
     def _refuse(self, what: str) -> NoReturn:
         raise RemoteRefused(f"peer {self._peer.address} cannot be {what}: it looks after its blocks itself")
 
-    def _known(self, name: str) -> list[tuple[Place, Key]]:
+    def _known(self, name: str) -> list[tuple[GroupPrefix, Key]]:
         """The object's place and key; empty if the peer lacks the block. Raises RemoteUnavailable, RemoteRefused."""
         parsed = parse(name)
         if parsed is None:
@@ -114,7 +114,7 @@ class PeerStore:
         view = self._peer.exact(place.cache, place.fingerprint)
         return [] if view is None or view.block(key, group=place.group) is None else [parsed]
 
-    async def _fetch(self, place: Place, wanted: Sequence[_Wanted]) -> None:
+    async def _fetch(self, place: GroupPrefix, wanted: Sequence[_Wanted]) -> None:
         session = self._peer.session
         if session is None:
             raise RemoteUnavailable(f"peer {self._peer.address} is away")
@@ -128,7 +128,7 @@ class PeerStore:
             raise RemoteUnavailable(f"peer {self._peer.address}: {error}") from error
 
 
-async def _get(session: Session, link: Link, place: Place, wanted: Sequence[_Wanted]) -> None:
+async def _get(session: Session, link: Link, place: GroupPrefix, wanted: Sequence[_Wanted]) -> None:
     """Opens the cache only while it reads, so that clients of the peer can remove the cache."""
     opening = asyncio.ensure_future(_open(session, link, place.cache))
     try:

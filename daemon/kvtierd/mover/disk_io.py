@@ -13,7 +13,7 @@ import xxhash
 
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier, Traits
 from kvtierd.core.outcome import Move
-from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
+from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
 from kvtierd.mover.work import Concerns, destination, items_of
 from kvtierd.tiers.base import TierError
 from kvtierd.tiers.disk.batch import DiskWrite, Retirement
@@ -144,7 +144,7 @@ def _target(move: Move) -> Tier:
     return move.dst
 
 
-def concerns(piece: Piece) -> Concerns:
+def concerns(piece: CopyPiece) -> Concerns:
     """The disk slots and blocks that a piece of the writer changes. No two pieces of a batch may change the same.
 
     A slot is written only after the transaction that deleted its old record, and a record is deleted only after the

@@ -15,9 +15,9 @@ from typing import Final
 from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover import disk_io
-from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
-from kvtierd.mover.work import Edge, Mailbox, Report, copy
-from kvtierd.mover.worker import Crew, Lane
+from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
+from kvtierd.mover.work import CopyReport, Edge, Mailbox, copy
+from kvtierd.mover.worker import Lane, LaneThreads
 
 
 def _copy(batch: Batch) -> Faults | Finish:
@@ -97,7 +97,7 @@ class _Journey:
     waits_ns: list[int] = field(default_factory=list)
     copy_ns: int = 0
 
-    def add(self, report: Report) -> None:
+    def add(self, report: CopyReport) -> None:
         self.pieces_left -= 1
         self.failed |= report.failed
         self.corrupt |= report.corrupt
@@ -127,27 +127,29 @@ class Edges:
         self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
-        self._mailbox: Mailbox[Report] = Mailbox(loop, self._drain)
+        self._mailbox: Mailbox[CopyReport] = Mailbox(loop, self._drain)
         self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
         self._in_flight: Counter[CacheId] = Counter()
         self._watchers: list[asyncio.Future[None]] = []
         self.trace: Trace | None = None
-        self._crews = [Crew(lane, loop, self._mailbox.post) for lane in lanes]
+        self._lane_threads = [LaneThreads(lane, loop, self._mailbox.post) for lane in lanes]
         self._routes = {
-            edge: (lane, crew) for lane, crew in zip(lanes, self._crews, strict=True) for edge in lane.edges
+            edge: (lane, threads)
+            for lane, threads in zip(lanes, self._lane_threads, strict=True)
+            for edge in lane.edges
         }
         self._queued = dict.fromkeys(self._routes, 0)
 
     def submit(self, runtime: CacheRuntime, move: Move) -> None:
         """Queues a move. Its slots belong to the mover until its result is delivered."""
         edge = (move.src, move.dst)
-        lane, crew = self._routes[edge]
+        lane, threads = self._routes[edge]
         ended = None if self.trace is None else self.trace(runtime, move)  # first: a span covers its move's wait
         pieces = list(_cut(runtime, move, lane.blocks_at_once(runtime, move)))
         self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces), ended)
         self._in_flight[runtime.id] += 1
         self._queued[edge] += len(move.items)
-        crew.put(pieces)
+        threads.put(pieces)
 
     @property
     def queued(self) -> Mapping[Edge, int]:
@@ -179,24 +181,24 @@ class Edges:
 
     def problems(self) -> list[str]:
         now_ns = time.monotonic_ns()
-        return [problem for crew in self._crews for problem in crew.problems(now_ns, self._stuck_after_s)]
+        return [problem for threads in self._lane_threads for problem in threads.problems(now_ns, self._stuck_after_s)]
 
     def stalled_s(self) -> float:
         """Time that the slowest thread has spent in one batch; infinite if a thread died."""
         now_ns = time.monotonic_ns()
-        return max(crew.stalled_s(now_ns) for crew in self._crews)
+        return max(threads.stalled_s(now_ns) for threads in self._lane_threads)
 
     async def stop(self, grace_s: float = LEAVE_GRACE_S) -> bool:
         """Ends the threads. Moves in flight are abandoned: neither delivered nor counted any more.
 
         False if a thread hangs in a call for longer than ``grace_s`` and was left behind.
         """
-        for crew in self._crews:
-            crew.dismiss()
+        for threads in self._lane_threads:
+            threads.dismiss()
         try:
             async with asyncio.timeout(grace_s):
-                for crew in self._crews:
-                    await crew.gone()
+                for threads in self._lane_threads:
+                    await threads.gone()
         except TimeoutError:
             return False
         finally:
@@ -238,14 +240,14 @@ def _on_disk(move: Move) -> bool:
     return move.dst is Tier.DISK or move.dst is None
 
 
-def _blocks(report: Report) -> int:
+def _blocks(report: CopyReport) -> int:
     return len(report.piece.items)
 
 
-def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[Piece]:
+def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[CopyPiece]:
     """Cuts a move into pieces of at most ``blocks`` items, in order."""
     if not move.items:
         raise ValueError(f"move {move.id} has no items")
     now_ns = time.monotonic_ns()
     for first in range(0, len(move.items), blocks):
-        yield Piece(runtime, move, first, move.items[first : first + blocks], now_ns)
+        yield CopyPiece(runtime, move, first, move.items[first : first + blocks], now_ns)

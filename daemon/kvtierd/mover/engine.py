@@ -15,17 +15,17 @@ from functools import partial
 from typing import Final, TypeVar
 
 from kvtierd.core.errors import InvariantViolation, UnknownLease
-from kvtierd.core.events import Cause, Event, EventSequencer, EventType
+from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
-from kvtierd.core.leases import Lease, LeftLease
+from kvtierd.core.leases import LeftLease, SlotLease
 from kvtierd.core.manager import BlockManager, TierLoss
 from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal
-from kvtierd.core.removal import DropReport
+from kvtierd.core.removal import DropResult
 from kvtierd.core.transfers import (
     BlockResult,
     ChainRequest,
     CommitItem,
-    ResetReport,
+    ResetResult,
 )
 from kvtierd.mover.edges import Trace
 from kvtierd.mover.executor import (
@@ -33,9 +33,9 @@ from kvtierd.mover.executor import (
     EventSink,
     Executor,
     OpenCache,
-    Refused,
     ShuttingDown,
     SlotThreads,
+    TicketRefused,
     UnknownCache,
     Waiting,
     cancelled,
@@ -59,7 +59,7 @@ class Engine:
     """All open caches of one mover. The constructor starts its threads; :meth:`shutdown` ends them.
 
     Calls with a ``cache_id`` raise :class:`UnknownCache` and :class:`ShuttingDown`, and pass on the core's
-    ``CallerError``. Awaitable calls wait at most ``timeout_s`` seconds (None: without limit). A caller that is
+    ``RequestError``. Awaitable calls wait at most ``timeout_s`` seconds (None: without limit). A caller that is
     cancelled before it has its answer leaves nothing held.
     """
 
@@ -96,7 +96,7 @@ class Engine:
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
         """Publishes that all blocks of a removed cache are gone."""
-        cleared = Event(self._sequencer.take(), EventType.CLEARED, cause, cache_id, group, self._clock())
+        cleared = BlockEvent(self._sequencer.take(), EventType.CLEARED, cause, cache_id, group, self._clock())
         self._hub.publish([cleared])
 
     async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
@@ -255,14 +255,14 @@ class Engine:
     ) -> None:
         """Reports that blocks went to the remote store or came from it."""
         cache = self._find(cache_id)
-        self._executor.apply(cache, cache.manager.beyond.travelled(group, keys, src, dst, copy_ns, self._clock()))
+        self._executor.apply(cache, cache.manager.remote.travelled(group, keys, src, dst, copy_ns, self._clock()))
 
     def tell_damaged(self, cache_id: CacheId, group: GroupId, key: Key) -> None:
         """Reports that the remote store's copy of a block is corrupt."""
         cache = self._find(cache_id)
-        self._executor.apply(cache, cache.manager.beyond.damaged(group, key, self._clock()))
+        self._executor.apply(cache, cache.manager.remote.damaged(group, key, self._clock()))
 
-    def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> Lease:
+    def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> SlotLease:
         """Makes a lease of the session over the slots and blocks of another lease."""
         cache = self._accepting(cache_id)
         joined, outcome = cache.manager.join(session, lease, self._clock())
@@ -294,7 +294,7 @@ class Engine:
 
     async def drop(
         self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
-    ) -> DropReport:
+    ) -> DropResult:
         """Drops blocks with their subtrees, in slices: other calls run in between. If the caller goes, a subtree may be
         dropped in part."""
         cache = self._find(cache_id)
@@ -337,7 +337,7 @@ class Engine:
         self._executor.apply(cache, outcome)
         return results
 
-    async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetReport:
+    async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetResult:
         """Removes all blocks that are not in use, in slices: other calls run in between."""
         cache = self._find(cache_id)
         dropped = kept = 0
@@ -350,7 +350,7 @@ class Engine:
             roots += step.roots
             if following is None:
                 await self.forgotten(cache_id)
-                return ResetReport(dropped, kept, roots=tuple(roots))
+                return ResetResult(dropped, kept, roots=tuple(roots))
             await self._others(cache)
 
     async def _others(self, cache: OpenCache) -> None:
@@ -572,9 +572,9 @@ class Engine:
 
 
 def _granted(waiting: Waiting) -> Grant:
-    """Returns the grant of an answered ticket. Raises :class:`Refused`."""
+    """Returns the grant of an answered ticket. Raises :class:`TicketRefused`."""
     if not isinstance(waiting.answer, Grant):
         if waiting.answer is None:
             raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")
-        raise Refused(waiting.answer)
+        raise TicketRefused(waiting.answer)
     return waiting.answer

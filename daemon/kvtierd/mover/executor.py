@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from kvtierd.core.check import check
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import Event
+from kvtierd.core.events import BlockEvent
 from kvtierd.core.ids import CacheId, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal, RefusalReason
@@ -27,7 +27,7 @@ from kvtierd.mover.runtime import CacheRuntime, Unaccounted, check_index, follow
 
 T = TypeVar("T")
 
-Holder = SessionId | tuple[CacheId, LeaseId]
+HolderId = SessionId | tuple[CacheId, LeaseId]
 """A session or a lease whose slots a thread works on."""
 
 TICK_S: Final = 1.0
@@ -39,7 +39,7 @@ THREADS: Final = 4
 
 
 class EventSink(Protocol):
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[BlockEvent]) -> None:
         """Takes events in order. Called in the middle of an outcome: must neither wait nor call back."""
         ...
 
@@ -157,11 +157,11 @@ class SlotThreads:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvtierd-slot-bytes")
-        self._under_way: Counter[Holder] = Counter()
-        self._afterwards: defaultdict[Holder, list[Callable[[], None]]] = defaultdict(list)
+        self._under_way: Counter[HolderId] = Counter()
+        self._afterwards: defaultdict[HolderId, list[Callable[[], None]]] = defaultdict(list)
         self._threads: set[asyncio.Future[Any]] = set()
 
-    async def run(self, holders: Sequence[Holder], work: Callable[[], T]) -> T:
+    async def run(self, holders: Sequence[HolderId], work: Callable[[], T]) -> T:
         """Does ``work`` in a thread, even if the caller goes. Work that raises :class:`Unaccounted` counts as running
         for ever."""
         self._under_way.update(holders)
@@ -170,7 +170,7 @@ class SlotThreads:
         doing.add_done_callback(partial(self._done, holders))
         return await asyncio.shield(doing)
 
-    def after(self, holder: Holder, action: Callable[[], None]) -> bool:
+    def after(self, holder: HolderId, action: Callable[[], None]) -> bool:
         """Does ``action`` when no work runs for the holder. Returns whether that was now."""
         if self._under_way[holder]:
             self._afterwards[holder].append(action)
@@ -187,7 +187,7 @@ class SlotThreads:
         """Starts no more threads. Running threads end with their work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _done(self, holders: Sequence[Holder], doing: asyncio.Future[Any]) -> None:
+    def _done(self, holders: Sequence[HolderId], doing: asyncio.Future[Any]) -> None:
         self._threads.discard(doing)
         if doing.cancelled() or isinstance(doing.exception(), Unaccounted):
             return
@@ -268,7 +268,7 @@ class MoverError(Exception):
     """Base class of the mover's own errors. The core's errors pass through the mover."""
 
 
-class Refused(MoverError):
+class TicketRefused(MoverError):
     """The core refused the ticket."""
 
     def __init__(self, refusal: Refusal) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.abi.cuda.page_locks import PageLocks
-from kvtier.abi.key_index import ABSENT, Entry
+from kvtier.abi.key_index import ABSENT, IndexEntry
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import InvariantViolation
@@ -19,7 +19,7 @@ from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.cuda.pool import CudaDevice
 from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.key_index import NOWHERE, At, Blocks
+from kvtierd.tiers.key_index import NOWHERE, At, IndexedBlocks
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 
 _NONE: Final = Traits(0)
@@ -59,7 +59,7 @@ Finish = Callable[[], Faults]
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Piece:
+class CopyPiece:
     """Consecutive items of one move that fit in one batch. ``first``: their place in ``move.items``."""
 
     runtime: CacheRuntime
@@ -69,7 +69,7 @@ class Piece:
     submitted_ns: int
 
 
-Batch = Sequence[Piece]
+Batch = Sequence[CopyPiece]
 """Pieces of one cache and one lane, in the order they were queued. Never empty."""
 
 
@@ -175,10 +175,10 @@ def follow(arena: Arena, outcome: Outcome) -> None:
             continue
         keys, group = event.blocks.keys, event.group
         if event.type is REMOVED:
-            blocks = Blocks(group, dict.fromkeys(keys, 0))
+            blocks = IndexedBlocks(group, dict.fromkeys(keys, 0))
         else:
             places = (arrived.get((tier, group), NOWHERE) for tier in (HOST, DEVICE))
-            blocks = Blocks(group, dict(zip(keys, event.blocks.residencies, strict=True)), *places)
+            blocks = IndexedBlocks(group, dict(zip(keys, event.blocks.residencies, strict=True)), *places)
         index.put(blocks, new=event.type is STORED)
     index.show(outcome.events[-1].id)
 
@@ -200,10 +200,10 @@ def check_index(manager: BlockManager, arena: Arena) -> None:
             raise InvariantViolation(f"key index: block {key.hex()} of group {group} is {is_} and shown as {shows}")
 
 
-def _entry(arena: Arena, group: GroupId, block: Block) -> Entry:
+def _entry(arena: Arena, group: GroupId, block: Block) -> IndexEntry:
     host = _place(arena, group, Tier.HOST, block.copies[Tier.HOST])
     device = _place(arena, group, Tier.DEVICE, block.copies[Tier.DEVICE])
-    return Entry(block.residency, *host, *device)
+    return IndexEntry(block.residency, *host, *device)
 
 
 def _place(arena: Arena, group: GroupId, tier: Tier, copy: Copy | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.core.outcome import Move, MoveItem
-from kvtierd.mover.runtime import Batch, Faults, Finish, Piece
+from kvtierd.mover.runtime import Batch, CopyPiece, Faults, Finish
 
 Edge = tuple[Tier, Tier | None]
 """Source and destination. A destination of None retires disk slots: their records are deleted, and nothing is
@@ -25,13 +25,13 @@ Concerns = Set[tuple[GroupId, SlotId | Key]]
 
 
 @dataclass(slots=True, frozen=True)
-class Report:
+class CopyReport:
     """How a piece ended. Indices are into ``piece.move.items``.
 
     ``copy_ns``: the piece's share of its batch's time, by blocks, so that the sum over an edge is the time it was busy.
     """
 
-    piece: Piece
+    piece: CopyPiece
     failed: frozenset[int]
     corrupt: frozenset[int]
     queue_ns: int
@@ -55,7 +55,7 @@ def destination(item: MoveItem) -> SlotId:
     return item.dst
 
 
-def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[Report]:
+def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[CopyReport]:
     """Splits a batch's faults and times among its pieces. Leaves out unaccounted pieces.
 
     Reports of copies come first, because callers may wait for copies.
@@ -67,7 +67,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
         count = len(piece.items)
         if not _within(faults.unaccounted, base, piece):
             reports.append(
-                Report(
+                CopyReport(
                     piece=piece,
                     failed=_within(faults.failed, base, piece),
                     corrupt=_within(faults.corrupt, base, piece),
@@ -79,12 +79,12 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
     return sorted(reports, key=lambda report: report.piece.move.dst is None)
 
 
-def _within(indices: frozenset[int], base: int, piece: Piece) -> frozenset[int]:
+def _within(indices: frozenset[int], base: int, piece: CopyPiece) -> frozenset[int]:
     return frozenset(i - base + piece.first for i in indices if base <= i < base + len(piece.items))
 
 
 @dataclass(slots=True, frozen=True)
-class Run:
+class SlotRun:
     """``count`` consecutive slots of a group, copied to as many consecutive slots."""
 
     group: GroupId
@@ -93,19 +93,19 @@ class Run:
     count: int
 
 
-def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[Run]:
+def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[SlotRun]:
     """Joins (group, source, destination) copies that are adjacent on both sides.
 
     The copies of a batch touch no slot twice, so they may run in any order.
     """
-    run: Run | None = None
+    run: SlotRun | None = None
     for group, src, dst in sorted(copies):
         if run is not None and (group, src, dst) == (run.group, run.src + run.count, run.dst + run.count):
-            run = Run(group, run.src, run.dst, run.count + 1)
+            run = SlotRun(group, run.src, run.dst, run.count + 1)
             continue
         if run is not None:
             yield run
-        run = Run(group, src, dst, 1)
+        run = SlotRun(group, src, dst, 1)
     if run is not None:
         yield run
 

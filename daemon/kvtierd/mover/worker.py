@@ -20,8 +20,8 @@ from typing import Final, TypeVar
 from kvtier.abi.cuda.errors import CudaError
 from kvtierd.core.ids import DEVICE
 from kvtierd.core.outcome import Move
-from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece, Unaccounted
-from kvtierd.mover.work import CarryOut, Concerns, Edge, Report, reports_of
+from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish, Unaccounted
+from kvtierd.mover.work import CarryOut, Concerns, CopyReport, Edge, reports_of
 from kvtierd.tiers.base import TierError
 from kvtierd.tiers.mapped import Chaos
 
@@ -33,9 +33,9 @@ TOGETHER: Final = 2
 
 _log = logging.getLogger(__name__)
 
-Outcome = TypeVar("Outcome")
+R = TypeVar("R")
 
-Post = Callable[[Sequence[Report]], None]
+Post = Callable[[Sequence[CopyReport]], None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +49,7 @@ class Lane:
     """Limit of copies in a batch. With ``batch_bytes``, the limit of their bytes, it bounds the time between
     heartbeats."""
     carry_out: CarryOut
-    concerns: Callable[[Piece], Concerns] | None = None
+    concerns: Callable[[CopyPiece], Concerns] | None = None
     """Slots and blocks that no two pieces of a batch may share."""
     halves: bool = False
     """Another thread does the second half of a batch's work while the next batch begins."""
@@ -76,7 +76,7 @@ class Gathering:
 
     __slots__ = ("_about", "_copied_bytes", "_copies", "_device_bytes", "_lane", "_retires", "pieces")
 
-    def __init__(self, lane: Lane, piece: Piece) -> None:
+    def __init__(self, lane: Lane, piece: CopyPiece) -> None:
         count, move = len(piece.items), piece.move
         nbytes = count * piece.runtime.spec.record_bytes(move.group)
         self._lane = lane
@@ -123,11 +123,11 @@ class WorkQueue:
     def __init__(self, *, in_turn: bool) -> None:
         self._in_turn = in_turn
         self._tokens: SimpleQueue[bool] = SimpleQueue()
-        self._lines: deque[deque[Piece]] = deque()
+        self._lines: deque[deque[CopyPiece]] = deque()
         """The remaining pieces of each move, next move first. No line is empty."""
         self._choosing = threading.Lock()
 
-    def put(self, pieces: Sequence[Piece]) -> None:
+    def put(self, pieces: Sequence[CopyPiece]) -> None:
         """Adds all pieces of one move, in order."""
         with self._choosing:
             self._lines.append(deque(pieces))
@@ -138,7 +138,7 @@ class WorkQueue:
         """Makes one thread get None, after the pieces put so far have been taken."""
         self._tokens.put(False)
 
-    def get(self, *, block: bool) -> Piece | None:
+    def get(self, *, block: bool) -> CopyPiece | None:
         """Returns the next piece, or None after :meth:`stop`. Raises :class:`queue.Empty` if there is none and
         ``block`` is false."""
         if not self._tokens.get(block=block):
@@ -153,7 +153,7 @@ class WorkQueue:
             return piece
 
 
-class Hand:
+class LaneThread:
     """A thread that works on batches.
 
     The thread writes the public fields and the loop reads them, each in one step.
@@ -200,7 +200,7 @@ class Hand:
     def _work(self) -> None:
         raise NotImplementedError
 
-    def _attempt(self, batch: Batch, work: Callable[[], Outcome]) -> Outcome | Faults | None:
+    def _attempt(self, batch: Batch, work: Callable[[], R]) -> R | Faults | None:
         """Does ``work``. None: the batch must not be reported."""
         try:
             return work()
@@ -242,7 +242,7 @@ class _Begun:
     started_ns: int
 
 
-class Finisher(Hand):
+class FinishThread(LaneThread):
     """Does the second halves of a worker's batches, in order; waiting halves together, if the lane has ``finish_all``.
 
     A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time.
@@ -297,8 +297,8 @@ class Finisher(Hand):
         self._report(pieces, faults, turn_ns)
 
 
-class Worker(Hand):
-    """Takes a lane's pieces. ``finisher``: does the second halves; None if batches have no second half."""
+class Worker(LaneThread):
+    """Takes a lane's pieces. ``finish_thread``: does the second halves; None if batches have no second half."""
 
     def __init__(
         self,
@@ -307,12 +307,12 @@ class Worker(Hand):
         queue: WorkQueue,
         post: Post,
         exited: Callable[[], None],
-        finisher: Finisher | None = None,
+        finish_thread: FinishThread | None = None,
     ) -> None:
         super().__init__(name, post, exited)
         self._lane = lane
         self._queue = queue
-        self._finisher = finisher
+        self._finish_thread = finish_thread
 
     def _work(self) -> None:
         try:
@@ -320,8 +320,8 @@ class Worker(Hand):
                 if not self._abandoned:
                     self._carry_out(gathered)
         finally:
-            if self._finisher is not None:
-                self._finisher.end()
+            if self._finish_thread is not None:
+                self._finish_thread.end()
 
     def _batches(self) -> Iterator[Gathering]:
         gathered: Gathering | None = None
@@ -348,36 +348,36 @@ class Worker(Hand):
         if (chaos := batch[0].runtime.chaos) is not None:
             self._simulate_latency(chaos)
         done = self._attempt(batch, partial(self._lane.carry_out, batch))
-        if self._finisher is None or done is None or isinstance(done, Faults):
+        if self._finish_thread is None or done is None or isinstance(done, Faults):
             self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)
             return
         self.busy_since_ns = None
-        self._finisher.put(gathered, done, started_ns)
+        self._finish_thread.put(gathered, done, started_ns)
 
 
-class Crew:
+class LaneThreads:
     """A lane's queue and threads. Loop thread only."""
 
     def __init__(self, lane: Lane, loop: asyncio.AbstractEventLoop, post: Post) -> None:
         self._lane = lane
         self._queue = WorkQueue(in_turn=lane.in_turn)
         self._workers: list[Worker] = []
-        self._exits: dict[Hand, asyncio.Event] = {}
+        self._exits: dict[LaneThread, asyncio.Event] = {}
         for number in range(lane.threads):
             name = lane.name if lane.threads == 1 else f"{lane.name}-{number}"
-            finisher = None
+            finish_thread = None
             if lane.halves:
                 gone = asyncio.Event()
-                finisher = Finisher(f"{name}-finish", lane, post, partial(_tell, loop, gone))
-                self._exits[finisher] = gone
+                finish_thread = FinishThread(f"{name}-finish", lane, post, partial(_tell, loop, gone))
+                self._exits[finish_thread] = gone
             exited = asyncio.Event()
-            worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finisher)
+            worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finish_thread)
             self._workers.append(worker)
             self._exits[worker] = exited
-        for hand in self._exits:
-            hand.thread.start()
+        for lane_thread in self._exits:
+            lane_thread.thread.start()
 
-    def put(self, pieces: Sequence[Piece]) -> None:
+    def put(self, pieces: Sequence[CopyPiece]) -> None:
         """Queues all pieces of one move."""
         self._queue.put(pieces)
 
@@ -390,8 +390,8 @@ class Crew:
 
     def dismiss(self) -> None:
         """Ends the threads after their present batches; queued pieces are not carried out."""
-        for hand in self._exits:
-            hand.abandon()
+        for lane_thread in self._exits:
+            lane_thread.abandon()
         for _ in self._workers:
             self._queue.stop()
 

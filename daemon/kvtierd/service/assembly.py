@@ -23,26 +23,25 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2
 from kvtierd.config import Config
-from kvtierd.config.keys import STAND_IN, Share
-from kvtierd.config.keys import Device as DeviceTable
+from kvtierd.config.keys import STAND_IN, DeviceConfig, Share
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, SlotId, Tier
 from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape, Policy
-from kvtierd.core.recovery import Recovered
+from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.notify import Notifier
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
-from kvtierd.service.cache import CacheOptions
+from kvtierd.service.cache import CacheSettings
 from kvtierd.service.devices import Device, Devices
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError, TierIOError
-from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, Gpu, NoSegment
+from kvtierd.tiers.cuda.pool import CudaDevice, CudaSegment, DaemonGpu, NoSegment
 from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
@@ -68,7 +67,7 @@ class Stores:
     disk: DiskRoot | None
     chaos: Chaos | None
     policy: Policy
-    options: CacheOptions
+    options: CacheSettings
     forgotten: Forgotten
     keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
 
@@ -81,7 +80,7 @@ class Plan:
     name: str
     spec: CacheSpec
     slots: Slots
-    options: CacheOptions
+    options: CacheSettings
     device: Device
     stored: bool = False
     unclean: bool = False
@@ -198,7 +197,7 @@ class Assembler:
         """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
         host = HostStore(arena) if Tier.HOST in plan.slots else None
         device = self._device(plan, arena)
-        recovered: dict[GroupId, list[Recovered]] = {}
+        recovered: dict[GroupId, list[RecoveredBlock]] = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
         corrupt: Mapping[GroupId, Sequence[Key]] = {}
         if disk is not None and plan.stored:
@@ -328,11 +327,11 @@ def _copies(
         raise DeviceIOError(f"cache {plan.name}: no streams to be had: {error}") from error
 
 
-def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
+def _recovered(found: Recovery) -> dict[GroupId, list[RecoveredBlock]]:
     fields = [itemgetter(DiskRecord._fields.index(name)) for name in ("slot", "key", "parent", "traits")]
     not_in_memory = repeat(None), repeat(None)
     return {
-        group: list(rows_of(Recovered, *(map(one, records) for one in fields), *not_in_memory))
+        group: list(rows_of(RecoveredBlock, *(map(one, records) for one in fields), *not_in_memory))
         for group, records in found.records.items()
     }
 
@@ -342,7 +341,7 @@ class Opened:
     """The device of a table, with the fields of :class:`Device`."""
 
     id: str
-    gpu: Gpu | None = None
+    gpu: DaemonGpu | None = None
     absent: str | None = None
 
 
@@ -361,7 +360,7 @@ def open_gpus(config: Config, known: Mapping[str, str]) -> list[Opened]:
     names, opened, failed = [table.name for table in config.device], dict[str, Opened](), dict[str, GpuUnavailable]()
     for name in names:
         try:
-            gpu = None if name == STAND_IN else Gpu.open(name)
+            gpu = None if name == STAND_IN else DaemonGpu.open(name)
             opened[name] = Opened(name if gpu is None else gpu.uuid, gpu)
         except GpuUnavailable as error:
             failed[name] = error
@@ -401,7 +400,9 @@ def open_devices(config: Config, opened: Sequence[Opened], keeper: Keeper, remem
     return Devices(devices, shared)
 
 
-def _gpu_bytes(table: DeviceTable, uuid: str, gpu: Gpu | None, keeper: Keeper, remembered: RememberedSlots) -> int:
+def _gpu_bytes(
+    table: DeviceConfig, uuid: str, gpu: DaemonGpu | None, keeper: Keeper, remembered: RememberedSlots
+) -> int:
     """The bytes of the table. Memory kept for this daemon counts as free: it is adopted or let go. A share stays as it
     was at the first start, and an absent GPU keeps its bytes.
 

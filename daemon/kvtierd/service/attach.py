@@ -30,7 +30,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.local import LocalCalls, Packets
 from kvtierd.service.peer import AttachRefused, credentials, identify
-from kvtierd.service.sessions import GOODBYE, Capacity, Session, SessionRegistry, this_task
+from kvtierd.service.sessions import GOODBYE, Capacity, ClientSession, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
@@ -162,7 +162,7 @@ class AttachServer:
             self._sessions.connection_lost(session, this_task())
             await local.end()
 
-    def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
+    def _admit(self, sock: socket.socket, hello: attach.Hello) -> ClientSession:
         """The session of a hello. Raises :class:`AttachRefused`."""
         user = credentials(sock).identity
         if not self._access.admits(user):
@@ -173,7 +173,7 @@ class AttachServer:
         with closing(peer):
             return self._sessions.resume(hello.token, peer, this_task())
 
-    async def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
+    async def _map(self, sock: socket.socket, session: ClientSession, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
             raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
         # Linux counts unread descriptors against the daemon's user, and at the limit refuses them for all clients.
@@ -192,7 +192,7 @@ class AttachServer:
         self._sessions.gets_memory(session, write=request.write)
         shared = cache.runtime.arena.shared(write=request.write)
         try:
-            _send(sock, attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))
+            _send(sock, attach.MapReply(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise

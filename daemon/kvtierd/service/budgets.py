@@ -163,7 +163,7 @@ MAX_NAMED: Final = 8
 """Most caches that a refusal names, the largest."""
 
 
-class TierFull(CallRefused):
+class BudgetExhausted(CallRefused):
     """RESOURCE_EXHAUSTED for bytes of a tier. ``asked``: a sentence on the use of the bytes."""
 
     def __init__(self, account: Account, asked: str, wanted: int, free: int) -> None:
@@ -235,7 +235,7 @@ class Budgets:
         for tier, budget in asked.items():
             if budget.nbytes > self.left(tier):
                 wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
-                raise TierFull(self._accounts[tier], f"{_exact(budget.nbytes)} were asked for", wanted, free)
+                raise BudgetExhausted(self._accounts[tier], f"{_exact(budget.nbytes)} were asked for", wanted, free)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
     def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
@@ -271,7 +271,7 @@ class Budgets:
         found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
         if not found:
             says = f"a slot of each window group takes {_exact(least)}"
-            raise TierFull(self.accounts[0], says, len(spec.groups), 0)
+            raise BudgetExhausted(self.accounts[0], says, len(spec.groups), 0)
         return found
 
 

@@ -14,7 +14,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import caches_pb2
 from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import CHECKSUM_BYTES, CacheId, Tier
-from kvtierd.core.policy import NEVER, Policy, WritePolicy
+from kvtierd.core.policy import NEVER, Policy, WriteMode
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.devices import Device
@@ -34,16 +34,16 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = {
 
 _BYTES_A_TOKEN: Final = 4 + 8
 _OTHER_BYTES: Final = 128
-_WRITE_POLICIES: Final[Mapping[int, WritePolicy]] = {
-    caches_pb2.WRITE_POLICY_BACK: WritePolicy.BACK,
-    caches_pb2.WRITE_POLICY_THROUGH: WritePolicy.THROUGH,
-    caches_pb2.WRITE_POLICY_SELECTIVE: WritePolicy.SELECTIVE,
+_WRITE_POLICIES: Final[Mapping[int, WriteMode]] = {
+    caches_pb2.WRITE_POLICY_BACK: WriteMode.BACK,
+    caches_pb2.WRITE_POLICY_THROUGH: WriteMode.THROUGH,
+    caches_pb2.WRITE_POLICY_SELECTIVE: WriteMode.SELECTIVE,
 }
 _TO_WIRE: Final = {policy: value for value, policy in _WRITE_POLICIES.items()}
 
 
 @dataclass(slots=True, frozen=True)
-class CacheOptions:
+class CacheSettings:
     """Options of a cache.
 
     Args:
@@ -52,7 +52,7 @@ class CacheOptions:
         checksum: Since when a block's bytes are checked: "disk" or "commit".
     """
 
-    write_policy: WritePolicy = WritePolicy.BACK
+    write_policy: WriteMode = WriteMode.BACK
     eviction: str = "lru"
     event_hash: str = ""
     keep_tokens: bool = False
@@ -99,7 +99,7 @@ class CacheOptions:
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"options that this daemon does not know: {', '.join(sorted(unknown))}")
-        write_policy = WritePolicy(values.get("write_policy", WritePolicy.BACK))
+        write_policy = WriteMode(values.get("write_policy", WriteMode.BACK))
         thresholds = tuple((int(src), int(dst), int(least)) for src, dst, least in values.get("thresholds", ()))
         options = cls(**{**values, "write_policy": write_policy, "thresholds": thresholds})
         if any(getattr(options, field) not in {getattr(cls(), field), *known} for field, known in _NAMES.items()):
@@ -108,7 +108,7 @@ class CacheOptions:
 
 
 Wanted = Mapping[str, Any]
-"""Options that a client names, by field of :class:`CacheOptions`. Other options stay, or have their defaults."""
+"""Options that a client names, by field of :class:`CacheSettings`. Other options stay, or have their defaults."""
 
 
 def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _thresholds(messages: Sequence[caches_pb2.EdgeThreshold]) -> tuple[tuple[int
     return tuple((int(src), int(dst), least) for (src, dst), least in sorted(found.items()))
 
 
-def require_same(options: CacheOptions, named: Wanted, cache: str) -> None:
+def require_same(options: CacheSettings, named: Wanted, cache: str) -> None:
     """Raises INVALID_ARGUMENT (OPTIONS_MISMATCH) if a named option differs from the cache's."""
     for field, value in named.items():
         has = getattr(options, field)
@@ -155,7 +155,7 @@ def require_same(options: CacheOptions, named: Wanted, cache: str) -> None:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Cache:
+class ServedCache:
     """An open cache. ``slots``: by tier of the cache, a count per window group."""
 
     id: CacheId
@@ -164,7 +164,7 @@ class Cache:
     runtime: CacheRuntime
     fingerprint: bytes
     slots: Slots
-    options: CacheOptions
+    options: CacheSettings
     device: Device
 
     @property
@@ -196,7 +196,7 @@ class Removal:
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
-def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget], device: str) -> None:
+def require_same_cache(cache: ServedCache, spec: CacheSpec, asked: Mapping[Tier, TierBudget], device: str) -> None:
     """Raises INVALID_ARGUMENT (SPEC_MISMATCH, BUDGET_MISMATCH, DEVICE_MISMATCH) if the cache differs from the request.
 
     ``device``: "" = any.

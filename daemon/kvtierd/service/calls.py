@@ -27,18 +27,20 @@ from kvtier.abi.stream import GO_AHEAD_KEY
 from kvtier.v1 import common_pb2, transfer_pb2
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Anonymous, Certificate, Identity, Right, Rights
+from kvtierd.service.call_counts import CallCounts, CountedCall, Metadata
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused, shown, shutting_down
-from kvtierd.service.sessions import Session, SessionRegistry, account, require_attached, session_ended
-from kvtierd.service.tally import Call, Metadata, Tally
+from kvtierd.service.sessions import ClientSession, SessionRegistry, account, require_attached, session_ended
 from kvtierd.service.turns import Turns
-from kvtierd.service.visitors import abort, read
+from kvtierd.service.unauthenticated import abort, read
 
-Verb = Callable[[Session, Any], Awaitable[Message]]
-StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
+Verb = Callable[[ClientSession, Any], Awaitable[Message]]
+StreamVerb = Callable[[ClientSession, Any], AsyncGenerator[bytes, None]]
 """Yields serialised replies."""
 
-UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
+UploadVerb = Callable[
+    [ClientSession, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]
+]
 """Takes a header and the chunks that follow it."""
 
 MAX_CALLS: Final = 4096
@@ -126,14 +128,14 @@ class Access:
         """Whether a rule names the identity."""
         return bool(self.rights.somewhere(who))
 
-    def may(self, session: Session, right: Right, cache: str) -> bool:
+    def may(self, session: ClientSession, right: Right, cache: str) -> bool:
         return right in self.rights.on(session.peer.identity, cache)
 
-    def may_everywhere(self, session: Session, right: Right) -> bool:
+    def may_everywhere(self, session: ClientSession, right: Right) -> bool:
         """Whether the session has the right on every present and future cache."""
         return right in self.rights.everywhere(session.peer.identity)
 
-    def require(self, session: Session, needs: Needs, request: Any) -> None:
+    def require(self, session: ClientSession, needs: Needs, request: Any) -> None:
         """Checks the right that a request needs. Raises PERMISSION_DENIED."""
         right = needs.forced if needs.forced is not None and request.force else needs.right
         if right is None:
@@ -157,7 +159,7 @@ class Access:
                     shown_as = cache.name if cache.id in session.caches else f"number {cache.id}"
                     raise denied(right, shown_as, session.peer.identity)
 
-    def require_on(self, session: Session, right: Right, cache: str) -> None:
+    def require_on(self, session: ClientSession, right: Right, cache: str) -> None:
         """Raises PERMISSION_DENIED."""
         if not self.may(session, right, cache):
             raise denied(right, cache, session.peer.identity)
@@ -231,13 +233,13 @@ class OpenCalls:
 class LocalCall:
     """A call over the attach socket. ``path``: of the method, in gRPC's form."""
 
-    session: Session
+    session: ClientSession
     path: bytes
     request: bytes
     metadata: Metadata = ()
 
 
-_Perform = Callable[[Call, Session, bytes], Coroutine[Any, Any, Message]]
+_Perform = Callable[[CountedCall, ClientSession, bytes], Coroutine[Any, Any, Message]]
 """Performs the request of a session. Raises exceptions for :class:`Translator`."""
 
 
@@ -250,7 +252,7 @@ class Dispatcher:
     _translate: Translator
     _open: OpenCalls
     _kept: Callable[[Message], bool]
-    tally: Tally
+    call_counts: CallCounts
     turns: Turns
     _stopping: bool = field(default=False, init=False)
     _of: Counter[tuple[Identity, int | str | None]] = field(default_factory=Counter, init=False)
@@ -300,16 +302,16 @@ class Dispatcher:
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service, handlers)
 
-    def _caller(self, context: _Context, metadata: Metadata) -> Session:
+    def _caller(self, context: _Context, metadata: Metadata) -> ClientSession:
         """The session of a call. Raises UNAVAILABLE, UNAUTHENTICATED or PERMISSION_DENIED."""
         if self._stopping:
             raise shutting_down()
         return self._sessions.authenticate(metadata, caller_of(context))
 
     @contextmanager
-    def _counting(self, told: Call, session: Session) -> Iterator[None]:
+    def _counting(self, counted_call: CountedCall, session: ClientSession) -> Iterator[None]:
         """Raises RESOURCE_EXHAUSTED if the session's client has too many calls open."""
-        told.session = session
+        counted_call.session = session
         peer, who = session.peer, account(session.peer.identity)
         process = (who, peer.pid or peer.address)
         for counted, most, kind in ((process, MAX_CALLS // 4, "process"), ((who, None), MAX_CALLS // 2, "identity")):
@@ -331,8 +333,8 @@ class Dispatcher:
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
-        async def perform(told: Call, session: Session, raw: bytes) -> Message:
-            told.request = request = parse(raw)
+        async def perform(counted_call: CountedCall, session: ClientSession, raw: bytes) -> Message:
+            counted_call.request = request = parse(raw)
             self._access.require(session, needs, request)
             if not mutates or not request.seq:
                 return await verb(session, request)
@@ -344,15 +346,17 @@ class Dispatcher:
     def _unary(self, name: str, perform: _Perform) -> Callable[[object, _Context], Awaitable[Message]]:
         async def call(_: object, context: _Context) -> Message:
             metadata = context.invocation_metadata()
-            with self.tally.call(name, metadata) as told:
+            with self.call_counts.call(name, metadata) as counted_call:
                 try:
                     session = self._caller(context, metadata)
-                    with self._counting(told, session):
+                    with self._counting(counted_call, session):
                         raw = await _only(session, context)
                         await self.turns.begin(session)
-                        return told.answered(await self.turns.measured(session, perform(told, session, raw)))
+                        return counted_call.answered(
+                            await self.turns.measured(session, perform(counted_call, session, raw))
+                        )
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                    refusal = told.refused(self._translate(error))
+                    refusal = counted_call.refused(self._translate(error))
             await abort(context, refusal)
 
         return call
@@ -363,18 +367,20 @@ class Dispatcher:
 
     async def _local_answer(self, call: LocalCall) -> tuple[int, bytes]:
         method = call.path.decode(errors="replace")[1:].replace("/", ".") if call.path in self._local else "unknown"
-        with self.tally.call(method, call.metadata) as told:
+        with self.call_counts.call(method, call.metadata) as counted_call:
             try:
                 if self._stopping:
                     raise shutting_down()
                 require_attached(call.session)
-                with self._counting(told, call.session):
+                with self._counting(counted_call, call.session):
                     perform = self._local.get(call.path)
                     if perform is None:
                         raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
-                    return 0, told.answered(await perform(told, call.session, call.request)).SerializeToString()
+                    return 0, counted_call.answered(
+                        await perform(counted_call, call.session, call.request)
+                    ).SerializeToString()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                refusal = told.refused(self._translate(error))
+                refusal = counted_call.refused(self._translate(error))
                 return refusal.code.value[0], refusal.status()
 
     def _stream(
@@ -384,26 +390,26 @@ class Dispatcher:
         needs = NEEDS[method.full_name]
 
         async def call(_: object, context: _Context) -> None:
-            session: Session | None = None
+            session: ClientSession | None = None
             metadata = context.invocation_metadata()
-            with self.tally.call(method.full_name, metadata, timed=False) as told:
+            with self.call_counts.call(method.full_name, metadata, timed=False) as counted_call:
                 try:
                     session = self._sessions.authenticate(metadata, caller_of(context))
-                    with self._counting(told, session):
-                        told.request = request = parse(await _only(session, context))
+                    with self._counting(counted_call, session):
+                        counted_call.request = request = parse(await _only(session, context))
                         self._access.require(session, needs, request)
                         idle_s = None if pace is None else pace.idle_s
                         async with session.streaming(), aclosing(verb(session, request)) as replies:
                             async for reply in replies:
                                 await _write(session, context, reply, idle_s, replies.aclose)
-                    told.code = "OK"
+                    counted_call.code = "OK"
                     return
                 except asyncio.CancelledError:
                     if session is None or not session.ended or context.cancelled():
                         raise  # the client cancelled the call
-                    refusal = told.refused(session_ended())
+                    refusal = counted_call.refused(session_ended())
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                    refusal = told.refused(self._translate(error))
+                    refusal = counted_call.refused(self._translate(error))
             await abort(context, refusal)
 
         return call
@@ -417,35 +423,39 @@ class Dispatcher:
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
             upload = _Upload(messages, parser(method), context, pace)
             metadata = context.invocation_metadata()
-            with self.tally.call(method.full_name, metadata) as told:
+            with self.call_counts.call(method.full_name, metadata) as counted_call:
                 try:
                     session = self._caller(context, metadata)
-                    with self._counting(told, session):
+                    with self._counting(counted_call, session):
                         raw, header = await upload.header()
-                        told.request = header
+                        counted_call.request = header
                         self._access.require(session, needs, header)
                         if not (seq := header.commit.seq):
-                            return told.answered(await verb(session, header, upload.chunks()))
+                            return counted_call.answered(await verb(session, header, upload.chunks()))
                         # The checksums in the header stand for the bytes after it.
                         run = partial(_run, verb, session, header, upload.chunks())
                         reply = await session.replies.answer(seq, xxhash.xxh3_128_digest(name + raw), run)
-                        return told.answered(reply)
+                        return counted_call.answered(reply)
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                    refusal = told.refused(self._translate(shutting_down() if self._stopping else error))
+                    refusal = counted_call.refused(self._translate(shutting_down() if self._stopping else error))
             await upload.drain()
             await abort(context, refusal)
 
         return call
 
 
-async def _only(session: Session, context: _Context) -> bytes:
+async def _only(session: ClientSession, context: _Context) -> bytes:
     """The message of a call. The semaphore keeps a client from sending many large messages at a time."""
     async with session.receiving:
         return await read(context) or b""
 
 
 async def _write(
-    session: Session, context: _Context, reply: bytes, idle_s: float | None, give_back: Callable[[], Awaitable[None]]
+    session: ClientSession,
+    context: _Context,
+    reply: bytes,
+    idle_s: float | None,
+    give_back: Callable[[], Awaitable[None]],
 ) -> None:
     """Writes a reply. A refusal waits for the end of the write: gRPC cannot end a call during a write.
 
@@ -535,7 +545,7 @@ def _stalled(says: str) -> CallRefused:
     return refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", says)
 
 
-async def _run(verb: Callable[..., Awaitable[Message]], session: Session, *request: Any) -> Message:
+async def _run(verb: Callable[..., Awaitable[Message]], session: ClientSession, *request: Any) -> Message:
     # The task starts a turn of the loop after the call: a session that ended meanwhile must get no lease.
     require_attached(session)
     return await verb(session, *request)

@@ -26,11 +26,19 @@ from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Account, TierBudget, tier_bytes
-from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, prefix_of, require_same, require_same_cache
+from kvtierd.service.cache import (
+    CacheSettings,
+    Removal,
+    ServedCache,
+    Wanted,
+    prefix_of,
+    require_same,
+    require_same_cache,
+)
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
-from kvtierd.service.sessions import Session
+from kvtierd.service.sessions import ClientSession
 from kvtierd.state import Identity
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
 
@@ -75,8 +83,8 @@ class Catalog:
         self._stores: Final = stores
         self._identity: Final = identity
         self._assembler: Final = Assembler(stores, identity, sequencer)
-        self._by_id: dict[CacheId, Cache] = {}
-        self._by_name: dict[str, Cache] = {}
+        self._by_id: dict[CacheId, ServedCache] = {}
+        self._by_name: dict[str, ServedCache] = {}
         self._headers: Final = headers
         self._left_out: dict[str, str] = {}
         self._lost: dict[str, str] = {}
@@ -93,13 +101,13 @@ class Catalog:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def __iter__(self) -> Iterator[Cache]:
+    def __iter__(self) -> Iterator[ServedCache]:
         return iter(self._by_id.values())
 
-    def get(self, cache: CacheId) -> Cache | None:
+    def get(self, cache: CacheId) -> ServedCache | None:
         return self._by_id.get(cache)
 
-    def opened(self, session: Session, cache_id: int) -> Cache:
+    def opened(self, session: ClientSession, cache_id: int) -> ServedCache:
         """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
         cache = self._by_id.get(CacheId(cache_id))
         if cache is None:
@@ -112,7 +120,7 @@ class Catalog:
         """Returns whether a cache of the name exists, served or left out."""
         return self.named(name) is not None or name in self._left_out
 
-    def named(self, name: str) -> Cache | None:
+    def named(self, name: str) -> ServedCache | None:
         return self._by_name.get(name)
 
     def exists(self, name: str) -> bool:
@@ -133,14 +141,14 @@ class Catalog:
         noted = [(c.name, problem) for c in self for tier in Tier if (problem := self._noted.get((c.id, tier)))]
         return left_out + [f"cache {name}: {problem}" for name, problem in noted]
 
-    def note(self, cache: Cache, tier: Tier, problem: str | None) -> None:
+    def note(self, cache: ServedCache, tier: Tier, problem: str | None) -> None:
         """Sets the problem of a cache's tier for health; None = no problem."""
         if problem is None:
             self._noted.pop((cache.id, tier), None)
         else:
             self._noted[cache.id, tier] = problem
 
-    async def lose_device(self, cache: Cache, why: str) -> None:
+    async def lose_device(self, cache: ServedCache, why: str) -> None:
         """Takes the cache's device tier out of service until a restart. Raises :class:`MoverError` if the cache is
         removed meanwhile."""
         if (cache.id, Tier.DEVICE) not in self._noted:
@@ -149,7 +157,7 @@ class Catalog:
             await self._engine.lose_tier(cache.id, Tier.DEVICE)
 
     @asynccontextmanager
-    async def holding(self, cache: Cache) -> AsyncIterator[bool]:
+    async def holding(self, cache: ServedCache) -> AsyncIterator[bool]:
         """Holds the lock of the cache's name. Yields whether the cache is still open."""
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
@@ -164,7 +172,7 @@ class Catalog:
         device: str = "",
         *,
         create: bool,
-    ) -> tuple[Cache, bool]:
+    ) -> tuple[ServedCache, bool]:
         """The cache of a name, and whether this call made it. A cancelled caller does not stop the making.
 
         Args:
@@ -192,13 +200,13 @@ class Catalog:
         require_same(cache.options, named, name)
         return cache, False
 
-    def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
+    def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheSettings:
         """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
         options = self._stores.options
         past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
         if past is not None:
             try:
-                options = CacheOptions.from_stored(past)
+                options = CacheSettings.from_stored(past)
             except (TypeError, ValueError) as error:
                 _log.warning("remembered options are not used name=%s why=%r", name, str(error))
         return replace(options, **named)
@@ -210,7 +218,7 @@ class Catalog:
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
 
     @_to_the_end
-    async def remove(self, name: str, check: Callable[[Cache], None], *, force: bool, dry_run: bool) -> Removal:
+    async def remove(self, name: str, check: Callable[[ServedCache], None], *, force: bool, dry_run: bool) -> Removal:
         """Removes a cache, its blocks and its files. ``check`` refuses by raising.
 
         A cache that is left out is removed only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
@@ -251,7 +259,7 @@ class Catalog:
                 forgotten.set(prefix, before.after_reset())
                 forgotten.keep(prefix, ())
 
-    async def _dismantle(self, cache: Cache) -> None:
+    async def _dismantle(self, cache: ServedCache) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
@@ -310,7 +318,7 @@ class Catalog:
                 slots = device.budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
                 device.budgets.take(cache.name, cache.spec, slots)
                 try:
-                    options = CacheOptions.from_stored(cache.options)
+                    options = CacheSettings.from_stored(cache.options)
                 except (TypeError, ValueError) as error:
                     key = f"options of the stored cache {cache.name}"
                     raise TierConfigError(key, dict(cache.options), str(error)) from error
@@ -397,7 +405,7 @@ class Catalog:
             self._stores.disk.close()
         return all(closed)
 
-    async def _make(self, plan: Plan) -> Cache:
+    async def _make(self, plan: Plan) -> ServedCache:
         """Makes a cache whose budgets are taken; a failure gives them back."""
         cache_id = CacheId(next(self._ids))
         try:
@@ -420,11 +428,11 @@ class Catalog:
         _log.info(says, plan.name, cache.id, given, plan.device.id, parts.blocks)
         return cache
 
-    def _introduce(self, plan: Plan, cache_id: CacheId, parts: Parts) -> Cache:
+    def _introduce(self, plan: Plan, cache_id: CacheId, parts: Parts) -> ServedCache:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores, cuda=parts.cuda)
         slots, fingerprint = dict(plan.slots), plan.spec.fingerprint()
-        cache = Cache(cache_id, plan.name, plan.spec, runtime, fingerprint, slots, plan.options, plan.device)
+        cache = ServedCache(cache_id, plan.name, plan.spec, runtime, fingerprint, slots, plan.options, plan.device)
         if not plan.stored and not plan.restarted:
             self._stores.forgotten.begin(cache.prefix)
         self._headers[cache_id] = cache.header

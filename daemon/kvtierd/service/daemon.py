@@ -23,7 +23,8 @@ from kvtierd.service import wire
 from kvtierd.service.assembly import Stores, described, open_devices, open_gpus
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.budgets import RememberedSlots, require_possible
-from kvtierd.service.cache import CacheOptions
+from kvtierd.service.cache import CacheSettings
+from kvtierd.service.call_counts import CallCounts
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.connections import Connections
@@ -32,7 +33,7 @@ from kvtierd.service.errors import Translator
 from kvtierd.service.failing import FailingDisks, LostGpus
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.hub import CacheHeader, EventHub
-from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
+from kvtierd.service.recovery import Keeper, Roll, RollEntry, open_roll
 from kvtierd.service.remote.telling import Generations
 from kvtierd.service.remote.tier import RemoteTier, opened_store
 from kvtierd.service.server import Health, RpcServer, RuntimeDir
@@ -43,9 +44,8 @@ from kvtierd.service.servicers.events import EventsService
 from kvtierd.service.servicers.sessions import RemoteSessions
 from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
-from kvtierd.service.tally import Tally
 from kvtierd.service.turns import Turns
-from kvtierd.service.visitors import Visitors
+from kvtierd.service.unauthenticated import UnauthenticatedCalls
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.root import DiskRoot
@@ -161,7 +161,7 @@ class Daemon:
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             config.policy,
-            CacheOptions(config.write_policy, config.eviction, config.event_hash, config.keep_tokens),
+            CacheSettings(config.write_policy, config.eviction, config.event_hash, config.keep_tokens),
             directories.forgotten,
             keeper,
         )
@@ -182,11 +182,11 @@ class Daemon:
             lambda: (*self._exposed, *self.config_problems),
             self._log,
             devices.problems,
-            [lambda: None if self._beyond is None else self._beyond.problem, lambda: self._attach.problem],
+            [lambda: None if self._remote_tier is None else self._remote_tier.problem, lambda: self._attach.problem],
         )
         self.fleet: Final = self._made_fleet()
         """None if no peer is configured."""
-        self._beyond: Final = self._made_remote(store)
+        self._remote_tier: Final = self._made_remote(store)
         """None if there is neither a store nor a peer."""
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
@@ -194,7 +194,13 @@ class Daemon:
         if spans is not None:
             spans.watch(self._engine, self._catalog)
         self._dispatcher: Final = Dispatcher(
-            self._sessions, self._access, self._translator, self._calls, self._names_lease, spans or Tally(), Turns()
+            self._sessions,
+            self._access,
+            self._translator,
+            self._calls,
+            self._names_lease,
+            spans or CallCounts(),
+            Turns(),
         )
         self._attach: Final = AttachServer(
             self._sessions,
@@ -205,11 +211,11 @@ class Daemon:
             _connection_capacity(config),
         )
         grace_s = config.tcp_grace_seconds
-        visitors = Visitors(self._translator)
-        self._remote: Final = RemoteSessions(
-            self._sessions, self._access, self._identity, grace_s, self._translator, visitors
+        unauthenticated = UnauthenticatedCalls(self._translator)
+        self._tcp_sessions: Final = RemoteSessions(
+            self._sessions, self._access, self._identity, grace_s, self._translator, unauthenticated
         )
-        self._rpc: Final = RpcServer(self._handlers(), visitors)
+        self._rpc: Final = RpcServer(self._handlers(), unauthenticated)
         self._tcp: str | None = None
         self._connections: asyncio.Task[None] | None = None
 
@@ -251,7 +257,7 @@ class Daemon:
         for problem in self._exposed:
             _log.warning("%s", problem)
 
-    async def _serve(self, entries: Sequence[Entry]) -> None:
+    async def _serve(self, entries: Sequence[RollEntry]) -> None:
         await self.look_at_directories()
         self._lost_gpus.start()
         plans = await self._catalog.plan_restore(self._sessions.restore(entries))
@@ -272,8 +278,8 @@ class Daemon:
         await self._catalog.load(plans)
         self._sessions.settle()
         self._failing.start()
-        if self._beyond is not None:
-            self._beyond.start()
+        if self._remote_tier is not None:
+            self._remote_tier.start()
         if self.fleet is not None:
             self.fleet.start()
         self._phase = "serving"
@@ -304,21 +310,21 @@ class Daemon:
             await self.fleet.stop()
         await self._lost_gpus.stop()
         probed = await self._failing.stop()
-        if self._beyond is not None:
-            await self._beyond.stop()
+        if self._remote_tier is not None:
+            await self._remote_tier.stop()
         clean = await self._engine.shutdown(self._config.shutdown_seconds) and probed
         if self._metrics is not None:  # not before: a probe tells a stop from a crash
             await self._metrics.stop()
         self._dispatcher.stop()
         self._hub.close()
-        self._remote.close()
+        self._tcp_sessions.close()
         logged = None if self._log is None else asyncio.create_task(self._log.finish(LOG_ENDS_S))
         loop = asyncio.get_running_loop()
         ends = loop.time() + WATCHES_END_S
         await self._calls.answered(WATCHES_END_S)
         await self._rpc.stop(max(FAREWELL_S, ends - loop.time()))
-        if self._beyond is not None:
-            await self._beyond.close()
+        if self._remote_tier is not None:
+            await self._remote_tier.close()
         self._sessions.close()
         await self._attach.hang_up()
         clean = clean and await self._catalog.close()
@@ -354,11 +360,16 @@ class Daemon:
             self._translator.detail,
             caps,
             self._directories.forgotten,
-            self._beyond,
+            self._remote_tier,
         )
         servicers = {
             "kvtier.v1.Caches": CachesService(
-                self._catalog, self._sessions, self._access, config.tiers, self._directories.forgotten, self._beyond
+                self._catalog,
+                self._sessions,
+                self._access,
+                config.tiers,
+                self._directories.forgotten,
+                self._remote_tier,
             ),
             "kvtier.v1.Blocks": blocks,
             "kvtier.v1.Events": self._events,
@@ -374,13 +385,13 @@ class Daemon:
                 self._events.watching,
                 self._log,
                 described(self._devices),
-                self._beyond,
+                self._remote_tier,
                 self.fleet,
             ),
         }
         paces = {"kvtier.v1.Transfer": Pace(config.transfer_idle_seconds)}
         handlers = {name: self._dispatcher.handler(name, each, paces.get(name)) for name, each in servicers.items()}
-        return handlers | {RemoteSessions.name: self._remote.handler(self._calls)}
+        return handlers | {RemoteSessions.name: self._tcp_sessions.handler(self._calls)}
 
     def _serving_metrics(self, host: str, port: int) -> Metrics:
         # A daemon without metrics does not wait for this import at its start.
@@ -397,8 +408,8 @@ class Daemon:
             lambda: self._phase,
             self._log,
             self.fleet,
-            self._beyond,
-            self._dispatcher.tally,
+            self._remote_tier,
+            self._dispatcher.call_counts,
             self._config.disk_path if self._config.disk_bytes else None,
         )
         return Metrics(host, port, subjects)

@@ -15,7 +15,7 @@ import grpc
 from kvtierd.core.ids import Tier
 from kvtierd.service.budgets import Account, Budgets, TierBudget
 from kvtierd.service.errors import bad_argument, refused
-from kvtierd.tiers.cuda.pool import SILENT_S, Gpu
+from kvtierd.tiers.cuda.pool import SILENT_S, DaemonGpu
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,7 +26,7 @@ class Device:
 
     name: str
     id: str
-    gpu: Gpu | None
+    gpu: DaemonGpu | None
     budgets: Budgets
     absent: str | None = None
 
@@ -62,7 +62,7 @@ class Devices:
         return own + self._none.budgets.accounts
 
     @property
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[DaemonGpu]:
         """The GPUs that could be opened."""
         return [device.gpu for device in self if device.gpu is not None]
 

@@ -20,10 +20,10 @@ from google.rpc import status_pb2
 
 from kvtier.abi.spec import FieldError
 from kvtier.v1 import common_pb2
-from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
+from kvtierd.core.errors import BadArgument, ForeignLease, ResetRefused, TierOutOfService, UnknownGroup, UnknownLease
 from kvtierd.core.ids import SessionId
-from kvtierd.core.outcome import Holder, Refusal, RefusalReason
-from kvtierd.mover.executor import Refused, ShuttingDown, UnknownCache
+from kvtierd.core.outcome import Refusal, RefusalReason, SlotHolder
+from kvtierd.mover.executor import ShuttingDown, TicketRefused, UnknownCache
 from kvtierd.service import wire
 from kvtierd.tiers.base import TierConfigError, TierError
 from kvtierd.tiers.remote.base import RemoteError, RemoteRefused
@@ -118,14 +118,14 @@ class Translator:
             UnknownGroup: lambda error: bad_argument("group", error.group, "a window group of the cache"),
             UnknownLease: lambda error: refused(grpc.StatusCode.NOT_FOUND, "UNKNOWN_LEASE", str(error)),
             ForeignLease: lambda error: refused(grpc.StatusCode.PERMISSION_DENIED, "FOREIGN_LEASE", str(error)),
-            TierOffline: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
-            StillHeld: self._still_held,
+            TierOutOfService: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
+            ResetRefused: self._still_held,
             TierError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
             RemoteRefused: lambda error: refused(grpc.StatusCode.FAILED_PRECONDITION, "REMOTE_REFUSED", str(error)),
             RemoteError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
             UnknownCache: lambda error: unknown("cache_id", error.cache),
             ShuttingDown: lambda error: shutting_down(),
-            Refused: lambda error: self._refusal(error.refusal),
+            TicketRefused: lambda error: self._refusal(error.refusal),
         }
 
     def __call__(self, error: Exception) -> CallRefused:
@@ -154,13 +154,13 @@ class Translator:
         numbers = f"{refusal.wanted} slots of the {refusal.tier} tier wanted, {refusal.free} free"
         return CallRefused(code, f"{says}: {numbers}", self.detail(refusal))
 
-    def _still_held(self, error: StillHeld) -> CallRefused:
+    def _still_held(self, error: ResetRefused) -> CallRefused:
         holders = [self._holder(holder) for holder in error.holders[:MAX_HOLDERS]]
         detail = common_pb2.ErrorDetail(reason="STILL_HELD", holders=holders)
         message = f"{error}; a forced reset drops the rest"
         return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
 
-    def _holder(self, holder: Holder) -> common_pb2.Holder:
+    def _holder(self, holder: SlotHolder) -> common_pb2.Holder:
         pid, command = self._owner_of(holder.session)
         return common_pb2.Holder(session_id=holder.session, pid=pid, command=shown(command), slots=holder.slots)
 

@@ -13,7 +13,7 @@ from kvtierd.core.explain import carried
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.devices import Devices
 from kvtierd.service.recovery import Keeper
@@ -99,7 +99,7 @@ class FailingDisks:
         except TimeoutError:
             return False
 
-    async def _look_at(self, cache: Cache, health: _Health) -> None:
+    async def _look_at(self, cache: ServedCache, health: _Health) -> None:
         health.note(*carried(cache.runtime.manager.windows.values(), Tier.DISK))
         failing = health.since is not None and time.monotonic() - health.since >= self._grace_s
         if not failing and health.lost is None:
@@ -109,7 +109,7 @@ class FailingDisks:
                 await (self._give_up(cache, health) if health.lost is None else self._take_back(cache, health))
                 self._catalog.note(cache, Tier.DISK, health.problem)
 
-    async def _give_up(self, cache: Cache, health: _Health) -> None:
+    async def _give_up(self, cache: ServedCache, health: _Health) -> None:
         try:
             await asyncio.to_thread(cache.runtime.store.probe)
         except TierIOError as error:
@@ -119,7 +119,7 @@ class FailingDisks:
         else:
             health.since = None
 
-    async def _take_back(self, cache: Cache, health: _Health) -> None:
+    async def _take_back(self, cache: ServedCache, health: _Health) -> None:
         if self._engine.touches(cache.id, Tier.DISK):
             return
         try:

@@ -3,7 +3,7 @@
 A block of an older revision has another object name. A revision is the time of the last reset of the cache, or of the
 last drop of the block or one of its ancestors, whichever is later.
 
-A cache of another specification is another cache: records are by :attr:`Cache.prefix`, ``NAME/FINGERPRINT``.
+A cache of another specification is another cache: records are by :attr:`ServedCache.prefix`, ``NAME/FINGERPRINT``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _FILES: Final = threading.Lock()
 """Held while a file is made: its directory must not be removed meanwhile."""
 _log = logging.getLogger(__name__)
 
-Place = tuple[GroupId, Key]
-Dropped = Mapping[Place, int]
+BlockPlace = tuple[GroupId, Key]
+Dropped = Mapping[BlockPlace, int]
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,12 +114,12 @@ def _entries(by_group: Mapping[str, str], nbytes: int) -> list[tuple[GroupId, by
 
 
 @dataclass(slots=True, frozen=True)
-class Record:
+class PastRecord:
     """A cache's past, and forgotten blocks that are still here. ``kept``: blocks in use during a reset, which stand for
     their descendants, too. ``due``: any block may be a forgotten block, so the cache must be reset."""
 
     past: Past = field(default_factory=Past)
-    kept: frozenset[Place] = frozenset()
+    kept: frozenset[BlockPlace] = frozenset()
     due: bool = False
 
 
@@ -149,7 +149,7 @@ class Forgotten:
         """Returns the cache's past: the same object until it changes."""
         return self._records.get(prefix, _NOTHING).past
 
-    def kept(self, prefix: str) -> frozenset[Place]:
+    def kept(self, prefix: str) -> frozenset[BlockPlace]:
         """Returns the forgotten blocks that were in use during a reset."""
         return self._records.get(prefix, _NOTHING).kept
 
@@ -196,8 +196,8 @@ class Forgotten:
         """Sets the past. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), past=past)
 
-    def keep(self, prefix: str, places: Iterable[Place], *, due: bool = False) -> None:
-        """Sets the forgotten blocks that are still here: see :class:`Record`. Call inside of :meth:`change`."""
+    def keep(self, prefix: str, places: Iterable[BlockPlace], *, due: bool = False) -> None:
+        """Sets the forgotten blocks that are still here: see :class:`PastRecord`. Call inside of :meth:`change`."""
         self._records[prefix] = replace(self._records.get(prefix, _NOTHING), kept=frozenset(places), due=due)
 
     def begin(self, prefix: str) -> None:
@@ -231,19 +231,19 @@ async def _whole(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-_NOTHING: Final = Record()
+_NOTHING: Final = PastRecord()
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> PastRecord:
     """Reads a file. If the file cannot be read, all blocks of the cache count as forgotten."""
     try:
         content = read_superblock(path, _KIND) or {}
         kept = _entries(content.get("kept", {}), KEY_BYTES)
         places = frozenset((group, Key(key)) for group, key in kept)
-        return Record(Past.decoded(content), places, bool(content.get("due")))
+        return PastRecord(Past.decoded(content), places, bool(content.get("due")))
     except (DamagedDirectory, ValueError, TypeError, AttributeError) as error:
         set_aside(path)
-        record = Record(Past().after_reset(), due=True)
+        record = PastRecord(Past().after_reset(), due=True)
         _write(path, record)
         says = "a cache's past is set aside, so all its blocks count as forgotten cache=%s why=%r"
         _log.warning(says, path, str(error))
@@ -258,7 +258,7 @@ def _remove(path: Path) -> None:
             path.parent.rmdir()
 
 
-def _write(path: Path, record: Record) -> None:
+def _write(path: Path, record: PastRecord) -> None:
     few = len(record.kept) <= _MOST_KEPT
     rest = {"kept": _by_group(sorted(record.kept) if few else ()), "due": record.due or not few}
     with _FILES, io_errors(f"cannot write {path}"):

@@ -20,10 +20,10 @@ from typing import Final, Self
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2, events_pb2
-from kvtierd.core.events import STORED, Cause, Changes, Event, EventType
+from kvtierd.core.events import STORED, BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, GroupId, Label
 from kvtierd.core.transfers import ListingRow
-from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, Run
+from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, EventRun
 from kvtierd.event_log.run import joined
 from kvtierd.service.wire import TIER_TO_WIRE, parents
 
@@ -123,12 +123,12 @@ class EventHub:
     """The last id that :meth:`after` can return."""
     closed: bool = field(default=False, init=False)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    _pending: list[Event] = field(default_factory=list, init=False)
+    _pending: list[BlockEvent] = field(default_factory=list, init=False)
     _packing: asyncio.Handle | None = field(default=None, init=False)
-    _ring: deque[Run] = field(default_factory=deque, init=False)
+    _ring: deque[EventRun] = field(default_factory=deque, init=False)
     _bytes: int = field(default=0, init=False)
     _asked: tuple[int, int, int] | None = field(default=None, init=False)
-    _answer: Run | None = field(default=None, init=False)
+    _answer: EventRun | None = field(default=None, init=False)
     _waiting: dict[asyncio.Future[bool], None] = field(default_factory=dict, init=False)
     """Callers that wait for news, in order of arrival."""
     _woken: float = field(default=-BUSY_S, init=False)
@@ -138,7 +138,7 @@ class EventHub:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[BlockEvent]) -> None:
         """Takes events in id order, without a hole, and serialises them in a later turn of the loop."""
         if not events:
             return
@@ -177,7 +177,7 @@ class EventHub:
         except Exception:  # noqa: BLE001  our bug: the daemon serves on, and the next run shows the hole
             _log.exception("events cannot be told first=%d last=%d", first, last)
             return
-        run = Run.of(self.epoch, first, last, batch, latest_ns=max(event.time_ns for event in events))
+        run = EventRun.of(self.epoch, first, last, batch, latest_ns=max(event.time_ns for event in events))
         self._ring.append(run)
         self.readable = last
         self._bytes += run.size
@@ -242,7 +242,7 @@ class EventHub:
             self.reading.release()
         return True
 
-    async def after(self, epoch: int, cursor: int) -> Run | Loss | None:
+    async def after(self, epoch: int, cursor: int) -> EventRun | Loss | None:
         """The events after ``cursor``: at most a message, of a single epoch, without a hole. None = no events yet.
 
         Args:
@@ -274,7 +274,7 @@ class EventHub:
     def _oldest_in_memory(self) -> int:
         return self._ring[0].first if self._ring else self.readable + 1
 
-    def _in_memory(self, cursor: int) -> Run | None:
+    def _in_memory(self, cursor: int) -> EventRun | None:
         """The oldest events in memory above ``cursor``. If the first is above ``cursor + 1``, there is a hole."""
         if cursor >= self.readable:
             return None
@@ -283,7 +283,7 @@ class EventHub:
             self._asked, self._answer = asked, self._message(cursor)
         return self._answer
 
-    def _message(self, cursor: int) -> Run:
+    def _message(self, cursor: int) -> EventRun:
         index = bisect_right(self._ring, cursor, key=attrgetter("last"))
         runs = [self._ring[index].after(cursor)]
         count, size = len(runs[0]), len(runs[0].private)
@@ -295,7 +295,7 @@ class EventHub:
             runs.append(run)
         return joined(runs)
 
-    async def _older(self, epoch: int, cursor: int) -> Run | Loss:
+    async def _older(self, epoch: int, cursor: int) -> EventRun | Loss:
         """Events that are not in memory. An event that was dropped from memory is in the log, or lost."""
         held_from = self._oldest_in_memory
         if self._log is not None:
@@ -348,7 +348,7 @@ def _answer(waiter: asyncio.Future[bool], news: bool) -> None:
         waiter.set_result(news)
 
 
-def _run_length(events: Sequence[Event]) -> int:
+def _run_length(events: Sequence[BlockEvent]) -> int:
     blocks = 0
     for count, event in enumerate(events[:RUN_EVENTS], start=1):
         has_tokens = event.type is STORED and have_tokens(event.blocks.labels)
@@ -358,7 +358,7 @@ def _run_length(events: Sequence[Event]) -> int:
     return min(len(events), RUN_EVENTS)
 
 
-def event_message(value: Event, header: CacheHeader) -> events_pb2.Event:
+def event_message(value: BlockEvent, header: CacheHeader) -> events_pb2.Event:
     """The message of an event, with its private fields. The type decides the fields; see ``events.proto``."""
     message = events_pb2.Event(
         id=value.id,
@@ -391,7 +391,7 @@ def event_message(value: Event, header: CacheHeader) -> events_pb2.Event:
     return message
 
 
-def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Changes) -> None:
+def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: BlockChanges) -> None:
     message.keys = b"".join(blocks.keys)
     message.residency = bytes(blocks.residencies)
     if kind is not EventType.REMOVED:

@@ -10,7 +10,7 @@ from typing import Final
 from kvtier.abi import calls
 from kvtier.abi.attach import MAX_MESSAGE, TRACE_METADATA_KEY, AttachProtocolError
 from kvtierd.service.calls import Dispatcher, LocalCall
-from kvtierd.service.sessions import Session
+from kvtierd.service.sessions import ClientSession
 
 TURN: Final = 16
 """Packets of a connection after which its reader waits for its turn."""
@@ -61,7 +61,7 @@ class LocalCalls:
     """The calls of a connection. While an answer waits for its reader, no call is taken or begun: a client that reads
     no answer fills its own socket, but not its user's number of open calls."""
 
-    def __init__(self, sock: socket.socket, session: Session, dispatcher: Dispatcher) -> None:
+    def __init__(self, sock: socket.socket, session: ClientSession, dispatcher: Dispatcher) -> None:
         self._sock: Final = sock
         self._session: Final = session
         self._dispatcher: Final = dispatcher
@@ -79,7 +79,7 @@ class LocalCalls:
             self._taken += 1
         request = calls.decode_request(packet)
         number = request.number
-        if isinstance(request, calls.GiveUp):
+        if isinstance(request, calls.GiveUpPacket):
             if number in self._open:
                 self._open[number].cancel()
             return

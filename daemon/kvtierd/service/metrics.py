@@ -33,12 +33,12 @@ from kvtierd.core.transfers import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.attach import DaemonIdentity
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
+from kvtierd.service.call_counts import BOUNDS_S, CallCounts
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.sessions import SessionRegistry
-from kvtierd.service.tally import BOUNDS_S, Tally
 from kvtierd.tiers.base import TierConfigError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Subjects:
     log: EventLog | None
     fleet: Fleet | None
     remote: RemoteTier | None
-    tally: Tally
+    call_counts: CallCounts
     disk: Path | None
 
 
@@ -245,7 +245,7 @@ class Metrics(Collector):
         return self._ask.phase(), self._ask.engine.stalled_s()
 
     def describe(self) -> list[Metric]:
-        return [*_families().values(), _call_seconds(Tally())]
+        return [*_families().values(), _call_seconds(CallCounts())]
 
     def collect(self) -> list[Metric]:
         """Collects the metrics of a scrape, in its thread. Raises TimeoutError if the loop does not answer."""
@@ -262,7 +262,7 @@ class Metrics(Collector):
             families["kvtier_disk_free_bytes"].add_metric((), disk_free)
         for name, labels, value in self._samples():
             families[name].add_metric(labels, value)
-        return [*families.values(), _call_seconds(self._ask.tally)]
+        return [*families.values(), _call_seconds(self._ask.call_counts)]
 
     def _next_probe(self) -> asyncio.TimerHandle:
         due = self._loop.time() + _PROBE_S
@@ -280,9 +280,9 @@ class Metrics(Collector):
         attached = sum(session.attached for session in ask.sessions)
         yield "kvtier_sessions", ("attached",), attached
         yield "kvtier_sessions", ("orphaned",), sum(1 for _ in ask.sessions) - attached
-        for key, count in ask.tally.calls.items():
+        for key, count in ask.call_counts.calls.items():
             yield "kvtier_calls_total", key, count
-        for reason, count in ask.tally.refusals.items():
+        for reason, count in ask.call_counts.refusals.items():
             yield "kvtier_refusals_total", (reason,), count
         for account in ask.catalog.accounts:
             place = str(account.tier), account.device
@@ -315,11 +315,11 @@ def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
     }
 
 
-def _call_seconds(tally: Tally) -> HistogramMetricFamily:
+def _call_seconds(call_counts: CallCounts) -> HistogramMetricFamily:
     family = HistogramMetricFamily(
         "kvtier_call_seconds", "Time from a call to its answer, of methods with one answer", labels=("method",)
     )
-    for method, times in tally.times.items():
+    for method, times in call_counts.times.items():
         bounds = zip((*map(str, BOUNDS_S), "+Inf"), accumulate(times.buckets), strict=True)
         family.add_metric((method,), list(bounds), times.seconds)
     return family
@@ -349,7 +349,7 @@ def _of_remote(remote: RemoteTier) -> Iterator[Sample]:
         yield "kvtier_remote_unwritten_blocks", (reason.replace(" ", "_"),), blocks
 
 
-def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
+def _of_cache(cache: ServedCache, stats: ManagerStats) -> Iterator[Sample]:
     name = cache.name
     yield "kvtier_waiting_requests", (name,), stats.waiting
     yield "kvtier_leases", (name, "live"), stats.leases - stats.orphaned_leases

@@ -49,7 +49,7 @@ class Credentials:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Peer:
+class PeerProcess:
     """A live process. Owns ``pidfd``, which becomes readable when the process ends."""
 
     pid: int
@@ -69,7 +69,7 @@ class Peer:
 
     def is_same(self, other: object) -> bool:
         """Whether the other peer may resume a session of this peer."""
-        return isinstance(other, Peer) and (other.pid, other.uid) == (self.pid, self.uid)
+        return isinstance(other, PeerProcess) and (other.pid, other.uid) == (self.pid, self.uid)
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Calls ``gone`` on the running loop when the process has ended, until :meth:`unwatch`."""
@@ -124,7 +124,7 @@ class RemotePeer:
         """Does nothing: the peer holds nothing open."""
 
 
-SessionPeer = Peer | RemotePeer
+SessionPeer = PeerProcess | RemotePeer
 """The client of a session."""
 
 
@@ -143,7 +143,7 @@ def _groups(sock: socket.socket) -> list[int]:
     return [gid for (gid,) in _GID.iter_unpack(packed)]
 
 
-def identify(sock: socket.socket) -> Peer:
+def identify(sock: socket.socket) -> PeerProcess:
     """The peer as a process. The caller closes it. Raises :class:`AttachRefused`: UNKNOWN_PEER for a process that has
     ended or that its pid namespace hides, TOO_MANY_SESSIONS if no descriptor is left."""
     who = credentials(sock)
@@ -154,7 +154,7 @@ def identify(sock: socket.socket) -> Peer:
             "(hostPID: true in Kubernetes, --pid=host in Docker and Podman)",
         )
     pidfd = _open_pidfd(sock, who)
-    return Peer(who.pid, who.identity, pidfd, command_of(who.pid))
+    return PeerProcess(who.pid, who.identity, pidfd, command_of(who.pid))
 
 
 def _open_pidfd(sock: socket.socket, who: Credentials) -> int:

@@ -51,12 +51,12 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import DAEMON, GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.leases import LeftLease
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.recovery import Recovered, reachable
+from kvtierd.core.recovery import RecoveredBlock, reachable
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import User
 from kvtierd.service.budgets import Slots
-from kvtierd.service.cache import CacheOptions
-from kvtierd.service.peer import Peer, command_of
+from kvtierd.service.cache import CacheSettings
+from kvtierd.service.peer import PeerProcess, command_of
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable
 from kvtierd.tiers.memfd import Memfd
@@ -81,8 +81,8 @@ class About:
 
     spec: CacheSpec
     slots: Slots
-    options: CacheOptions
-    cuda: attach.CudaMemory | None = None
+    options: CacheSettings
+    cuda: attach.CudaHandle | None = None
 
     def to_json(self) -> bytes:
         slots = {str(tier): counts for tier, counts in self.slots.items()}
@@ -94,8 +94,8 @@ class About:
         """Reads the text of :meth:`to_json`. Raises ValueError, KeyError, TypeError, AttributeError for other text."""
         fields: dict[str, Any] = json.loads(text)
         slots = {Tier[tier.upper()]: tuple(map(int, counts)) for tier, counts in fields["slots"].items()}
-        cuda = attach.CudaMemory(str(of["uuid"]), int(of["nbytes"])) if (of := fields.get("cuda")) else None
-        return cls(CacheSpec.from_dict(fields["spec"]), slots, CacheOptions.from_stored(fields["options"]), cuda)
+        cuda = attach.CudaHandle(str(of["uuid"]), int(of["nbytes"])) if (of := fields.get("cuda")) else None
+        return cls(CacheSpec.from_dict(fields["spec"]), slots, CacheSettings.from_stored(fields["options"]), cuda)
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,7 +104,7 @@ class KeptArena:
     known."""
 
     fds: dict[str, int]
-    cuda: attach.CudaMemory | None
+    cuda: attach.CudaHandle | None
 
     def close(self) -> None:
         for fd in self.fds.values():
@@ -241,7 +241,7 @@ def _read_sealed(fd: int) -> bytes:
 
 
 @dataclass(slots=True, frozen=True)
-class Entry:
+class RollEntry:
     """A session in the roll. ``start_time``: of its process, in clock ticks since the boot of the machine."""
 
     token: str
@@ -255,20 +255,20 @@ class Entry:
         return body + _CRC.pack(zlib.crc32(body))
 
     @classmethod
-    def unpack(cls, data: memoryview) -> Entry | None:
+    def unpack(cls, data: memoryview) -> RollEntry | None:
         body = data[: _BODY.size]
         if _CRC.unpack_from(data, _BODY.size)[0] != zlib.crc32(body):
             return None
         token, session, start_time, pid, uid = _BODY.unpack(body)
         return cls(token.hex(), SessionId(session), start_time, pid, uid)
 
-    def peer(self) -> Peer | None:
+    def peer(self) -> PeerProcess | None:
         """The process, if it still lives."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except OSError:
             return None
-        peer = Peer(self.pid, User(self.uid, frozenset()), pidfd, command_of(self.pid))
+        peer = PeerProcess(self.pid, User(self.uid, frozenset()), pidfd, command_of(self.pid))
         if start_time_of(self.pid) == self.start_time and not peer.is_gone():
             return peer
         peer.close()
@@ -290,14 +290,14 @@ class Roll:
         return cls(Memfd.create(_NAME, RECORDS * RECORD_BYTES), {})
 
     @classmethod
-    def adopt(cls, fd: int) -> tuple[Roll, list[Entry]]:
+    def adopt(cls, fd: int) -> tuple[Roll, list[RollEntry]]:
         """The roll of an earlier life and its entries. Raises NotAdoptable; ``fd`` then stays the caller's."""
         segment = Memfd.adopt(_NAME, fd, RECORDS * RECORD_BYTES)
         rows = segment.array.data
-        entries: list[Entry] = []
+        entries: list[RollEntry] = []
         places: dict[SessionId, int] = {}
         for place in np.flatnonzero(segment.array.reshape(RECORDS, RECORD_BYTES).any(axis=1)).tolist():
-            entry = Entry.unpack(rows[place * RECORD_BYTES : (place + 1) * RECORD_BYTES])
+            entry = RollEntry.unpack(rows[place * RECORD_BYTES : (place + 1) * RECORD_BYTES])
             if entry is not None:
                 entries.append(entry)
                 places[entry.session] = place
@@ -307,13 +307,13 @@ class Roll:
     def fd(self) -> int:
         return self._segment.fd
 
-    def enter(self, token: str, session: SessionId, peer: Peer) -> None:
+    def enter(self, token: str, session: SessionId, peer: PeerProcess) -> None:
         start_time = start_time_of(peer.pid)
         if start_time is None or not self._free:
             return  # the process is gone, or the roll is full
         place = self._free.pop()
         self._places[session] = place
-        self._write(place, Entry(token, session, start_time, peer.pid, peer.uid).pack())
+        self._write(place, RollEntry(token, session, start_time, peer.pid, peer.uid).pack())
 
     def strike(self, session: SessionId) -> None:
         place = self._places.pop(session, None)
@@ -339,7 +339,7 @@ def start_time_of(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])  # the command, in brackets, may hold any text
 
 
-def open_roll(keeper: Keeper) -> tuple[Roll | None, list[Entry]]:
+def open_roll(keeper: Keeper) -> tuple[Roll | None, list[RollEntry]]:
     """The roll of sessions, kept or new, and the entries of the life before. Blocks.
 
     Without a sound roll, the keeper lets go of all arenas. Without a service manager, the roll is None. Raises
@@ -395,7 +395,7 @@ class KeptMemory(Protocol):
 class Adopted:
     """The blocks and leases of adopted memory. ``recovered``: for ``BlockManager.fill``."""
 
-    recovered: dict[GroupId, list[Recovered]] = field(default_factory=dict)
+    recovered: dict[GroupId, list[RecoveredBlock]] = field(default_factory=dict)
     left: list[LeftLease] = field(default_factory=list)
 
     @property
@@ -404,7 +404,7 @@ class Adopted:
 
 
 def adopt(
-    arena: KeptMemory, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
+    arena: KeptMemory, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[RecoveredBlock]], old: OldLife
 ) -> Adopted:
     """Merges the blocks in memory and on disk, and voids all other slots of the arena.
 
@@ -426,18 +426,18 @@ def adopt(
     return adopted
 
 
-def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, Recovered]:
+def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, RecoveredBlock]:
     """Blocks in memory, least recently noted first. If two copies have different parents, the newer copy counts."""
-    rows: list[tuple[int, Recovered]] = []
+    rows: list[tuple[int, RecoveredBlock]] = []
     for tier in arena.tiers:
         found = arena.contents(tier, group)
         keys, parents = map(Key, found.keys), (None if parent is None else Key(parent) for parent in found.parents)
         slots, none = map(SlotId, found.slots), repeat(None)
         on_device, on_host = (slots, none) if tier is Tier.DEVICE else (none, slots)
-        blocks = map(Recovered, none, keys, parents, _traits(found), on_device, on_host)
+        blocks = map(RecoveredBlock, none, keys, parents, _traits(found), on_device, on_host)
         rows.extend(zip(found.orders, blocks, strict=True))
     rows.sort(key=itemgetter(0))
-    newest: dict[Key, Recovered] = {}
+    newest: dict[Key, RecoveredBlock] = {}
     for _, one in rows:
         other = newest.pop(one.key, None)
         if other is not None and other.parent == one.parent:  # the same block in two tiers
@@ -453,7 +453,7 @@ def _traits(found: SlotContents) -> Iterator[Traits]:
     return map(Traits, found.priorities, found.durations_ms, found.deadlines_ns, labels)
 
 
-def _merged(in_memory: dict[Key, Recovered], disk: Sequence[Recovered]) -> list[Recovered]:
+def _merged(in_memory: dict[Key, RecoveredBlock], disk: Sequence[RecoveredBlock]) -> list[RecoveredBlock]:
     """All blocks, least recently used first: blocks on disk alone, then blocks in memory."""
     alone = []
     for one in disk:
@@ -469,7 +469,7 @@ def _merged(in_memory: dict[Key, Recovered], disk: Sequence[Recovered]) -> list[
     return [*alone, *in_memory.values()]
 
 
-def _kept(merged: Sequence[Recovered], tier: Tier) -> dict[SlotId, Key]:
+def _kept(merged: Sequence[RecoveredBlock], tier: Tier) -> dict[SlotId, Key]:
     if tier is Tier.DEVICE:
         return {one.device: one.key for one in merged if one.device is not None}
     return {one.host: one.key for one in merged if one.host is not None}

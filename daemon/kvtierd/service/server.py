@@ -27,11 +27,11 @@ from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_pa
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.calls import MAX_CALLS
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.sessions import SessionRegistry
-from kvtierd.service.visitors import Visitors
+from kvtierd.service.unauthenticated import UnauthenticatedCalls
 from kvtierd.tcp import TcpListener
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk.superblock import DirectoryLock, io_errors
@@ -58,21 +58,21 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 class RpcServer:
     """The server. Make, start and stop it on the loop that runs the verbs."""
 
-    def __init__(self, handlers: Mapping[str, grpc.GenericRpcHandler], visitors: Visitors) -> None:
+    def __init__(self, handlers: Mapping[str, grpc.GenericRpcHandler], unauthenticated: UnauthenticatedCalls) -> None:
         """``handlers``: of each service, by its full name. Health and reflection need no session."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: Final = list(handlers)
         _describe_reflection()
         shown = reflection.ReflectionServicer([*self._served, HEALTH_SERVICE, *REFLECTION_SERVICES])
-        for_visitors = (
-            visitors.handler(HEALTH_SERVICE, HEALTH_SERVICE, self._health, ("Check", "Watch")),
+        open_services = (
+            unauthenticated.handler(HEALTH_SERVICE, HEALTH_SERVICE, self._health, ("Check", "Watch")),
             *(
-                visitors.handler(name, REFLECTION_SERVICES[-1], shown, ("ServerReflectionInfo",))
+                unauthenticated.handler(name, REFLECTION_SERVICES[-1], shown, ("ServerReflectionInfo",))
                 for name in REFLECTION_SERVICES
             ),
         )
-        self._server.add_generic_rpc_handlers((*handlers.values(), *for_visitors))
+        self._server.add_generic_rpc_handlers((*handlers.values(), *open_services))
 
     def bind(self, path: str) -> None:
         """Listens on a unix socket. Raises RuntimeError if the socket cannot be made."""
@@ -124,7 +124,7 @@ class Health:
     _device_problems: Callable[[], Sequence[str]]
     _others: Sequence[Callable[[], str | None]]
 
-    def problems(self, caches: Sequence[Cache]) -> list[str]:
+    def problems(self, caches: Sequence[ServedCache]) -> list[str]:
         """Problems of the daemon and of these caches."""
         return [
             *self._device_problems(),
@@ -142,7 +142,7 @@ class Health:
         if self._log is not None and (failing := self._log.status().failing) is not None:
             yield f"events are not logged: {failing}"
 
-    def _degraded(self, caches: Iterable[Cache]) -> Iterator[str]:
+    def _degraded(self, caches: Iterable[ServedCache]) -> Iterator[str]:
         now = time.time_ns()
         for cache in caches:
             for (src, dst), record in sorted(self._engine.manager(cache.id).stats().edges.items()):
@@ -150,12 +150,12 @@ class Health:
                     again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
                     yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
 
-    def _pageable(self, caches: Iterable[Cache]) -> Iterator[str]:
+    def _pageable(self, caches: Iterable[ServedCache]) -> Iterator[str]:
         for cache in caches:
             if cache.runtime.cuda is not None and (why := cache.runtime.cuda.locks.problem) is not None:
                 yield f"cache {cache.name}: copies to and from the GPU are slower than they could be: {why}"
 
-    def _old_leases(self, caches: Iterable[Cache]) -> Iterator[str]:
+    def _old_leases(self, caches: Iterable[ServedCache]) -> Iterator[str]:
         now = time.time_ns()
         for cache in caches:
             for lease in self._engine.manager(cache.id).lease_records():

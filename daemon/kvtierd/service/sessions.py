@@ -23,8 +23,8 @@ from kvtierd.core.ids import CacheId, SessionId
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Identity, User
 from kvtierd.service.errors import CallRefused, bad_argument, refused
-from kvtierd.service.peer import AttachRefused, Peer, SessionPeer
-from kvtierd.service.recovery import Entry, OldLife, Roll
+from kvtierd.service.peer import AttachRefused, PeerProcess, SessionPeer
+from kvtierd.service.recovery import OldLife, Roll, RollEntry
 
 RECEIVED: Final = 8
 """Calls of a session whose messages are received at a time."""
@@ -123,7 +123,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ClientSession:
     """A client's session.
 
     Args:
@@ -182,21 +182,21 @@ class SessionRegistry:
     _engine: Engine
     _capacity: Capacity
     _roll: Roll | None = None
-    _by_token: dict[str, Session] = field(default_factory=dict, init=False)
-    _by_id: dict[SessionId, Session] = field(default_factory=dict, init=False)
+    _by_token: dict[str, ClientSession] = field(default_factory=dict, init=False)
+    _by_id: dict[SessionId, ClientSession] = field(default_factory=dict, init=False)
     _of: Counter[Identity] = field(default_factory=Counter, init=False)
     _ids: count[int] = field(default_factory=partial(count, 1), init=False)
-    _remnants: dict[str, Session] = field(default_factory=dict, init=False)
+    _remnants: dict[str, ClientSession] = field(default_factory=dict, init=False)
     _keeper: SessionId = field(default=SessionId(0), init=False)
     _gone_before_settled: list[SessionId] | None = field(default=None, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     left: dict[CacheId, float] = field(default_factory=dict, init=False)
     """When a session last closed the cache, or ended with it."""
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())
 
-    def begin(self, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
+    def begin(self, peer: SessionPeer, connection: asyncio.Task[None]) -> ClientSession:
         """A new session, which owns ``peer``. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS,
         TOO_MANY_OF_IDENTITY) and closes ``peer``."""
         try:
@@ -204,14 +204,14 @@ class SessionRegistry:
         except AttachRefused:
             peer.close()
             raise
-        session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
+        session = ClientSession(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
         self._of[account(peer.identity)] += 1
         peer.watch(partial(self.end, session, "its process is gone"))
         _log.debug("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
 
-    def resume(self, token: str, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
+    def resume(self, token: str, peer: SessionPeer, connection: asyncio.Task[None]) -> ClientSession:
         """Attaches a connection to the session of a token. ``peer`` stays the caller's.
 
         The new connection replaces an old one: the daemon may read the old one's end after the new hello. Raises
@@ -234,7 +234,7 @@ class SessionRegistry:
         _log.info("session resumes session=%d pid=%d", session.id, peer.pid)
         return session
 
-    def connection_lost(self, session: Session, connection: asyncio.Task[None]) -> None:
+    def connection_lost(self, session: ClientSession, connection: asyncio.Task[None]) -> None:
         """Detaches the session, unless another connection has replaced this one."""
         if session.connection is not connection:
             return
@@ -244,7 +244,7 @@ class SessionRegistry:
         after_s = IDLE_ORPHANED_S if session.peer.grace_s is None else session.peer.grace_s
         session.lapse = asyncio.get_running_loop().call_later(after_s, self._let_go, session)
 
-    def end(self, session: Session, why: str) -> None:
+    def end(self, session: ClientSession, why: str) -> None:
         """Ends the session and releases everything it holds."""
         if self._by_id.get(session.id) is not session:
             return
@@ -261,7 +261,7 @@ class SessionRegistry:
         if self._gone_before_settled is not None:
             self._gone_before_settled += gone
 
-    def kick(self, session: Session, why: str) -> None:
+    def kick(self, session: ClientSession, why: str) -> None:
         """Ends the session, except blank slots that a live process of this host may still write: the slots stay out of
         use until the process gives them up or ends."""
         if (session.writes or session.remnant) and not session.peer.is_gone():
@@ -274,7 +274,7 @@ class SessionRegistry:
                 return
         self.end(session, why)
 
-    def restore(self, entries: Iterable[Entry]) -> OldLife:
+    def restore(self, entries: Iterable[RollEntry]) -> OldLife:
         """Takes over the sessions of an earlier daemon whose processes live; the sessions hold their slots until they
         give them up or end. Call before any other session begins; :meth:`settle` follows."""
         self._gone_before_settled = []
@@ -287,7 +287,7 @@ class SessionRegistry:
                     self._roll.strike(entry.session)
                 dead.add(entry.session)
                 continue
-            session = Session(entry.session, entry.token, peer, None, remnant=True)
+            session = ClientSession(entry.session, entry.token, peer, None, remnant=True)
             self._remnants[entry.token] = self._by_id[session.id] = session
             peer.watch(partial(self.end, session, "its process is gone"))
             _log.info("session of an earlier life session=%d pid=%d command=%r", session.id, peer.pid, peer.command)
@@ -296,11 +296,11 @@ class SessionRegistry:
         live = frozenset(session.id for session in self._remnants.values())
         return OldLife(live, frozenset(dead), self._keeper)
 
-    def gets_memory(self, session: Session, *, write: bool) -> None:
+    def gets_memory(self, session: ClientSession, *, write: bool) -> None:
         """Enters the session in the roll, before its process gets a cache's memory. A restarted daemon waits for the
         sessions in the roll only."""
         session.writes |= write
-        if self._roll is not None and isinstance(session.peer, Peer) and not session.enrolled:
+        if self._roll is not None and isinstance(session.peer, PeerProcess) and not session.enrolled:
             self._roll.enter(session.token, session.id, session.peer)
             session.enrolled = True
 
@@ -316,7 +316,7 @@ class SessionRegistry:
             for session in [old for old in self._remnants.values() if not self._engine.session_leases(old.id)]:
                 self.end(session, "it held nothing")
 
-    def give_up(self, token: str, by: Session) -> None:
+    def give_up(self, token: str, by: ClientSession) -> None:
         """Ends the remnant session of a token, if there is one: its process no longer uses the slots."""
         session = self._remnants.get(token)
         if session is not None and session.peer.is_same(by.peer):
@@ -335,7 +335,7 @@ class SessionRegistry:
 
     def authenticate(
         self, metadata: Iterable[tuple[str, str | bytes]] | None, caller: Identity | None = None
-    ) -> Session:
+    ) -> ClientSession:
         """The attached session whose token is in the call's metadata.
 
         Args:
@@ -358,7 +358,7 @@ class SessionRegistry:
         require_attached(session)
         return session
 
-    def get(self, session: SessionId) -> Session | None:
+    def get(self, session: SessionId) -> ClientSession | None:
         return self._by_id.get(session)
 
     def owners(self) -> Counter[int | str]:
@@ -370,7 +370,7 @@ class SessionRegistry:
         found = self._by_id.get(session)
         return (found.peer.pid, found.peer.command) if found else (0, "")
 
-    def _let_go(self, session: Session) -> None:
+    def _let_go(self, session: ClientSession) -> None:
         if session.peer.grace_s is not None:
             self.end(session, f"orphaned for {session.peer.grace_s:g} s")
         elif self._is_idle(session):
@@ -393,10 +393,10 @@ class SessionRegistry:
             self.end(idle, "made room for another session")
         return idle is not None
 
-    def _is_idle(self, session: Session) -> bool:
+    def _is_idle(self, session: ClientSession) -> bool:
         return not (session.ended or session.attached or session.remnant or self._engine.session_leases(session.id))
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: ClientSession) -> None:
         self._shut_out(session)
         del self._by_id[session.id]
         self.left.update(dict.fromkeys(session.caches, time.monotonic()))
@@ -404,7 +404,7 @@ class SessionRegistry:
         session.peer.unwatch()
         session.peer.close()
 
-    def _shut_out(self, session: Session) -> None:
+    def _shut_out(self, session: ClientSession) -> None:
         """Takes the session away from its client."""
         session.ended = True
         for stream in session.streams:
@@ -433,13 +433,13 @@ def account(who: Identity) -> Identity:
     return User(who.uid, frozenset()) if isinstance(who, User) else who
 
 
-def _stop_lapsing(session: Session) -> None:
+def _stop_lapsing(session: ClientSession) -> None:
     if session.lapse is not None:
         session.lapse.cancel()
         session.lapse = None
 
 
-def require_attached(session: Session) -> None:
+def require_attached(session: ClientSession) -> None:
     """Raises UNAUTHENTICATED if the session has ended or is orphaned."""
     if session.ended:
         raise session_ended()

@@ -23,11 +23,11 @@ from kvtierd.core.ids import CacheId
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
+from kvtierd.service.call_counts import CallCounts, CountedCall, Metadata
 from kvtierd.service.calls import NEEDS
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import shown
-from kvtierd.service.tally import Call, Metadata, Tally
 
 FLUSH_S: Final = 2.0
 """Seconds that a stop waits for the collector to take the last spans."""
@@ -56,7 +56,7 @@ class _Exporter(OTLPSpanExporter):
         return False
 
 
-class Spans(Tally):
+class Spans(CallCounts):
     """Makes a span of each call and of each move. A move's span is a child of the span of the call that planned it."""
 
     def __init__(self, endpoint: str) -> None:
@@ -67,7 +67,7 @@ class Spans(Tally):
         self._provider: Final = TracerProvider(None, own.merge(OTELResourceDetector().detect()), False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer: Final = self._provider.get_tracer("kvtierd")
-        self._cache: Callable[[CacheId], Cache | None] = lambda _: None
+        self._cache: Callable[[CacheId], ServedCache | None] = lambda _: None
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it warns of every span without room in its queue
         otlp_log.addFilter(self._exporter.tell)
 
@@ -84,7 +84,7 @@ class Spans(Tally):
         await asyncio.to_thread(self._provider.shutdown)
 
     @contextmanager
-    def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[Call]:
+    def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[CountedCall]:
         span = self._tracer.start_span(method, _CLIENTS.extract(dict(metadata or ())), SpanKind.SERVER)
         as_is = use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False)
         with super().call(method, timed=timed) as call, as_is:
@@ -96,7 +96,7 @@ class Spans(Tally):
                 if call.code in FAULTS:
                     span.set_status(StatusCode.ERROR, call.reason)
 
-    def _about(self, method: str, call: Call) -> Iterator[tuple[str, AttributeValue]]:
+    def _about(self, method: str, call: CountedCall) -> Iterator[tuple[str, AttributeValue]]:
         yield "rpc.method", method
         yield "rpc.response.status_code", call.code
         if call.reason:

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from kvtierd.core.ids import SessionId
 from kvtierd.rights import Identity
-from kvtierd.service.sessions import Session, account
+from kvtierd.service.sessions import ClientSession, account
 
 SLICE_S: Final = 0.00025
 """Computed time between two looks at the sockets. While no call waits, calls begin at once within this time."""
@@ -66,7 +66,7 @@ class _Turn:
     """A call that waits. ``number``: in order of arrival. ``leads``: it begins its slice."""
 
     number: int
-    session: Session
+    session: ClientSession
     given: asyncio.Future[None]
     leads: bool = False
 
@@ -89,7 +89,7 @@ class Turns:
         self._spent_s = 0.0
         self._round: asyncio.Handle | None = None
 
-    async def begin(self, session: Session) -> None:
+    async def begin(self, session: ClientSession) -> None:
         """Returns when it is the session's turn. Calls of a session begin in their order."""
         if not self._queued[session.id]:
             lane = self._enter(session)
@@ -113,7 +113,7 @@ class Turns:
             if not self._queued[session.id]:
                 del self._queued[session.id]
 
-    def _enter(self, session: Session) -> _Lane:
+    def _enter(self, session: ClientSession) -> _Lane:
         lane = self._lane_of[session.id] = account(session.peer.identity), self._is_short(session)
         self._lanes.enter(lane)
         self._sessions.setdefault(lane, _Times()).enter(session.id)
@@ -131,7 +131,7 @@ class Turns:
         return turn.given
 
     @types.coroutine
-    def measured(self, session: Session, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    def measured(self, session: ClientSession, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
         """Runs ``work``, and charges the session for its computing time. Work that yields with ``asyncio.sleep(0)``
         goes on in the session's next turn."""
         resume: Any = work.send
@@ -151,14 +151,14 @@ class Turns:
             except BaseException as error:  # noqa: BLE001  a cancellation is the work's own
                 resume, value = work.throw, error
 
-    def _is_short(self, session: Session) -> bool:
+    def _is_short(self, session: ClientSession) -> bool:
         return session.step_s < 0.75 * self._typical_s
 
-    async def _again(self, session: Session) -> None:
+    async def _again(self, session: ClientSession) -> None:
         await asyncio.sleep(0)
         await self.begin(session)
 
-    def _charge(self, session: Session, seconds: float) -> None:
+    def _charge(self, session: ClientSession, seconds: float) -> None:
         self._spent_s += seconds
         session.step_s = seconds if session.step_s == inf else max(seconds, session.step_s / 2)
         self._typical_s += (seconds - self._typical_s) * (min(1.0, seconds / REMEMBERED_S) if self._typical_s else 1.0)
@@ -169,7 +169,7 @@ class Turns:
         if self._spent_s >= SLICE_S:
             self._schedule()
 
-    def _change_lane(self, session: Session, lane: _Lane) -> None:
+    def _change_lane(self, session: ClientSession, lane: _Lane) -> None:
         """Moves the session's waiting calls to the lane that fits the length of its last call."""
         waiting = self._waiting.get(lane, {})
         if session.id in waiting and lane[1] != self._is_short(session):

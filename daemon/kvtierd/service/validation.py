@@ -15,7 +15,7 @@ from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.core.transfers import CommitItem
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.errors import bad_argument
 from kvtierd.service.wire import ROOT_PARENT, TIER_FROM_WIRE
 
@@ -119,7 +119,7 @@ def count(field: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def group(field: str, value: int, cache: Cache) -> GroupId:
+def group(field: str, value: int, cache: ServedCache) -> GroupId:
     return GroupId(count(field, value, 0, len(cache.spec.groups) - 1))
 
 
@@ -135,7 +135,7 @@ def heartbeat_s(field: str, value_ns: int, default_s: float) -> float:
     return count(field, value_ns, MIN_HEARTBEAT_NS, MAX_TIMEOUT_NS) / 1e9
 
 
-def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
+def commit_items(cache: ServedCache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
     """The blocks that a commit stores in ``slots``. Raises INVALID_ARGUMENT."""
     listed = keys("keys", request.keys)
     number = len(listed)
@@ -158,7 +158,7 @@ _ONLY_WITH_TOKENS: Final = ("partial_tokens", "token_extra_ids", "mm_digests", "
 _ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
 
 
-def groups(field: str, cache: Cache, numbers: Sequence[int]) -> list[GroupId]:
+def groups(field: str, cache: ServedCache, numbers: Sequence[int]) -> list[GroupId]:
     """Window groups of a cache, each once; none = all. Raises INVALID_ARGUMENT."""
     known = range(len(cache.spec.groups))
     count(field, len(numbers), 0, len(known))
@@ -169,7 +169,7 @@ def groups(field: str, cache: Cache, numbers: Sequence[int]) -> list[GroupId]:
     return [GroupId(number) for number in numbers or known]
 
 
-def following(cache: Cache, groups: Sequence[GroupId], request: blocks_pb2.MatchRequest) -> tuple[bytes, bytes]:
+def following(cache: ServedCache, groups: Sequence[GroupId], request: blocks_pb2.MatchRequest) -> tuple[bytes, bytes]:
     """The token ids after a match's keys, fewer than a block has, and their scope. Raises INVALID_ARGUMENT."""
     if not request.tokens:
         _require_no_scope(request)
@@ -185,7 +185,7 @@ def following(cache: Cache, groups: Sequence[GroupId], request: blocks_pb2.Match
     return request.tokens, events_pb2.BlockTokens(**_scope(request)).SerializeToString()
 
 
-def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
+def labels(cache: ServedCache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
     """A label per block. Raises INVALID_ARGUMENT, also for a label that the cache does not keep."""
     if not request.event_hashes and not request.tokens and not request.checksums:
         _require_no_scope(request)

@@ -11,7 +11,7 @@ from kvtier.abi.spec import MAX_GROUPS
 from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES
 from kvtierd.core.transfers import ListingRow
-from kvtierd.event_log import Run
+from kvtierd.event_log import EventRun
 from kvtierd.event_log.run import without_tokens
 from kvtierd.service import validation
 from kvtierd.service.errors import CallRefused, bad_argument, shutting_down
@@ -46,7 +46,7 @@ def no_cache(_: str) -> bool:
 class _Latest:
     """The last run that was filtered, and its part that passed."""
 
-    run: Run | None = None
+    run: EventRun | None = None
     passed: bytes = b""
 
 
@@ -103,7 +103,7 @@ class EventFilter:
     def wanted_rows(self, rows: Sequence[ListingRow]) -> Sequence[ListingRow]:
         return [row for row in rows if row.key.startswith(self.keys)] if self.keys else rows
 
-    def look_at(self, run: Run) -> bytes:
+    def look_at(self, run: EventRun) -> bytes:
         """Filters a run. Returns a serialised ``WatchBatch`` of the events that pass, with only their wanted blocks."""
         if self._lets_all_through and (run.private is run.body or self.private in (every_cache, no_cache)):
             return run.body if self.private is no_cache else run.private
@@ -116,7 +116,7 @@ class EventFilter:
         some = self.types or self.causes or self.caches or self.tiers or self.groups or self.keys
         return not some and self.visible is every_cache
 
-    def _passed(self, run: Run) -> bytes:
+    def _passed(self, run: EventRun) -> bytes:
         events = events_pb2.WatchBatch.FromString(run.body if self.private is no_cache else run.private).events
         wanted = [event for event in events if self._wants(event)]
         without_tokens(wanted, self.private)

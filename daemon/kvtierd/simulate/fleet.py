@@ -58,7 +58,7 @@ class FleetShape:
 
 
 @dataclass(slots=True)
-class Report:
+class FleetReport:
     """Counts of blocks, except ``requests``, by host. Blocks are found ``local``, at ``peers`` or ``remote``; the last
     two are fetched. ``put``: written to the remote store. ``evicted``: left a host."""
 
@@ -104,12 +104,12 @@ class Directory:
         return lengths
 
 
-class Fleet:
+class SimulatedFleet:
     """Requests come one after another; moves, fetches and events are done at once."""
 
     def __init__(self, shape: FleetShape) -> None:
         self.hosts = [Host(shape.slots) for _ in range(shape.hosts)]
-        self.report = Report([0] * shape.hosts)
+        self.report = FleetReport([0] * shape.hosts)
         self._shape = shape
         self._choose = ROUTERS[shape.router]
         self._directory = Directory(shape.hosts)
@@ -167,9 +167,9 @@ def policy_of(name: str) -> RemotePolicy | None:
     return None if name == "none" else RemotePolicy(name)
 
 
-def simulate(shape: FleetShape, chains: Iterable[Sequence[bytes]]) -> Report:
+def simulate(shape: FleetShape, chains: Iterable[Sequence[bytes]]) -> FleetReport:
     """Sends every request, a chain of keys, to the fleet, in order."""
-    fleet = Fleet(shape)
+    fleet = SimulatedFleet(shape)
     for chain in chains:
         fleet.request([Key(key) for key in chain])
     return fleet.report

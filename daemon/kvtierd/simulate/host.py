@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.core.errors import BadArgument
-from kvtierd.core.events import REMOVED, STORED, Event, EventSequencer, EventType
+from kvtierd.core.events import REMOVED, STORED, BlockEvent, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, SessionId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome
@@ -42,7 +42,7 @@ class Host:
         self._longest = slots[self._tier]
         self._moves: list[Move] = []
         self._grants: list[Grant] = []
-        self._events: list[Event] = []
+        self._events: list[BlockEvent] = []
         self.core.fill({}, {}, unclean=False, restarted=False)
         self._take(self.core.announce(0))
 

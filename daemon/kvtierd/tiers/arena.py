@@ -31,10 +31,10 @@ from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import AbiError
 from kvtierd.core.ids import NO_LABEL, GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content
-from kvtierd.core.recovery import Recovered
+from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, NoSegment
-from kvtierd.tiers.key_index import NOWHERE, At, Blocks, KeyIndex
+from kvtierd.tiers.key_index import NOWHERE, At, IndexedBlocks, KeyIndex
 from kvtierd.tiers.memfd import Memfd, require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
@@ -48,7 +48,7 @@ class Shared:
     stay the arena's: dup, never close. ``cuda``: of the GPU segment. ``unmapped``: by tier, why it has no segment."""
 
     fds: dict[str, int]
-    cuda: attach.CudaMemory | None = None
+    cuda: attach.CudaHandle | None = None
     unmapped: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -261,7 +261,7 @@ class Arena:
         for slot, session in owners.items():
             words[slot] = session or 0
 
-    def rebuild_index(self, recovered: Mapping[GroupId, Sequence[Recovered]]) -> None:
+    def rebuild_index(self, recovered: Mapping[GroupId, Sequence[RecoveredBlock]]) -> None:
         """Makes the key index hold just these blocks."""
         if self.index is not None:
             self.index.rebuild(
@@ -270,11 +270,11 @@ class Arena:
                 for start in range(0, len(blocks), _INDEXED_AT_ONCE)
             )
 
-    def _indexed(self, group: GroupId, blocks: Sequence[Recovered]) -> Blocks:
+    def _indexed(self, group: GroupId, blocks: Sequence[RecoveredBlock]) -> IndexedBlocks:
         residencies = {block.key: sum(tier.bit for tier in block.places) for block in blocks}
         host = {block.key: block.host for block in blocks if block.host is not None}
         device = {block.key: block.device for block in blocks if block.device is not None}
-        return Blocks(group, residencies, self.at(Tier.HOST, group, host), self.at(Tier.DEVICE, group, device))
+        return IndexedBlocks(group, residencies, self.at(Tier.HOST, group, host), self.at(Tier.DEVICE, group, device))
 
     def at(self, tier: Tier, group: GroupId, slots: Mapping[Key, SlotId]) -> Mapping[Key, At]:
         """The slots of blocks with their generations."""

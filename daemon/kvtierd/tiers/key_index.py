@@ -26,7 +26,7 @@ from kvtier.abi.key_index import (
     TAGS_OFFSET,
     TIERS_OFFSET,
     Buckets,
-    Entry,
+    IndexEntry,
 )
 from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, ArenaLayout
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
@@ -45,7 +45,7 @@ _ENTRY_BYTES: Final = ENTRY.size
 Name = tuple[GroupId, Key]
 Homes = tuple[int, int, int]
 """First bucket, second bucket and tag of a key."""
-Place = tuple[int, int]
+BucketPlace = tuple[int, int]
 """A bucket, and a number in it."""
 
 
@@ -54,7 +54,7 @@ At = tuple[SlotId, int]
 NOWHERE: Final[Mapping[Key, At]] = MappingProxyType({})
 
 
-class Blocks(NamedTuple):
+class IndexedBlocks(NamedTuple):
     """Blocks of one group that are READY in just these tiers.
 
     ``residencies``: tier bits by key. ``host``, ``device``: places of blocks that are new in these tiers.
@@ -99,7 +99,7 @@ class KeyIndex:
         """Notes that the index shows the effect of this event and of all earlier events."""
         write_shown(self._words, Shown(self._epoch, event))
 
-    def put(self, blocks: Blocks, *, new: bool = False) -> None:
+    def put(self, blocks: IndexedBlocks, *, new: bool = False) -> None:
         """Sets the places of blocks. A block with tier bits 0 is removed.
 
         Args:
@@ -114,12 +114,12 @@ class KeyIndex:
             elif residency:
                 at_host = (residency & _HOST and host.get(key)) or (0, 0)
                 at_device = (residency & _DEVICE and device.get(key)) or (0, 0)
-                self._add((group, key), homes, Entry(residency, *at_host, *at_device))
+                self._add((group, key), homes, IndexEntry(residency, *at_host, *at_device))
             elif self._unindexed:
                 self._unindexed.discard((group, key))
                 write_unindexed(self._words, len(self._unindexed))
 
-    def rebuild(self, blocks: Iterable[Blocks]) -> None:
+    def rebuild(self, blocks: Iterable[IndexedBlocks]) -> None:
         """Makes the index hold just these blocks. Readers find every block with a right entry throughout."""
         self._unindexed.clear()
         write_unindexed(self._words, 0)
@@ -132,11 +132,11 @@ class KeyIndex:
         for some in blocks:
             self.put(some, new=True)
 
-    def contents(self) -> dict[Name, Entry | None]:
+    def contents(self) -> dict[Name, IndexEntry | None]:
         """All blocks; None = a block without a place. For tests and the checker."""
         if (odd := np.flatnonzero(self._buckets.sequences % 2)).size:
             raise AssertionError(f"buckets {odd.tolist()} are being written by nobody")
-        found: dict[Name, Entry | None] = dict.fromkeys(self._unindexed)
+        found: dict[Name, IndexEntry | None] = dict.fromkeys(self._unindexed)
         for bucket, number in np.argwhere(self._buckets.tiers).tolist():
             name = self._name((bucket, number))
             if name in found:
@@ -152,7 +152,7 @@ class KeyIndex:
         first, second, tags = self._buckets.mix.many(many, int(group))
         return zip(first.tolist(), second.tolist(), tags.tolist(), strict=True)
 
-    def _find(self, homes: Homes, key: Key, group: GroupId) -> Place | None:
+    def _find(self, homes: Homes, key: Key, group: GroupId) -> BucketPlace | None:
         first, second, tag = homes
         for bucket in (first, second):
             start = self._base + bucket * BUCKET_BYTES
@@ -169,13 +169,13 @@ class KeyIndex:
                     return bucket, number
         return None
 
-    def _check(self, blocks: Blocks, right: NDArray[np.bool_]) -> Blocks:
+    def _check(self, blocks: IndexedBlocks, right: NDArray[np.bool_]) -> IndexedBlocks:
         """Marks the places of right entries in ``right``. Returns the blocks without a right entry."""
         group, residencies, host, device = blocks
         missing: dict[Key, int] = {}
         for (key, residency), homes in zip(residencies.items(), self._homes_of(group, residencies), strict=True):
             place = self._find(homes, key, group)
-            if place is not None and self._read(place) == Entry(
+            if place is not None and self._read(place) == IndexEntry(
                 residency, *(host.get(key) or (0, 0)), *(device.get(key) or (0, 0))
             ):
                 right[place] = True
@@ -183,22 +183,22 @@ class KeyIndex:
                 missing[key] = residency
         return blocks._replace(residencies=missing)
 
-    def _name(self, place: Place) -> Name:
+    def _name(self, place: BucketPlace) -> Name:
         bucket, number = place
         start = self._base + bucket * BUCKET_BYTES
         at = start + ENTRIES_OFFSET + number * _ENTRY_BYTES
         group = self._halves[(start + GROUPS_OFFSET) // 2 + number]
         return GroupId(group), Key(bytes(self._bytes[at : at + KEY_BYTES]))
 
-    def _read(self, place: Place) -> Entry:
+    def _read(self, place: BucketPlace) -> IndexEntry:
         bucket, number = place
         start = self._base + bucket * BUCKET_BYTES
         at = start + ENTRIES_OFFSET + number * _ENTRY_BYTES + KEY_BYTES
         host_generation, device_generation, host_slot, device_slot = _PLACES.unpack_from(self._bytes, at)
         residency = self._bytes[start + TIERS_OFFSET + number]
-        return Entry(residency, host_slot, host_generation, device_slot, device_generation)
+        return IndexEntry(residency, host_slot, host_generation, device_slot, device_generation)
 
-    def _change(self, place: Place, residency: int, host: At | None, device: At | None) -> None:
+    def _change(self, place: BucketPlace, residency: int, host: At | None, device: At | None) -> None:
         bucket, number = place
         start = self._base + bucket * BUCKET_BYTES
         if not residency:
@@ -217,7 +217,7 @@ class KeyIndex:
         self._bytes[start + TIERS_OFFSET + number] = residency
         self._words[word] = sequence + 1
 
-    def _add(self, name: Name, homes: Homes, entry: Entry) -> None:
+    def _add(self, name: Name, homes: Homes, entry: IndexEntry) -> None:
         """Puts a block that is in neither of its buckets into one of them, if there is a place."""
         first, second, tag = homes
         place = self._free_place(first, second) if name not in self._unindexed else None
@@ -227,7 +227,7 @@ class KeyIndex:
         self._unindexed.add(name)
         write_unindexed(self._words, len(self._unindexed))
 
-    def _free_place(self, first: int, second: int) -> Place | None:
+    def _free_place(self, first: int, second: int) -> BucketPlace | None:
         """A free place, which the caller must fill at once; None if there is none."""
         tiers = self._tiers(first)
         bucket, empty = first, tiers.count(0)
@@ -239,7 +239,7 @@ class KeyIndex:
                 return self._make_way((first, second))
         return bucket, tiers.index(0)
 
-    def _make_way(self, full: Sequence[int]) -> Place | None:
+    def _make_way(self, full: Sequence[int]) -> BucketPlace | None:
         """Moves a block out of one of these buckets. Returns its old place, which the caller must fill at once.
 
         Until then the block is in both places. A reader that looks into the new bucket before the move, and into the
@@ -260,7 +260,7 @@ class KeyIndex:
         word: int = self._words[(self._base + bucket * BUCKET_BYTES + TIERS_OFFSET) // 8]
         return word.to_bytes(BUCKET_ENTRIES, "little")
 
-    def _fill(self, place: Place, tag: int, name: Name, entry: Entry) -> None:
+    def _fill(self, place: BucketPlace, tag: int, name: Name, entry: IndexEntry) -> None:
         """Puts a block into an empty place."""
         bucket, number = place
         residency, host_slot, host_generation, device_slot, device_generation = entry

@@ -12,12 +12,12 @@ from kvtier.abi.attach import (
     AddressError,
     AttachProtocolError,
     Bye,
-    CudaMemory,
+    CudaHandle,
     Failure,
     Forget,
     Hello,
     Map,
-    Mapped,
+    MapReply,
     Welcome,
 )
 
@@ -47,16 +47,16 @@ def test_replies_arrive_as_sent():
     assert attach.decode_welcome(attach.encode(failure)) == failure
     assert attach.decode_mapped(attach.encode(failure)) == failure
     for fds in (("control",), ("control", "host"), ("control", "device"), ("control", "host", "device")):
-        assert attach.decode_mapped(attach.encode(Mapped(fds))) == Mapped(fds)
+        assert attach.decode_mapped(attach.encode(MapReply(fds))) == MapReply(fds)
 
 
 @pytest.mark.parametrize(
     "mapped",
     [
-        Mapped(("control", "cuda"), CudaMemory(UUID, 1 << 21)),
-        Mapped(("control", "host", "cuda"), CudaMemory(UUID, 2**63)),
-        Mapped(("control", "host"), unmapped={"device": "a CUDA handle has no read-only form"}),
-        Mapped(("control", "cuda"), CudaMemory(UUID, 1), {"host": "not made yet"}),
+        MapReply(("control", "cuda"), CudaHandle(UUID, 1 << 21)),
+        MapReply(("control", "host", "cuda"), CudaHandle(UUID, 2**63)),
+        MapReply(("control", "host"), unmapped={"device": "a CUDA handle has no read-only form"}),
+        MapReply(("control", "cuda"), CudaHandle(UUID, 1), {"host": "not made yet"}),
     ],
 )
 def test_what_came_of_a_gpu_and_what_did_not_arrives_as_sent(mapped):
@@ -67,8 +67,8 @@ def test_messages_look_as_documented():
     assert json.loads(attach.encode(Hello())) == {"op": "hello", "version": 1}
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
     assert json.loads(attach.encode(Bye())) == {"op": "bye"}
-    assert json.loads(attach.encode(Mapped(("control",)))) == {"ok": True, "fds": ["control"]}
-    assert json.loads(attach.encode(Mapped(("control", "cuda"), CudaMemory(UUID, 4096), {"host": "w"}))) == {
+    assert json.loads(attach.encode(MapReply(("control",)))) == {"ok": True, "fds": ["control"]}
+    assert json.loads(attach.encode(MapReply(("control", "cuda"), CudaHandle(UUID, 4096), {"host": "w"}))) == {
         "ok": True,
         "fds": ["control", "cuda"],
         "cuda": {"uuid": UUID, "bytes": 4096},

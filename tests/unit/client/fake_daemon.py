@@ -138,7 +138,7 @@ class FakeDaemon:
                 continue
             if calls.is_call(data):  # answers are a test's, and come over gRPC
                 call = calls.decode_request(data)
-                if isinstance(call, calls.Call):
+                if isinstance(call, calls.CallPacket):
                     connection.send(calls.encode_answer(call.number, calls.TOO_LONG, b""))
                 continue
             if self.attach_replies:

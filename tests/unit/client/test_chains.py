@@ -19,7 +19,7 @@ from kvtier.chains import Chains, are_distinct
 from kvtier.types import Cursor
 from kvtier.wire import Locations
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
-from kvtierd.tiers.key_index import Blocks, KeyIndex
+from kvtierd.tiers.key_index import IndexedBlocks, KeyIndex
 from tests.unit.client.windows import (
     FLAT,
     FULL,
@@ -57,7 +57,7 @@ class Index:
     def put(self, group: int, place: int, residency: int) -> None:
         key = Key(KEYS[place])
         at = {key: (SlotId(place), 2 * place + 2)}
-        self.writer.put(Blocks(GroupId(group), {key: residency}, at if residency else {}))
+        self.writer.put(IndexedBlocks(GroupId(group), {key: residency}, at if residency else {}))
 
     @property
     def unindexed(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.errors import DaemonError
 from kvtier.types import Tier
 from kvtierd.tiers.arena import Arena as DaemonArena
@@ -27,8 +27,8 @@ def make(device: int = 3, host: int = 5) -> DaemonArena:
     return DaemonArena.create("client", layout, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=2, pid=3))
 
 
-def mapped(daemon: DaemonArena, *, write: bool) -> Arena:
-    return Arena(daemon.shared(write=write).fds, write=write, spec=SPEC)
+def mapped(daemon: DaemonArena, *, write: bool) -> MappedArena:
+    return MappedArena(daemon.shared(write=write).fds, write=write, spec=SPEC)
 
 
 def test_a_view_outlives_daemon_and_arena_object() -> None:
@@ -62,7 +62,7 @@ def test_memory_is_unmapped_when_nothing_points_at_it_any_more() -> None:
 def test_segments_of_another_specification_are_refused() -> None:
     daemon = make()
     with pytest.raises(DaemonError, match="that of the specification"):
-        Arena(daemon.shared(write=False).fds, write=False, spec=replace(SPEC, model="another"))
+        MappedArena(daemon.shared(write=False).fds, write=False, spec=replace(SPEC, model="another"))
     daemon.close()
 
 
@@ -70,6 +70,6 @@ def test_a_data_segment_shorter_than_its_layout_is_refused() -> None:
     big, small = make(), make(device=0, host=1)
     fds = dict(big.shared(write=False).fds) | {"host": small.shared(write=False).fds["host"]}
     with pytest.raises(DaemonError, match="a segment of"):
-        Arena(fds, write=False, spec=SPEC)
+        MappedArena(fds, write=False, spec=SPEC)
     big.close()
     small.close()

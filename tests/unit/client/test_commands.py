@@ -14,7 +14,7 @@ from kvtier.cli.common import explained
 from kvtier.cli.replay import table
 from kvtier.cli.status import report
 from kvtier.errors import Holder, TierFull
-from kvtier.replay.runner import Report
+from kvtier.replay.runner import ReplayReport
 from kvtier.types import CacheStats, DaemonStats, EdgeStats, GroupStats, SessionStats, Tier, TierStats, duration, size
 
 DEVICE = TierStats(Tier.DEVICE, 200, 20, 5, 3, 150, 7, 11, 4, 16)
@@ -123,7 +123,7 @@ def test_the_options_of_the_connection_end_the_help() -> None:
 
 
 def test_the_replay_s_table_names_its_faults() -> None:
-    text = shown(table(Report(requests=1, block_refs=4, verify_failures=3, seconds=1.0)))
+    text = shown(table(ReplayReport(requests=1, block_refs=4, verify_failures=3, seconds=1.0)))
     assert "blocks with wrong bytes" in text
     assert "3" in text
 

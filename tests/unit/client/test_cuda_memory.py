@@ -462,7 +462,7 @@ async def test_a_device_that_is_not_there_is_a_reason_and_no_descriptor_is_left(
     gc.collect()  # what earlier tests left has descriptors, too
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CannotMap, match=r".+"):
-        await map_device(fd, attach.CudaMemory("0" * 32, LAYOUT.device_bytes))
+        await map_device(fd, attach.CudaHandle("0" * 32, LAYOUT.device_bytes))
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(fd)
 
@@ -475,7 +475,7 @@ async def test_opening_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch
         raise DaemonError("opened", reason="")
 
     monkeypatch.setattr(Gpu, "of", slow)
-    opening = asyncio.create_task(map_device(fd, attach.CudaMemory("0" * 32, 1)))
+    opening = asyncio.create_task(map_device(fd, attach.CudaHandle("0" * 32, 1)))
     await asyncio.sleep(0)
     go.set()
     with pytest.raises(DaemonError, match="opened"):

@@ -12,15 +12,15 @@ from typing import Any, cast
 import pytest
 
 from kvtier.cli import doctor
-from kvtier.cli.doctor import Finding, Level, Needs
+from kvtier.cli.doctor import Finding, Level, MachineNeeds
 from tests.fake_cuda import fake_environment
 
 GIB = 1 << 30
 
 
-def needs(**changed: Any) -> Needs:
+def needs(**changed: Any) -> MachineNeeds:
     values: dict[str, Any] = {"devices": {}, "host_bytes": 8 * GIB, "disk_bytes": 0}
-    return Needs(runtime_dir=Path("/r"), disk_dir=Path("/d"), **{**values, **changed})
+    return MachineNeeds(runtime_dir=Path("/r"), disk_dir=Path("/d"), **{**values, **changed})
 
 
 def judged(finding: Finding, level: Level, *says: str) -> None:

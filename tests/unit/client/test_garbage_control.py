@@ -23,7 +23,7 @@ from kvtier.abi.control import EVENT_EPOCH_OFFSET, HEADER_BYTES, ArenaIdentity, 
 from kvtier.abi.key_index import ENTRIES_OFFSET, ENTRY, KEY_BYTES, TIERS_OFFSET
 from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.asked import Asked
 from kvtier.errors import DaemonError
 from kvtier.reading import Reader
@@ -31,7 +31,7 @@ from kvtier.types import Tier
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.ids import Tier as DaemonTier
 from kvtierd.tiers.arena import Arena as DaemonArena
-from kvtierd.tiers.key_index import Blocks
+from kvtierd.tiers.key_index import IndexedBlocks
 
 SPEC: Final = CacheSpec(
     "m",
@@ -74,7 +74,7 @@ def ours() -> Iterator[Given]:
                 arena.begin_writes(tier, group, [SlotId(number)])
                 arena.end_writes(tier, group, [SlotId(number)])
             places = (arena.at(tier, group, at) for tier in tiers)
-            arena.index.put(Blocks(group, {key: sum(tier.bit for tier in tiers)}, *places))
+            arena.index.put(IndexedBlocks(group, {key: sum(tier.bit for tier in tiers)}, *places))
     arena.set_state(ArenaState.SERVING)
     yield Given(arena)
     arena.close()
@@ -91,7 +91,7 @@ def sent(control: bytes, ours: Given) -> Iterator[Mapping[str, int]]:
         os.close(fd)
 
 
-def reader_of(arena: Arena) -> Reader:
+def reader_of(arena: MappedArena) -> Reader:
     """Reads without calls, and nobody to tell of them."""
     session = SimpleNamespace(reachable=True)
     binding = SimpleNamespace(mapped=arena, info=SimpleNamespace(remote=False))
@@ -103,7 +103,7 @@ def reader_of(arena: Arena) -> Reader:
     return asyncio.run(make())
 
 
-def use(arena: Arena) -> None:
+def use(arena: MappedArena) -> None:
     """Every way to look into an arena. What comes is checked for its form alone: it may be nonsense."""
     reader = reader_of(arena)
     count = len(KEYS)
@@ -146,7 +146,7 @@ def try_it(control: bytes, ours: Given) -> None:
     """Refused, or used without harm."""
     with sent(control, ours) as fds:
         try:
-            arena = Arena(fds, write=False, spec=SPEC)
+            arena = MappedArena(fds, write=False, spec=SPEC)
         except DaemonError as error:
             assert error.reason == "BAD_ARENA"
         else:
@@ -208,7 +208,7 @@ def test_a_block_in_a_slot_that_there_is_not_is_asked_for(ours: Given) -> None:
     spoilt = bytearray(ours.right)
     entries_of(spoilt)[:, :, 48:] = 0xFF
     with sent(bytes(spoilt), ours) as fds:
-        read = reader_of(Arena(fds, write=False, spec=SPEC)).begin(PACKED[:KEY_BYTES], 0, None, None)
+        read = reader_of(MappedArena(fds, write=False, spec=SPEC)).begin(PACKED[:KEY_BYTES], 0, None, None)
         read.copy()
         assert (read.blocks, read.done) == (0, False)
 

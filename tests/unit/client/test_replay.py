@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvtier.errors import InvalidArgument
-from kvtier.replay.runner import Report
+from kvtier.replay.runner import ReplayReport
 from kvtier.replay.trace import Payload, Request, key_of, read, replay_spec
 from kvtier.types import Tier
 
@@ -93,7 +93,7 @@ def test_wrong_bytes_are_seen(damage: Callable[[NDArray[np.uint8]], NDArray[np.u
 
 
 def test_the_report_as_json() -> None:
-    report = Report(requests=2, block_refs=10, hits={Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 1}, seconds=0.5)
+    report = ReplayReport(requests=2, block_refs=10, hits={Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 1}, seconds=0.5)
     assert report.to_json() == {
         "requests": 2,
         "block_refs": 10,
@@ -112,6 +112,6 @@ def test_the_report_as_json() -> None:
 
 @pytest.mark.parametrize("fault", ["verify_failures", "event_gaps", "residency_mismatches"])
 def test_a_report_with_a_fault_is_not_flawless(fault: str) -> None:
-    report = Report()
+    report = ReplayReport()
     setattr(report, fault, 1)
     assert not report.flawless

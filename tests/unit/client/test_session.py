@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 import kvtier
 from kvtier import Cache, arena
-from kvtier.arena import Arena
+from kvtier.arena import MappedArena
 from kvtier.transport.attached import attach_socket
 from kvtier.v1 import blocks_pb2
 from tests.integration.waiting import heard
@@ -106,10 +106,10 @@ async def test_what_was_mapped_is_not_read_once_the_next_cannot_be_mapped(
     """Nobody writes there any more: it would say the same for ever."""
     before = cache.arena
 
-    def out_of_memory(*args: object, **kwargs: object) -> Arena:
+    def out_of_memory(*args: object, **kwargs: object) -> MappedArena:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(arena, "Arena", out_of_memory)
+    monkeypatch.setattr(arena, "MappedArena", out_of_memory)
     daemon.known.clear()
     daemon.hang_up()
     await until(lambda: before.stale)

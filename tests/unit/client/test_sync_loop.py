@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from kvtier.errors import ClientClosed
-from kvtier.sync.loop import Call, LoopThread
+from kvtier.sync.loop import LoopCall, LoopThread
 from tests.limits import limited
 
 PATIENCE_S = 20
@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_no_lock_behind_wherever_it_comes() -> None:
     """The loop's thread would wait for it for ever, and whoever closes the client for that thread."""
     loop = asyncio.new_event_loop()
     for steps in range(50):
-        call, go = Call(loop, nothing, None), SimpleQueue[int]()
+        call, go = LoopCall(loop, nothing, None), SimpleQueue[int]()
         call.settle(None)
 
         def interrupt(go: SimpleQueue[int] = go) -> None:

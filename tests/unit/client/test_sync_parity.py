@@ -13,13 +13,13 @@ from kvtier import client as aio
 
 TWINS: dict[type, type] = {
     aio.AsyncClient: sync.Client,
-    cache.Cache: sync.Cache,
-    groups.AcrossGroups: sync.AcrossGroups,
-    groups.AcrossLease: sync.AcrossLease,
-    lease.WriteLease: sync.WriteLease,
-    lease.ReadLease: sync.ReadLease,
-    watch.Watch: sync.Watch,
-    mirror.Mirror: sync.Mirror,
+    cache.Cache: sync.SyncCache,
+    groups.AcrossGroups: sync.SyncAcrossGroups,
+    groups.AcrossLease: sync.SyncAcrossLease,
+    lease.WriteLease: sync.SyncWriteLease,
+    lease.ReadLease: sync.SyncReadLease,
+    watch.Watch: sync.SyncWatch,
+    mirror.Mirror: sync.SyncMirror,
 }
 
 RENAMED = {

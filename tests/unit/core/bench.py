@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core.check import check
-from kvtierd.core.events import Cause, Event, EventSequencer, EventType
+from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import TIERS, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, GroupGrant, Move, MoveResult, Outcome, Refusal
 from kvtierd.core.policy import GroupShape, Policy
-from kvtierd.core.recovery import Recovered
+from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, TierCount
 
@@ -66,13 +66,13 @@ class Bench:
         shape = GroupShape(GROUP, slots, dict.fromkeys(slots, 4096))
         self.core = BlockManager(CacheId(1), [shape], EventSequencer(), policy)
         self.now = 0
-        self.events: list[Event] = []
+        self.events: list[BlockEvent] = []
         self.moves: list[Move] = []
         self.grants: dict[TicketId, Grant] = {}
         self.refusals: dict[TicketId, Refusal] = {}
         found = {
             GROUP: [
-                Recovered(
+                RecoveredBlock(
                     SlotId(slot),
                     key(name),
                     None if parent is None else key(parent),

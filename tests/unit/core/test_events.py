@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvtierd.core.events import Cause, Event, EventSequencer, EventType
+from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape, Policy
@@ -41,7 +41,7 @@ def test_ids_are_contiguous_over_all_caches() -> None:
     sequencer = EventSequencer(10)
     shape = GroupShape(GROUP, {Tier.DEVICE: 1}, {Tier.DEVICE: 4096})
     caches = [BlockManager(CacheId(number), [shape], sequencer) for number in (1, 2)]
-    events: list[Event] = []
+    events: list[BlockEvent] = []
     for cache in caches:
         cache.fill({}, {}, unclean=True)
         events += cache.announce(0).events

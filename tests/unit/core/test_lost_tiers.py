@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.errors import TierOffline
+from kvtierd.core.errors import TierOutOfService
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.ids import DEVICE, DISK, HOST
 from kvtierd.core.outcome import RefusalReason
@@ -59,7 +59,7 @@ def test_who_waits_for_it_is_refused_and_nothing_is_moved_there() -> None:
     bench.land()
     assert bench.states(DISK) == {SlotState.QUARANTINED: 1}
     assert bench.where("a") == bench.where("b") == {DEVICE}
-    with pytest.raises(TierOffline):
+    with pytest.raises(TierOutOfService):
         bench.move("a", DISK)
 
 
@@ -104,7 +104,7 @@ def test_it_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> Non
     bench.apply(outcome)
     assert following is not None
     assert len(bench.stored()) == 10, "the newest go first, so what is left is a prefix"
-    with pytest.raises(TierOffline):
+    with pytest.raises(TierOutOfService):
         bench.move(names[0], DISK)
     ticket = bench.move(names[0], DEVICE)
     assert not any(bench.grants[ticket].results) and not bench.moves, "nor is anything read there"
@@ -147,7 +147,7 @@ def test_a_lost_device_costs_what_was_only_there_and_the_rest_goes_on() -> None:
         (EventType.UPDATED, Cause.IO_ERROR, "a"),
     ]
     assert bench.where("a") == bench.where("b") == {HOST}
-    with pytest.raises(TierOffline):
+    with pytest.raises(TierOutOfService):
         bench.move("b", DEVICE)
     bench.put("d", HOST)
     assert bench.where("d") == {HOST}
@@ -161,10 +161,10 @@ def test_requests_for_a_lost_device_are_refused_and_a_writer_cannot_commit_there
     waiting = bench.reserve(DEVICE, 1, BOB)
     bench.lose(DEVICE)
     assert bench.refusals[waiting].reason is RefusalReason.TIER_OFFLINE
-    with pytest.raises(TierOffline):
+    with pytest.raises(TierOutOfService):
         bench.commit(written, [("b", None, 35)])
     for ask in (lambda: bench.reserve(DEVICE, 1), lambda: bench.acquire("a")):
-        with pytest.raises(TierOffline):
+        with pytest.raises(TierOutOfService):
             ask()
     bench.land()
     assert bench.states(DEVICE) == {SlotState.BLANK: 1, SlotState.QUARANTINED: 1}

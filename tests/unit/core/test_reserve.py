@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtierd.core.outcome import Holder, RefusalReason
+from kvtierd.core.outcome import RefusalReason, SlotHolder
 from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import ALICE, BOB, DEVICE, HOST, Bench
 
@@ -33,7 +33,7 @@ def test_what_leases_make_impossible_is_refused_at_once_and_says_who_holds_what(
     refusal = bench.refusals[bench.reserve(DEVICE, 1)]
     assert refusal.reason is RefusalReason.TIER_FULL
     assert (refusal.tier, refusal.wanted, refusal.free) == (DEVICE, 1, 0)
-    assert refusal.holders == (Holder(BOB, 2), Holder(ALICE, 1))
+    assert refusal.holders == (SlotHolder(BOB, 2), SlotHolder(ALICE, 1))
 
 
 def test_what_becomes_impossible_while_it_waits_is_refused_then() -> None:

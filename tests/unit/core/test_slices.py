@@ -246,7 +246,7 @@ def test_lost_bytes_are_not_offered_to_a_store_while_what_needs_them_goes(policy
     bench.rest()
     bench.lose_bytes("a", HOST)
     assert bench.core.behind
-    assert key("a") not in [offer.key for offer in bench.core.beyond.offers(GROUP, 4)]
+    assert key("a") not in [offer.key for offer in bench.core.remote.offers(GROUP, 4)]
 
 
 def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) -> None:

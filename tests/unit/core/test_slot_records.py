@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtierd.core.events import Cause
 from kvtierd.core.ids import SEVERAL, TIERS, Tier, Traits
-from kvtierd.core.policy import Policy, WritePolicy
+from kvtierd.core.policy import Policy, WriteMode
 from kvtierd.core.transfers import CommitItem
 from tests.slot_rows import begun, contents, owners, restated
 from tests.unit.core.bench import ALICE, BOB, DEVICE, GROUP, HOST, Bench, key, keys
@@ -27,7 +27,7 @@ def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block() ->
 
 def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
     """Its bytes stand until the copy has ended."""
-    bench = Bench(device=1, disk=1, policy=Policy(write_policy=WritePolicy.THROUGH))
+    bench = Bench(device=1, disk=1, policy=Policy(write_policy=WriteMode.THROUGH))
     bench.put("a")
     assert len(bench.moves) == 1
     _, outcome = bench.core.reset(ALICE, bench.now, force=True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvtierd.core import holds
 from kvtierd.core.ids import Tier
-from kvtierd.core.policy import Policy, WritePolicy
+from kvtierd.core.policy import Policy, WriteMode
 from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
 
 
@@ -41,7 +41,7 @@ def test_reads_are_counted_like_those_of_an_acquire() -> None:
 
 
 def test_a_read_is_a_second_use_for_a_cache_that_writes_down_what_is_used_twice() -> None:
-    bench = Bench(device=2, disk=4, policy=Policy(write_policy=WritePolicy.SELECTIVE))
+    bench = Bench(device=2, disk=4, policy=Policy(write_policy=WriteMode.SELECTIVE))
     bench.put("ab")
     assert not bench.moves
     bench.tell_read("b")
@@ -50,7 +50,7 @@ def test_a_read_is_a_second_use_for_a_cache_that_writes_down_what_is_used_twice(
 
 
 def test_a_read_counts_as_a_use_on_disk() -> None:
-    bench = Bench(device=2, disk=4, policy=Policy(write_policy=WritePolicy.THROUGH))
+    bench = Bench(device=2, disk=4, policy=Policy(write_policy=WriteMode.THROUGH))
     bench.put("ab")
     bench.land()
     bench.core.take_disk_uses()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.errors import StillHeld
+from kvtierd.core.errors import ResetRefused
 from kvtierd.core.policy import Policy
 from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench
@@ -80,7 +80,7 @@ def test_a_reset_is_refused_while_anything_is_pinned() -> None:
     bench = Bench(device=3)
     bench.put("a")
     bench.pin("a")
-    with pytest.raises(StillHeld) as caught:
+    with pytest.raises(ResetRefused) as caught:
         bench.core.reset(ALICE, bench.now, force=False)
     assert caught.value.pinned == 1
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.events import Cause
-from kvtierd.core.policy import Policy, WritePolicy
+from kvtierd.core.policy import Policy, WriteMode
 from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
 
-THROUGH = Policy(write_policy=WritePolicy.THROUGH)
-SELECTIVE = Policy(write_policy=WritePolicy.SELECTIVE)
+THROUGH = Policy(write_policy=WriteMode.THROUGH)
+SELECTIVE = Policy(write_policy=WriteMode.SELECTIVE)
 
 
 # -- write-through ----------------------------------------------------------------------------------------------------

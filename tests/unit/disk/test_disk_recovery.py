@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core.ids import Key, SlotId, Traits
-from kvtierd.tiers.disk.index import Stored
+from kvtierd.tiers.disk.index import StoredGroup
 from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
-from kvtierd.tiers.disk.recovery import Recovered, recover_group
+from kvtierd.tiers.disk.recovery import RecoveredGroup, recover_group
 from kvtierd.tiers.disk.slab import SlabShape
 from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
 
@@ -36,9 +36,9 @@ class Row:
         return encode_record(key(self.name), SlotId(self.slot), self.last_use, self.size, CHECKSUM, above, Traits(35))
 
 
-def stored(rows: Sequence[Row], recency: Sequence[int] = (), touches: Sequence[bytes] = ()) -> Stored:
+def stored(rows: Sequence[Row], recency: Sequence[int] = (), touches: Sequence[bytes] = ()) -> StoredGroup:
     ordered = sorted(rows, key=lambda row: key(row.name))
-    return Stored(
+    return StoredGroup(
         keys=[key(row.name) for row in ordered],
         records=[row.value for row in ordered],
         recency=[
@@ -91,7 +91,7 @@ def test_any_index_gives_the_order_a_plain_scan_gives(forest: list[tuple[int, in
     assert_order(recover_group(stored(rows), SHAPE), rows)
 
 
-def assert_order(found: Recovered, rows: Sequence[Row]) -> None:
+def assert_order(found: RecoveredGroup, rows: Sequence[Row]) -> None:
     """Against the definition, carried out literally."""
     holders: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: (row.last_use, key(row.name))):
@@ -149,7 +149,7 @@ def test_keys_parents_and_checksums_that_end_in_zeros_are_whole() -> None:
         encode_record(own, SlotId(slot), 1, 4096, digest, above, Traits(35))
         for own, slot, above in ((parent, 3, None), (child, 4, parent))
     ]
-    found = recover_group(Stored([parent, child], values, [], [], frozenset()), SHAPE)
+    found = recover_group(StoredGroup([parent, child], values, [], [], frozenset()), SHAPE)
     assert [(record.key, record.parent) for record in found.records] == [(parent, None), (child, parent)]
     assert [found.table.key_at(SlotId(slot)) for slot in (3, 4, 5)] == [parent, child, None]
     assert found.table.checksum_at(SlotId(4)) == digest

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.event_log import EventLog, Run
+from kvtierd.event_log import EventLog, EventRun
 from kvtierd.event_log import log as module
-from kvtierd.event_log.segments import Segments
+from kvtierd.event_log.segments import LogSegments
 from kvtierd.tiers.base import TierIOError
 from tests.unit.event_log.runs import MB, held, run
 
 PATIENCE_S = 10.0
 
 
-class Faulty(Segments):
+class Faulty(LogSegments):
     """``fails``: no write works. ``may_go_on``: a write waits for it."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Faulty(Segments):
         self.under_way = threading.Event()
         self.groups: list[int] = []
 
-    def append(self, runs: Sequence[Run], epoch_first: int) -> None:
+    def append(self, runs: Sequence[EventRun], epoch_first: int) -> None:
         self.under_way.set()
         assert self.may_go_on.wait(PATIENCE_S)
         if self.fails:
@@ -50,7 +50,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.01)
 
 
-def started(disk: Segments, waiting_bytes: int = 64 * MB) -> EventLog:
+def started(disk: LogSegments, waiting_bytes: int = 64 * MB) -> EventLog:
     log = EventLog(disk, waiting_bytes)
     log.begin_epoch(1, 1)
     log.start()

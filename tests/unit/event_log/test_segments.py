@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.event_log import segments
-from kvtierd.event_log.segments import Segments
+from kvtierd.event_log.segments import LogSegments
 from tests.unit.event_log.runs import MB, held, ids, run
 
 
@@ -21,20 +21,20 @@ def files(path: Path) -> list[Path]:
 
 
 def test_runs_come_back_as_they_were(tmp_path: Path) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     plain, with_tokens = run(1, 3), run(4, 9, private=100)
     log.append([plain, with_tokens], 1)
     assert log.read(0, 1, 1024) == plain
     assert log.read(3, 1, 1024) == with_tokens
     assert ids(log.read(0, MB, 1024)) == list(range(1, 10))
-    again = Segments(tmp_path / "log", MB)
+    again = LogSegments(tmp_path / "log", MB)
     assert (again.last, again.read(3, 1, 1024)) == (9, with_tokens)
     assert stat.S_IMODE(os.stat(tmp_path / "log").st_mode) == 0o700
     assert {stat.S_IMODE(each.stat().st_mode) for each in files(tmp_path / "log")} == {0o600}
 
 
 def test_a_piece_is_bounded_and_ends_at_a_hole_and_with_its_epoch(tmp_path: Path) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     log.append([run(1, 5), run(6, 10)], 1)
     log.append([run(21, 30), run(31, 40)], 1)
     log.append([run(41, 42, epoch=2)], 41)
@@ -52,7 +52,7 @@ def test_a_piece_is_bounded_and_ends_at_a_hole_and_with_its_epoch(tmp_path: Path
 
 
 def test_the_oldest_files_go_for_size_and_what_went_is_known(tmp_path: Path) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     for number in range(1, 401):
         log.append([run(number, number, size=10_000, time_ns=number)], 1)
         assert sum(each.stat().st_size for each in files(tmp_path / "log")) <= MB
@@ -60,15 +60,15 @@ def test_the_oldest_files_go_for_size_and_what_went_is_known(tmp_path: Path) -> 
     assert numbers == list(range(numbers[0], 401))
     assert 70 < len(numbers) < 110
     gone = numbers[0] - 1
-    for each in (log, Segments(tmp_path / "log", MB)):
+    for each in (log, LogSegments(tmp_path / "log", MB)):
         assert (each.files[0].first, each.files[0].before, each.files[0].before_ns) == (numbers[0], gone, gone)
 
 
 def test_many_lives_do_not_make_files_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MOST_SEGMENTS", 5)
     for number in range(1, 20):
-        Segments(tmp_path / "log", MB).append([run(number, number)], 1)
-    assert held(Segments(tmp_path / "log", MB)) == [15, 16, 17, 18, 19]
+        LogSegments(tmp_path / "log", MB).append([run(number, number)], 1)
+    assert held(LogSegments(tmp_path / "log", MB)) == [15, 16, 17, 18, 19]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +83,19 @@ def test_many_lives_do_not_make_files_without_end(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_what_is_damaged_is_a_hole(tmp_path: Path, spoil: Callable[[bytes], bytes], left: list[int]) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     for number in (1, 2, 3):
         log.append([run(number, number, size=5000)], 1)
     (file,) = files(tmp_path / "log")
     file.write_bytes(spoil(file.read_bytes()))
-    again = Segments(tmp_path / "log", MB)
+    again = LogSegments(tmp_path / "log", MB)
     again.append([run(4, 4)], 1)
     assert held(again) == left
-    assert held(Segments(tmp_path / "log", MB)) == left
+    assert held(LogSegments(tmp_path / "log", MB)) == left
 
 
 def test_no_flipped_bit_is_told(tmp_path: Path) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     written = {number: run(number, number, size=20) for number in (1, 2, 3)}
     for one in written.values():
         log.append([one], 1)
@@ -105,7 +105,7 @@ def test_no_flipped_bit_is_told(tmp_path: Path) -> None:
         damaged = bytearray(sound)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
-        found, cursor = Segments(tmp_path / "log", MB), 0
+        found, cursor = LogSegments(tmp_path / "log", MB), 0
         while (told := found.read(cursor, 1, 1)) is not None:
             assert told == written[told.last]
             cursor = told.last
@@ -115,7 +115,7 @@ def test_no_flipped_bit_is_told(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     for number in (1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", fails)
@@ -123,7 +123,7 @@ def test_a_write_that_fails_leaves_nothing_and_can_be_tried_again(
                 log.append([run(number, number)], 1)
         assert held(log) == list(range(1, number))
         log.append([run(number, number)], 1)
-        assert held(log) == held(Segments(tmp_path / "log", MB)) == list(range(1, number + 1))
+        assert held(log) == held(LogSegments(tmp_path / "log", MB)) == list(range(1, number + 1))
 
 
 def fails(fd: int) -> None:
@@ -132,16 +132,16 @@ def fails(fd: int) -> None:
 
 def test_a_time_is_found_although_the_clock_jumped(tmp_path: Path) -> None:
     """Events of times 100, 200, then the clock is set back, 50, 120, then right again, 300."""
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     for first, time_ns in ((1, 100), (11, 200), (21, 50), (31, 120), (41, 300)):
-        log = Segments(tmp_path / "log", MB)  # each in a file of its own
+        log = LogSegments(tmp_path / "log", MB)  # each in a file of its own
         log.append([run(first, first + 9, time_ns=time_ns)], 1)
     found = {time_ns: log.since(time_ns) for time_ns in (0, 100, 101, 200, 201, 300, 301)}
     assert found == {0: 1, 100: 1, 101: 11, 200: 11, 201: 41, 300: 41, 301: None}
 
 
 def test_a_file_that_is_deleted_while_it_is_read_is_no_error(tmp_path: Path) -> None:
-    log = Segments(tmp_path / "log", MB)
+    log = LogSegments(tmp_path / "log", MB)
     log.append([run(1, 3)], 1)
     files(tmp_path / "log")[0].unlink()
     assert log.read(0, MB, 1024) is None
@@ -154,10 +154,10 @@ def test_like_a_list_that_forgets_its_beginning(
 ) -> None:
     """``steps``: events of a run, whether the log is opened anew before, ids that are left out."""
     path = tmp_path_factory.mktemp("log")
-    log, last = Segments(path, MB), 0
+    log, last = LogSegments(path, MB), 0
     expected: list[int] = []
     for count, anew, gap in steps:
-        log = Segments(path, MB) if anew else log
+        log = LogSegments(path, MB) if anew else log
         last += gap
         log.append([run(number, number, size=5000) for number in range(last + 1, last + count + 1)], 1)
         expected += range(last + 1, last + count + 1)

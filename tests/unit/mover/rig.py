@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import ArenaLayout, is_ready
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtierd.core.events import Cause, Event, EventSequencer
+from kvtierd.core.events import BlockEvent, Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, GroupGrant, Move, MoveItem, Refusal
@@ -95,9 +95,9 @@ class Hub:
     """Keeps what was published."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[BlockEvent] = []
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[BlockEvent]) -> None:
         self.events.extend(events)
 
     def residency(self, cache: CacheId = CACHE) -> dict[Key, int]:

@@ -12,7 +12,7 @@ from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.core.transfers import ChainRequest
 from kvtierd.mover.engine import MOVE_SLICE
-from kvtierd.mover.executor import Refused, UnknownCache
+from kvtierd.mover.executor import TicketRefused, UnknownCache
 from kvtierd.tiers.disk.index import Index
 from tests.unit.disk.disk_blocks import watch
 from tests.unit.mover.rig import CACHE, GROUP, House, key
@@ -109,7 +109,7 @@ async def test_a_session_that_ends_is_told_that_its_wait_is_over(house: House) -
     task = await waiting_reserve(house, 4, session=2)
     other = await waiting_reserve(house, 4, session=3)
     house.engine.end_session(SessionId(2))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(TicketRefused) as refused:
         await task
     assert refused.value.refusal.reason is RefusalReason.CANCELLED
     house.disk.open_gate()
@@ -158,7 +158,7 @@ async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(hous
     task = await waiting_reserve(house, 4, session=2)
     removal = asyncio.create_task(house.engine.remove_cache(CACHE))
     await asyncio.sleep(0)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(TicketRefused) as refused:
         await task
     assert refused.value.refusal.reason is RefusalReason.CANCELLED
     with pytest.raises(UnknownCache):

@@ -13,7 +13,7 @@ import pytest
 from kvtierd.core.ids import Key, Tier
 from kvtierd.core.outcome import Move
 from kvtierd.mover import disk_io
-from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
+from kvtierd.mover.runtime import CacheRuntime, CopyPiece, Faults
 from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import Begun
@@ -41,8 +41,8 @@ async def runtime(tmp_path: Path) -> AsyncIterator[CacheRuntime]:
         yield house.open({HOST: 8, DISK: 8})
 
 
-def batch(runtime: CacheRuntime, *moves: Move) -> list[Piece]:
-    return [Piece(runtime, each, 0, each.items, 0) for each in moves]
+def batch(runtime: CacheRuntime, *moves: Move) -> list[CopyPiece]:
+    return [CopyPiece(runtime, each, 0, each.items, 0) for each in moves]
 
 
 def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) -> None:

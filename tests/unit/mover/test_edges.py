@@ -12,7 +12,7 @@ from kvtierd.core.ids import CacheId, Tier
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover.disk_io import concerns
 from kvtierd.mover.edges import LANES, Edges
-from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
+from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
 from kvtierd.mover.work import CarryOut, Concerns, items_of
 from kvtierd.mover.worker import Lane
 from tests.unit.mover.rig import make_runtime, move, mover_threads
@@ -205,7 +205,7 @@ async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_thread_shows(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
-    def broken(piece: Piece) -> Concerns:
+    def broken(piece: CopyPiece) -> Concerns:
         raise RuntimeError("a rule of the lane itself is broken")
 
     gate = Gate()

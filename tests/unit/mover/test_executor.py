@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvtierd.core.ids import CacheId, LeaseId, SessionId
-from kvtierd.mover.executor import Holder, SlotThreads
+from kvtierd.mover.executor import HolderId, SlotThreads
 from kvtierd.mover.runtime import Unaccounted
 
-SESSION: Holder = SessionId(1)
-LEASE: Holder = (CacheId(1), LeaseId(7))
-OTHER: Holder = (CacheId(1), LeaseId(8))
+SESSION: HolderId = SessionId(1)
+LEASE: HolderId = (CacheId(1), LeaseId(7))
+OTHER: HolderId = (CacheId(1), LeaseId(8))
 
 
 class Work:

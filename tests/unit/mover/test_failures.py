@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kvtierd.core.events import Event, EventSequencer
+from kvtierd.core.events import BlockEvent, EventSequencer
 from kvtierd.core.ids import SessionId, Tier
 from kvtierd.mover.engine import Engine
 from tests.unit.mover.rig import Client, key, make_runtime, mover_threads
@@ -14,7 +14,7 @@ class BrokenHub:
     def __init__(self) -> None:
         self.broken = False
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[BlockEvent]) -> None:
         if self.broken:
             raise RuntimeError("cannot publish")
 

@@ -8,7 +8,7 @@ from kvtier.abi.layout import INDEXES_HERE
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.mover.runtime import check_index
-from kvtierd.tiers.key_index import Blocks
+from kvtierd.tiers.key_index import IndexedBlocks
 from tests.unit.mover.rig import GROUP, House, key
 
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
@@ -30,14 +30,14 @@ async def test_the_checker_sees_what_is_wrong(residency: int, host: tuple[SlotId
         index = runtime.arena.index
         assert index is not None
         entry = index.contents()[GROUP, key(1)]
-        index.put(Blocks(GROUP, {key(1): residency}, {} if host is None else {key(1): host}))
+        index.put(IndexedBlocks(GROUP, {key(1): residency}, {} if host is None else {key(1): host}))
         with pytest.raises(InvariantViolation, match="key index"):
             check_index(runtime.manager, runtime.arena)
         assert entry is not None
         at = SlotId(entry.host_slot), entry.host_generation
-        index.put(Blocks(GROUP, {key(1): Tier.HOST.bit}, {key(1): at}))
+        index.put(IndexedBlocks(GROUP, {key(1): Tier.HOST.bit}, {key(1): at}))
         check_index(runtime.manager, runtime.arena)
-        index.put(Blocks(GROUP, {key(9): Tier.DISK.bit}))
+        index.put(IndexedBlocks(GROUP, {key(9): Tier.DISK.bit}))
         with pytest.raises(InvariantViolation, match="key index"):
             check_index(runtime.manager, runtime.arena)
-        index.put(Blocks(GROUP, {key(9): 0}))
+        index.put(IndexedBlocks(GROUP, {key(9): 0}))

@@ -9,7 +9,7 @@ import pytest
 
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import SessionId, Tier
-from kvtierd.mover.executor import Refused
+from kvtierd.mover.executor import TicketRefused
 from kvtierd.tiers.mapped import Chaos
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 
@@ -45,7 +45,7 @@ async def test_nothing_is_held_when_everybody_has_gone(tmp_path: Path, seed: int
                 elif end < 0.4:
                     house.engine.orphan_session(SessionId(session))
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Refused, UnknownLease):
+                with contextlib.suppress(asyncio.CancelledError, TicketRefused, UnknownLease):
                     await task
 
         await asyncio.gather(*(abuse(session) for session in range(1, 5)))

@@ -7,7 +7,7 @@ import threading
 
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import Tier
-from kvtierd.mover.runtime import Faults, Piece
+from kvtierd.mover.runtime import CopyPiece, Faults
 from kvtierd.mover.work import Mailbox, copy
 from tests.unit.mover.rig import fill, holds, key, make_runtime, move
 
@@ -24,7 +24,7 @@ def test_both_pools_of_every_block_arrive_and_other_slots_keep_their_bytes() -> 
         move(1, Tier.DEVICE, Tier.HOST, [(1, 1, 4), (2, 2, 5)]),
         move(2, Tier.DEVICE, Tier.HOST, [(3, 3, 6), (7, 7, 0)]),
     ]
-    assert copy([Piece(runtime, each, 0, each.items, 0) for each in moves]) == Faults()
+    assert copy([CopyPiece(runtime, each, 0, each.items, 0) for each in moves]) == Faults()
 
     came_from = {dst: src for src, dst in pairs.items()}
     for slot in range(8):

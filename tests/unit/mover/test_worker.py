@@ -8,7 +8,7 @@ import pytest
 
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import Tier
-from kvtierd.mover.runtime import CacheRuntime, Piece
+from kvtierd.mover.runtime import CacheRuntime, CopyPiece
 from kvtierd.mover.worker import WorkQueue
 from tests.unit.mover.rig import make_runtime, move
 
@@ -18,10 +18,10 @@ def runtime() -> CacheRuntime:
     return make_runtime({Tier.DEVICE: 16, Tier.HOST: 16}, EventSequencer())
 
 
-def pieces(runtime: CacheRuntime, number: int, count: int) -> list[Piece]:
+def pieces(runtime: CacheRuntime, number: int, count: int) -> list[CopyPiece]:
     """A move of so many pieces of one block."""
     planned = move(number, Tier.DEVICE, Tier.HOST, [(slot, slot, slot) for slot in range(count)])
-    return [Piece(runtime, planned, place, (item,), 0) for place, item in enumerate(planned.items)]
+    return [CopyPiece(runtime, planned, place, (item,), 0) for place, item in enumerate(planned.items)]
 
 
 def taken(waiting: WorkQueue) -> list[tuple[int, int]]:

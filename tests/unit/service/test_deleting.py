@@ -19,9 +19,9 @@ from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.deleting import BATCH, Deleter
 from kvtierd.service.remote.known import Known
 from kvtierd.tiers.remote.base import Listed, RemoteStore
-from kvtierd.tiers.remote.objects import Place, encode, parse
+from kvtierd.tiers.remote.objects import GroupPrefix, encode, parse
 
-PLACE = Place("c", bytes(32), GroupId(0))
+PLACE = GroupPrefix("c", bytes(32), GroupId(0))
 
 
 def key(number):

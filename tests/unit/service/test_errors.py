@@ -6,8 +6,8 @@ import pytest
 from kvtier.abi.spec import SpecError
 from kvtierd.core import errors as core
 from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
-from kvtierd.core.outcome import Holder, Refusal, RefusalReason
-from kvtierd.mover.executor import Refused, ShuttingDown, UnknownCache
+from kvtierd.core.outcome import Refusal, RefusalReason, SlotHolder
+from kvtierd.mover.executor import ShuttingDown, TicketRefused, UnknownCache
 from kvtierd.service.errors import MAX_HOLDERS, Translator
 from kvtierd.tiers.base import TierConfigError, TierIOError
 
@@ -15,8 +15,10 @@ Code = grpc.StatusCode
 translate = Translator(lambda session: (1000 + session, "x" * 500))
 
 
-def refusal(reason: RefusalReason) -> Refused:
-    return Refused(Refusal(TicketId(1), reason, Tier.HOST, wanted=5, free=2, holders=(Holder(SessionId(3), 7),)))
+def refusal(reason: RefusalReason) -> TicketRefused:
+    return TicketRefused(
+        Refusal(TicketId(1), reason, Tier.HOST, wanted=5, free=2, holders=(SlotHolder(SessionId(3), 7),))
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,7 @@ def refusal(reason: RefusalReason) -> Refused:
         (SpecError("dtype", "int4", "one of these"), Code.INVALID_ARGUMENT, "BAD_ARGUMENT"),
         (core.UnknownLease(LeaseId(1)), Code.NOT_FOUND, "UNKNOWN_LEASE"),
         (core.ForeignLease(LeaseId(1)), Code.PERMISSION_DENIED, "FOREIGN_LEASE"),
-        (core.TierOffline(Tier.DISK), Code.UNAVAILABLE, "TIER_OFFLINE"),
+        (core.TierOutOfService(Tier.DISK), Code.UNAVAILABLE, "TIER_OFFLINE"),
         (refusal(RefusalReason.TIER_FULL), Code.RESOURCE_EXHAUSTED, "TIER_FULL"),
         (refusal(RefusalReason.DEADLINE), Code.DEADLINE_EXCEEDED, "DEADLINE"),
         (refusal(RefusalReason.TIER_OFFLINE), Code.UNAVAILABLE, "TIER_OFFLINE"),
@@ -49,8 +51,8 @@ def test_every_reason_of_the_core_has_a_status() -> None:
 
 
 def test_many_holders_and_long_commands_fit_into_the_metadata() -> None:
-    holders = tuple(Holder(SessionId(n), n) for n in range(1000))
-    refused = translate(Refused(Refusal(TicketId(1), RefusalReason.TIER_FULL, Tier.HOST, 5, 2, holders)))
+    holders = tuple(SlotHolder(SessionId(n), n) for n in range(1000))
+    refused = translate(TicketRefused(Refusal(TicketId(1), RefusalReason.TIER_FULL, Tier.HOST, 5, 2, holders)))
     assert [holder.slots for holder in refused.detail.holders] == list(range(999, 999 - MAX_HOLDERS, -1))
     assert len(refused.trailing_metadata()[0][1]) < 8192
 
@@ -58,7 +60,7 @@ def test_many_holders_and_long_commands_fit_into_the_metadata() -> None:
 @pytest.mark.limit(20)
 def test_an_error_that_comes_from_itself_is_translated_as_any_other() -> None:
     """One reason for many calls, raised again while the refusal that it led to is handled."""
-    reason = core.TierOffline(Tier.DISK)
+    reason = core.TierOutOfService(Tier.DISK)
     refusal = RuntimeError("made of it")
     refusal.__cause__ = reason
     reason.__context__ = refusal

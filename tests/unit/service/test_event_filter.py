@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.v1 import common_pb2, events_pb2
-from kvtierd.event_log import Run
+from kvtierd.event_log import EventRun
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.watch import MAX_PREFIXES, MAX_VALUES, EventFilter, every_cache, no_cache
 
@@ -102,7 +102,7 @@ def expected(
 
 
 def passed(wanted: EventFilter, events: Sequence[events_pb2.Event]) -> list[events_pb2.Event]:
-    run = Run.of(1, 1, 1, events_pb2.WatchBatch(events=events))
+    run = EventRun.of(1, 1, 1, events_pb2.WatchBatch(events=events))
     return list(events_pb2.WatchBatch.FromString(wanted.look_at(run)).events)
 
 
@@ -137,7 +137,7 @@ def test_what_passes_is_what_the_model_lets_through(
 def test_what_a_run_gave_is_not_given_for_another() -> None:
     wanted = asked(events_pb2.WatchFilter(types=[STORED]))
     for first, kind in ((1, STORED), (1, STORED), (2, REMOVED), (3, STORED)):
-        run = Run.of(1, first, first, events_pb2.WatchBatch(events=[events_pb2.Event(id=first, type=kind)]))
+        run = EventRun.of(1, first, first, events_pb2.WatchBatch(events=[events_pb2.Event(id=first, type=kind)]))
         found = events_pb2.WatchBatch.FromString(wanted.look_at(run)).events
         assert [event.id for event in found] == [first] * (kind == STORED)
 

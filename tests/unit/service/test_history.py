@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
+from kvtierd.core.events import BlockChange, BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
-from kvtierd.event_log import EventLog, Run
-from kvtierd.event_log.segments import Segments
+from kvtierd.event_log import EventLog, EventRun
+from kvtierd.event_log.segments import LogSegments
 from kvtierd.service.hub import CacheHeader, EventHub, Loss
 from kvtierd.service.watch import EventFilter, Watcher, every_cache, no_cache
 from tests.unit.event_log.runs import MB
@@ -26,10 +26,10 @@ LONG = Label(b"", bytes(400))
 PATIENCE_S = 10.0
 
 
-def event(number: int, time_ns: int = 0, cache: int = 1, label: Label | None = None) -> Event:
+def event(number: int, time_ns: int = 0, cache: int = 1, label: Label | None = None) -> BlockEvent:
     block = BlockChange(Key(number.to_bytes(32, "big")), None, Tier.HOST.bit, 35, label)
-    return Event(
-        EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, Changes.of([block])
+    return BlockEvent(
+        EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, BlockChanges.of([block])
     )
 
 
@@ -38,7 +38,7 @@ class Forgetful(EventLog):
 
     logs = True
 
-    def offer(self, run: Run) -> int:
+    def offer(self, run: EventRun) -> int:
         return super().offer(run) if self.logs else run.last
 
 
@@ -51,7 +51,7 @@ class Life:
         self.log.start()
         self.hub = EventHub(epoch, last, epoch_first, HEADERS, RING_BYTES, self.log)
 
-    async def publish(self, count: int, make: Callable[[int], Event] = event) -> None:
+    async def publish(self, count: int, make: Callable[[int], BlockEvent] = event) -> None:
         first = self.hub.last + 1
         for at in range(first, first + count, 10):
             self.hub.publish([make(number) for number in range(at, min(at + 10, first + count))])
@@ -231,7 +231,7 @@ async def test_what_cannot_be_read_is_a_loss_and_not_the_end(tmp_path: Path, mon
         def fails(*_: object) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(Segments, "read", fails)
+        monkeypatch.setattr(LogSegments, "read", fails)
         ids, losses = await now.told(1, 0)
         assert losses == [Loss(1, 1, now.hub._oldest_in_memory - 1, "not-logged", 1)]
         assert ids == first_to_last(now.hub._oldest_in_memory, 200)

@@ -8,25 +8,25 @@ from dataclasses import replace
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
+from kvtierd.core.events import BlockChange, BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label
-from kvtierd.event_log import Run
+from kvtierd.event_log import EventRun
 from kvtierd.service import hub as hub_module
 from kvtierd.service.hub import BUSY_S, RUN_EVENTS, SHARE_S, CacheHeader, EventHub, Loss
 
 HEADERS = {CacheId(1): CacheHeader("cache")}
 
 
-def event(number: int, blocks: int = 1, label: Label | None = None) -> Event:
+def event(number: int, blocks: int = 1, label: Label | None = None) -> BlockEvent:
     keys = [Key(index.to_bytes(32, "big")) for index in range(blocks)]
-    return Event(
+    return BlockEvent(
         EventId(number),
         EventType.STORED,
         Cause.COMMIT,
         CacheId(1),
         GroupId(0),
         7,
-        Changes.of(BlockChange(key, None, 1, 35, label) for key in keys),
+        BlockChanges.of(BlockChange(key, None, 1, 35, label) for key in keys),
     )
 
 
@@ -34,7 +34,7 @@ def hub(max_bytes: int = 1 << 20) -> EventHub:
     return EventHub(1, 0, 1, HEADERS, max_bytes)
 
 
-def ids(run: Run | None) -> list[int]:
+def ids(run: EventRun | None) -> list[int]:
     assert run is not None
     return [event.id for event in events_pb2.WatchBatch.FromString(run.body).events]
 

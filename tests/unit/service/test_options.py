@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvtier.v1 import caches_pb2
-from kvtierd.service.cache import CacheOptions, require_same, wanted
+from kvtierd.service.cache import CacheSettings, require_same, wanted
 from kvtierd.service.errors import CallRefused
 
 
@@ -28,7 +28,7 @@ def test_what_cannot_be_done_is_refused(values: dict[str, Any], field: str) -> N
 
 def test_other_options_than_the_cache_s_are_refused_by_name() -> None:
     with pytest.raises(CallRefused) as refused:
-        require_same(CacheOptions(), {"eviction": "other"}, "cache")
+        require_same(CacheSettings(), {"eviction": "other"}, "cache")
     detail = refused.value.detail
     assert (detail.reason, detail.field, detail.value) == ("OPTIONS_MISMATCH", "options.eviction", "other")
 
@@ -38,4 +38,4 @@ def test_other_options_than_the_cache_s_are_refused_by_name() -> None:
 )
 def test_stored_options_of_a_later_daemon_are_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        CacheOptions.from_stored(values)
+        CacheSettings.from_stored(values)

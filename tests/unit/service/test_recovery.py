@@ -13,18 +13,18 @@ import pytest
 from kvtierd.core.ids import SessionId
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import User
-from kvtierd.service.peer import Peer
-from kvtierd.service.recovery import RECORD_BYTES, Entry, Keeper, KeptArena, Roll, open_roll, start_time_of
+from kvtierd.service.peer import PeerProcess
+from kvtierd.service.recovery import RECORD_BYTES, Keeper, KeptArena, Roll, RollEntry, open_roll, start_time_of
 from kvtierd.service.sessions import Capacity, SessionRegistry
 
 TOKEN, OTHER = "ab" * 16, "cd" * 16
 
 
-def peer(pid: int) -> Peer:
-    return Peer(pid, User(os.getuid(), frozenset()), os.pidfd_open(pid), "")
+def peer(pid: int) -> PeerProcess:
+    return PeerProcess(pid, User(os.getuid(), frozenset()), os.pidfd_open(pid), "")
 
 
-def adopted(roll: Roll) -> list[Entry]:
+def adopted(roll: Roll) -> list[RollEntry]:
     again, entries = Roll.adopt(os.dup(roll.fd))
     again.close()
     return entries
@@ -57,10 +57,10 @@ def test_a_torn_record_is_nobody() -> None:
 def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
     start = start_time_of(os.getpid())
     assert start is not None
-    same = Entry(TOKEN, SessionId(1), start, os.getpid(), os.getuid()).peer()
+    same = RollEntry(TOKEN, SessionId(1), start, os.getpid(), os.getuid()).peer()
     assert same is not None and same.pid == os.getpid()
     same.close()
-    assert Entry(TOKEN, SessionId(1), start - 1, os.getpid(), os.getuid()).peer() is None
+    assert RollEntry(TOKEN, SessionId(1), start - 1, os.getpid(), os.getuid()).peer() is None
 
 
 def test_a_process_that_is_gone_is_nobody() -> None:
@@ -68,7 +68,7 @@ def test_a_process_that_is_gone_is_nobody() -> None:
     start = start_time_of(process.pid)
     assert start is not None
     process.communicate(b"\n")
-    assert Entry(TOKEN, SessionId(1), start, process.pid, os.getuid()).peer() is None
+    assert RollEntry(TOKEN, SessionId(1), start, process.pid, os.getuid()).peer() is None
     assert start_time_of(process.pid) is None
 
 
@@ -101,7 +101,7 @@ def test_descriptors_that_mean_nothing_are_let_go() -> None:
 
 
 def test_a_record_has_room_beside_its_neighbours() -> None:
-    assert len(Entry(TOKEN, SessionId(2**63), 2**63, 2**31, 2**31).pack()) <= RECORD_BYTES
+    assert len(RollEntry(TOKEN, SessionId(2**63), 2**63, 2**31, 2**31).pack()) <= RECORD_BYTES
 
 
 class Ended:
@@ -124,7 +124,7 @@ async def test_who_gives_up_before_all_that_it_held_is_known_holds_nothing_after
     engine, start = Ended(), start_time_of(os.getpid())
     assert start is not None
     registry = SessionRegistry(cast("Any", engine), Capacity(8, 8))
-    old = registry.restore([Entry(TOKEN, SessionId(5), start, os.getpid(), os.getuid())])
+    old = registry.restore([RollEntry(TOKEN, SessionId(5), start, os.getpid(), os.getuid())])
     assert old.live == {5}
     task = asyncio.create_task(asyncio.sleep(0))
     registry.give_up(TOKEN, registry.begin(peer(os.getpid()), task))

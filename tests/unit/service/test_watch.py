@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
+from kvtierd.core.events import BlockChange, BlockChanges, BlockEvent, Cause, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service import watch as watch_module
 from kvtierd.service.errors import CallRefused
@@ -31,8 +31,10 @@ def watcher(ring: EventHub, wanted: EventFilter = ALL, cursor: int = 0, heartbea
     return Watcher(ring, ring.epoch, cursor, wanted, heartbeat_s)
 
 
-def stored(number: int, cache: int = 1) -> Event:
-    return Event(EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), 0, Changes.of([BLOCK]))
+def stored(number: int, cache: int = 1) -> BlockEvent:
+    return BlockEvent(
+        EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), 0, BlockChanges.of([BLOCK])
+    )
 
 
 async def batches(follow: AsyncIterator[bytes], until: int) -> list[events_pb2.WatchBatch]:

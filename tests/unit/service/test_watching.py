@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
-from kvtierd.event_log.segments import Segments
+from kvtierd.event_log.segments import LogSegments
 from kvtierd.rights import Rights
 from kvtierd.service.calls import Access
 from kvtierd.service.daemon import Daemon
@@ -104,7 +104,7 @@ async def test_what_the_log_lacks_at_a_clean_stop_is_declared_at_the_next_start(
         await eventually(lambda: log.status().newest == daemon._hub.last)
         logged = daemon._hub.last
         with monkeypatch.context() as patch:
-            patch.setattr(Segments, "append", full)
+            patch.setattr(LogSegments, "append", full)
             await churn(client, cache, 3, seed=100)
             await daemon._engine.settle()
             last = daemon._hub.last

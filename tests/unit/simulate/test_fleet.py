@@ -10,7 +10,7 @@ from kvtierd.core.check import check
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import Key, Tier
 from kvtierd.core.policy import RemotePolicy
-from kvtierd.simulate.fleet import ROUTERS, Fleet, FleetShape, simulate
+from kvtierd.simulate.fleet import ROUTERS, FleetShape, SimulatedFleet, simulate
 from kvtierd.simulate.host import GROUP, Host
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -140,7 +140,7 @@ WORDS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=40)
        st.sampled_from([None, *RemotePolicy]))  # fmt: skip
 def test_whatever_the_fleet_nothing_is_found_twice_or_invented(words, hosts, host, disk, router, peers, remote):
     slots = {HOST: host} | ({DISK: disk} if disk else {})
-    fleet = Fleet(FleetShape(hosts, slots, router, remote, peers))
+    fleet = SimulatedFleet(FleetShape(hosts, slots, router, remote, peers))
     seen: set[Key] = set()
     ever = 0
     for word in words:

@@ -18,7 +18,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.recovery import Recovered
+from kvtierd.core.recovery import RecoveredBlock
 from kvtierd.service.recovery import NOBODY, OldLife, adopt
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable
@@ -151,7 +151,7 @@ def test_what_is_not_this_caches_is_refused(
         os.close(fd)
 
 
-def found(arena: Arena, shape: GroupShape = WINDOW) -> list[Recovered]:
+def found(arena: Arena, shape: GroupShape = WINDOW) -> list[RecoveredBlock]:
     return adopt(arena, [shape], {}, NOBODY).recovered[GROUP]
 
 

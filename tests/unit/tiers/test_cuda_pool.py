@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.abi.cuda.driver import Driver
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.cuda.pool import Gpu
+from kvtierd.tiers.cuda.pool import DaemonGpu
 from tests.fake_cuda import load_fake
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         self.bindings: ModuleType = load_fake(max_delay_ms=0.1, **settings)
-        self.gpu = Gpu(Driver(self.bindings, "cuda"))
+        self.gpu = DaemonGpu(Driver(self.bindings, "cuda"))
 
     @property
     def left(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.tiers import key_index
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.key_index import At, Blocks, KeyIndex
+from kvtierd.tiers.key_index import At, IndexedBlocks, KeyIndex
 from tests.unit.tiers.arena_helpers import finish_client, start_client
 
 SPEC = CacheSpec.single("m", "uint8", 1, 1, 1, 32 << 10)
@@ -137,14 +137,14 @@ class Writer:
         keys = [key(number) for number in TOGETHER]
         at = {key(number): (SlotId(number - 84), 8) for number in TOGETHER}
         on_disk, on_both = dict.fromkeys(keys, DISK_BIT), dict.fromkeys(keys, DISK_BIT | HOST_BIT)
-        self._index.put(Blocks(GROUP, on_disk), new=True)
+        self._index.put(IndexedBlocks(GROUP, on_disk), new=True)
         for _ in range(3):
-            self._index.put(Blocks(GROUP, on_both, at))
-            self._index.put(Blocks(GROUP, on_disk))
-        self._index.put(Blocks(GROUP, dict.fromkeys(keys, 0)))
+            self._index.put(IndexedBlocks(GROUP, on_both, at))
+            self._index.put(IndexedBlocks(GROUP, on_disk))
+        self._index.put(IndexedBlocks(GROUP, dict.fromkeys(keys, 0)))
 
     def _put(self, number: int, residency: int, host: At | None = None) -> None:
-        self._index.put(Blocks(GROUP, {key(number): residency}, {} if host is None else {key(number): host}))
+        self._index.put(IndexedBlocks(GROUP, {key(number): residency}, {} if host is None else {key(number): host}))
 
     def _forget(self, slot: SlotId) -> None:
         if not self._no_generation and not self._late_odd:

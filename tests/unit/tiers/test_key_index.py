@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.abi.control import ArenaIdentity, Segment
-from kvtier.abi.key_index import ABSENT, Buckets, Entry, IndexReader
+from kvtier.abi.key_index import ABSENT, Buckets, IndexEntry, IndexReader
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
-from kvtierd.tiers.key_index import At, Blocks, KeyIndex
+from kvtierd.tiers.key_index import At, IndexedBlocks, KeyIndex
 
 POOLS = (PoolSpec(1, 1, 8),)
 SPEC = CacheSpec("m", "uint8", 1, groups=(WindowGroupSpec(0, POOLS), WindowGroupSpec(64, POOLS)))
@@ -49,7 +49,7 @@ class Index:
 
     def put(self, group: GroupId, name: Key, residency: int, host: At | None = None, device: At | None = None) -> None:
         at_host, at_device = ({} if at is None else {name: at} for at in (host, device))
-        self.writer.put(Blocks(group, {name: residency}, at_host, at_device))
+        self.writer.put(IndexedBlocks(group, {name: residency}, at_host, at_device))
 
     def residency(self, number: int) -> int | None:
         entry = self.reader.entry(key(number), FULL)
@@ -149,7 +149,7 @@ def test_an_equal_tag_is_no_equal_key() -> None:
     for count in (20, 600):
         assert not index.reader.find(packed([3] * count), FULL).residency.any()
     tags[0, :] = mix.one(key(2), FULL)[2]
-    assert index.reader.entry(key(2), FULL) == Entry(HOST_BIT, 2, 2)
+    assert index.reader.entry(key(2), FULL) == IndexEntry(HOST_BIT, 2, 2)
     for count in (20, 600):
         assert index.reader.find(packed([2] * count), FULL).host_slots.tolist() == [2] * count
     index.buckets.groups[0, :] = SLIDING
@@ -158,25 +158,25 @@ def test_an_equal_tag_is_no_equal_key() -> None:
         assert not index.reader.find(packed([2] * count), FULL).residency.any()
 
 
-def standing(blocks: dict[GroupId, dict[int, int]]) -> list[Blocks]:
+def standing(blocks: dict[GroupId, dict[int, int]]) -> list[IndexedBlocks]:
     """By group, the residency of each numbered block."""
     found = []
     for group, some in blocks.items():
         host = {key(n): place(3 * n + 1, 6 * n + 10**6) for n, bits in some.items() if bits & HOST_BIT}
         device = {key(n): place(3 * n, 6 * n + 2) for n, bits in some.items() if bits & DEVICE_BIT}
-        found.append(Blocks(group, {key(number): bits for number, bits in some.items()}, host, device))
+        found.append(IndexedBlocks(group, {key(number): bits for number, bits in some.items()}, host, device))
     return found
 
 
-def expected(blocks: dict[GroupId, dict[int, int]]) -> dict[tuple[GroupId, Key], Entry]:
+def expected(blocks: dict[GroupId, dict[int, int]]) -> dict[tuple[GroupId, Key], IndexEntry]:
     return {
-        (group, name): Entry(bits, *host.get(name, (0, 0)), *device.get(name, (0, 0)))
+        (group, name): IndexEntry(bits, *host.get(name, (0, 0)), *device.get(name, (0, 0)))
         for group, some, host, device in standing(blocks)
         for name, bits in some.items()
     }
 
 
-def assert_holds(index: Index, blocks: dict[tuple[GroupId, Key], Entry]) -> None:
+def assert_holds(index: Index, blocks: dict[tuple[GroupId, Key], IndexEntry]) -> None:
     """These blocks, some of them without a place."""
     contents = index.writer.contents()
     assert contents.keys() == blocks.keys()
@@ -221,7 +221,7 @@ class AgainstADict(RuleBasedStateMachine):
     @initialize(buckets=st.integers(1, 60))
     def make(self, buckets: int) -> None:
         self.index = Index(buckets)
-        self.model: dict[tuple[GroupId, Key], Entry] = {}
+        self.model: dict[tuple[GroupId, Key], IndexEntry] = {}
 
     @rule(group=GROUP, changes=st.dictionaries(NUMBER, CHANGE, min_size=1, max_size=200))
     def put(self, group: GroupId, changes: dict[int, tuple[int, int, int]]) -> None:
@@ -236,16 +236,16 @@ class AgainstADict(RuleBasedStateMachine):
             if residency:
                 host = arrived[0].get(name, old[1:3]) if residency & HOST_BIT else (0, 0)
                 device = arrived[1].get(name, old[3:5]) if residency & DEVICE_BIT else (0, 0)
-                self.model[group, name] = Entry(residency, *host, *device)
+                self.model[group, name] = IndexEntry(residency, *host, *device)
         residencies = {key(number): residency for number, (residency, _, _) in changes.items()}
-        self.index.writer.put(Blocks(group, residencies, *arrived))
+        self.index.writer.put(IndexedBlocks(group, residencies, *arrived))
 
     @rule(group=GROUP, numbers=st.sets(NUMBER, max_size=200))
     def put_new(self, group: GroupId, numbers: set[int]) -> None:
         """Blocks of which the caller knows that they are not there."""
         at = {key(n): place(n, 2 * n) for n in sorted(numbers) if (group, key(n)) not in self.model}
-        self.model |= {(group, name): Entry(HOST_BIT, *where, 0, 0) for name, where in at.items()}
-        self.index.writer.put(Blocks(group, dict.fromkeys(at, HOST_BIT), at), new=True)
+        self.model |= {(group, name): IndexEntry(HOST_BIT, *where, 0, 0) for name, where in at.items()}
+        self.index.writer.put(IndexedBlocks(group, dict.fromkeys(at, HOST_BIT), at), new=True)
 
     @invariant()
     def agrees(self) -> None:
@@ -263,7 +263,7 @@ class AgainstADict(RuleBasedStateMachine):
                     found.device_generations[number],
                 )
                 assert bool(found.sure[number]) == (entry is not None)
-                assert Entry(*map(int, row)) == (entry or ABSENT)
+                assert IndexEntry(*map(int, row)) == (entry or ABSENT)
                 if entry is None:
                     assert self.index.unindexed
                 else:

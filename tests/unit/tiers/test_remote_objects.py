@@ -12,8 +12,8 @@ from kvtierd.core.ids import CHECKSUM_BYTES, EVENT_HASH_BYTES, TOKEN_BYTES, Grou
 from kvtierd.tiers.remote.objects import (
     LINK_BYTES,
     BadObject,
-    OtherVersion,
-    Place,
+    GroupPrefix,
+    OtherObjectVersion,
     decode,
     encode,
     object_bytes,
@@ -23,7 +23,7 @@ from kvtierd.tiers.remote.objects import (
 
 keys = st.binary(min_size=32, max_size=32).map(Key)
 places = st.builds(
-    Place,
+    GroupPrefix,
     st.sampled_from(["a", "cache-7"]),
     st.binary(min_size=32, max_size=32),
     st.integers(0, 1000).map(GroupId),
@@ -49,7 +49,7 @@ traits = st.builds(
 
 @given(places, keys, st.none() | keys, traits, parts)
 def test_a_block_comes_back_with_all_that_is_known_of_it(
-    place: Place, key: Key, parent: Key | None, known: Traits, written: list[NDArray[np.uint8]]
+    place: GroupPrefix, key: Key, parent: Key | None, known: Traits, written: list[NDArray[np.uint8]]
 ) -> None:
     whole = encode(place, key, parent, known, written)
     payload_bytes = sum(len(part) for part in written)
@@ -63,19 +63,24 @@ def test_a_block_comes_back_with_all_that_is_known_of_it(
 
 @given(places, keys, st.none() | keys, traits, parts, st.data())
 def test_an_object_that_is_not_whole_is_bad(
-    place: Place, key: Key, parent: Key | None, known: Traits, written: list[NDArray[np.uint8]], data: st.DataObject
+    place: GroupPrefix,
+    key: Key,
+    parent: Key | None,
+    known: Traits,
+    written: list[NDArray[np.uint8]],
+    data: st.DataObject,
 ) -> None:
     whole = encode(place, key, parent, known, written)
     flipped = bytearray(whole)
     flipped[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     for bad in (flipped, whole[: data.draw(st.integers(0, len(whole) - 1))], whole + data.draw(st.binary(min_size=1))):
-        with pytest.raises((BadObject, OtherVersion)):  # a flipped bit may be one of the version
+        with pytest.raises((BadObject, OtherObjectVersion)):  # a flipped bit may be one of the version
             decode(place, key, sum(len(part) for part in written), memoryview(bad))
 
 
 @given(places, keys, places, keys, parts)
 def test_the_object_of_another_name_is_bad(
-    place: Place, key: Key, other: Place, other_key: Key, written: list[NDArray[np.uint8]]
+    place: GroupPrefix, key: Key, other: GroupPrefix, other_key: Key, written: list[NDArray[np.uint8]]
 ) -> None:
     payload_bytes = sum(len(part) for part in written)
     whole = memoryview(encode(place, key, None, Traits(35), written))
@@ -87,13 +92,13 @@ def test_the_object_of_another_name_is_bad(
 
 
 @given(places, keys, st.binary(max_size=400), st.integers(0, 200))
-def test_any_bytes_are_bad(place: Place, key: Key, found: bytes, payload_bytes: int) -> None:
+def test_any_bytes_are_bad(place: GroupPrefix, key: Key, found: bytes, payload_bytes: int) -> None:
     with pytest.raises(BadObject):
         decode(place, key, payload_bytes, memoryview(found))
 
 
 @given(places, keys)
-def test_a_name_is_short_ascii_below_its_prefix(place: Place, key: Key) -> None:
+def test_a_name_is_short_ascii_below_its_prefix(place: GroupPrefix, key: Key) -> None:
     name = place.name(key)
     assert name.startswith(place.prefix)
     assert name.rpartition("/")[2].partition(".")[0] == key.hex()

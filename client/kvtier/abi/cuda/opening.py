@@ -33,7 +33,7 @@ class Features:
 
 
 @dataclass(slots=True, frozen=True)
-class Found:
+class FoundDevice:
     """A device. ``ordinal`` numbers the devices that this process sees, ``handle`` is NVIDIA's CUdevice."""
 
     ordinal: int
@@ -72,7 +72,7 @@ def load_bindings() -> Any:
     return bindings
 
 
-def find(bindings: Any, device: str) -> Found:
+def find(bindings: Any, device: str) -> FoundDevice:
     """Starts CUDA in this process and looks ``device`` up. Raises :class:`CudaUnavailable`, and ``ValueError`` for a
     text that is no device name."""
     match = _NAME.fullmatch(device)
@@ -122,7 +122,7 @@ def _start(bindings: Any) -> None:
         raise CudaUnavailable(f"NVIDIA's driver does not start: {_said(bindings, code)}")
 
 
-def _described(bindings: Any, ordinal: int) -> Found:
+def _described(bindings: Any, ordinal: int) -> FoundDevice:
     handle = _handle(bindings, ordinal)
     version = _asked(bindings, "cuDriverGetVersion")
     kinds = bindings.CUdevice_attribute
@@ -143,7 +143,7 @@ def _described(bindings: Any, ordinal: int) -> Found:
         batch_copy=_has_batch_copy(bindings, version) and bool(attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")),
     )
     name = _asked(bindings, "cuDeviceGetName", 128, handle).split(b"\0")[0].decode("ascii", "replace")
-    return Found(ordinal, handle, _uuid(bindings, handle), name, features)
+    return FoundDevice(ordinal, handle, _uuid(bindings, handle), name, features)
 
 
 def _has_batch_copy(bindings: Any, driver_version: int) -> bool:

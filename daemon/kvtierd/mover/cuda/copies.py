@@ -17,7 +17,7 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId, SlotId, Tier
 from kvtierd.mover import disk_io
-from kvtierd.mover.cuda.plan import Copies, Direction, Load, Pairs, SegmentLocks, Sites, plan
+from kvtierd.mover.cuda.plan import Copies, Direction, Pairs, SegmentLocks, Sites, StagedRecords, plan
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Passage, Touched, Traffic
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
@@ -91,7 +91,7 @@ class CudaCopies:
         with ExitStack() as holding:
             try:
                 with ExitStack() as fetching:
-                    load = Load(self._sites.layout, fetching.enter_context(self._buffer()), wanted)
+                    load = StagedRecords(self._sites.layout, fetching.enter_context(self._buffer()), wanted)
                     self._fill(load)
                     holding.push(fetching.pop_all())
             except (CudaError, TierError, Unaccounted) as error:
@@ -111,7 +111,7 @@ class CudaCopies:
         if not wanted:
             return disk_io.read(batch)
         with ExitStack() as holding:
-            load = Load(self._sites.layout, holding.enter_context(self._buffer()), wanted)
+            load = StagedRecords(self._sites.layout, holding.enter_context(self._buffer()), wanted)
             records = load.records()
             faults = disk_io.fetch(
                 batch,
@@ -209,11 +209,11 @@ class CudaCopies:
             raise
         self._staging.give_back(buffer)
 
-    def _fill(self, load: Load) -> None:
+    def _fill(self, load: StagedRecords) -> None:
         load.blank_padding()
         self._traffic.settle(self._issue_load(Direction.TO_HOST, load, load.wanted.keys()))
 
-    def _issue_load(self, direction: Direction, load: Load, places: Collection[int]) -> Passage:
+    def _issue_load(self, direction: Direction, load: StagedRecords, places: Collection[int]) -> Passage:
         """Issues copies between the load's records at these places and their device slots."""
         pairs = load.pairs(places)
         device = _touched(DEVICE, pairs, 0)

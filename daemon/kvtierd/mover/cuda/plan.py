@@ -130,7 +130,7 @@ class Sites:
         """Paths between device and host slots."""
         return self._paths[direction]
 
-    def to_staging(self, direction: Direction, load: Load) -> Mapping[GroupId, Path]:
+    def to_staging(self, direction: Direction, load: StagedRecords) -> Mapping[GroupId, Path]:
         """Paths between device slots and the load's records."""
         return {group: self._path(direction, group, load.parts(group)) for group in load.groups}
 
@@ -180,7 +180,7 @@ Wanted = Mapping[int, tuple[GroupId, SlotId]]
 """Device slots of items, by the items' places in a batch, in ascending order."""
 
 
-class Record(NamedTuple):
+class DeviceRecord(NamedTuple):
     """A staged record: ``number`` in its group, of device ``slot``, for the item at ``place``."""
 
     place: int
@@ -189,7 +189,7 @@ class Record(NamedTuple):
     number: SlotId
 
 
-class Load:
+class StagedRecords:
     """Staged records of the ``wanted`` items, in the format of the disk: parts in pool order, each padded to 4096
     bytes.
 
@@ -221,10 +221,10 @@ class Load:
     def groups(self) -> Sequence[GroupId]:
         return list(self._starts)
 
-    def numbered(self) -> list[Record]:
+    def numbered(self) -> list[DeviceRecord]:
         """The records group by group, in the order of their places."""
         return [
-            Record(place, group, self.wanted[place][1], SlotId(number))
+            DeviceRecord(place, group, self.wanted[place][1], SlotId(number))
             for group, places in self._places.items()
             for number, place in enumerate(places)
         ]

@@ -24,14 +24,14 @@ from kvtierd.service.cache import prefix_of
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.known import Known
 from kvtierd.tiers.remote.base import Listed, RemoteStore
-from kvtierd.tiers.remote.objects import LINK_BYTES, Place, parent_in, parse
+from kvtierd.tiers.remote.objects import LINK_BYTES, GroupPrefix, parent_in, parse
 
 BATCH: Final = 128
 """Objects that are deleted in a call, or looked at in a turn of the loop."""
 
 
 @dataclass(slots=True)
-class Tally:
+class DeletionCounts:
     """Counts of deleted and of kept blocks."""
 
     gone: int = 0
@@ -44,7 +44,7 @@ class _Object(NamedTuple):
     """``used_s``: last use or write, in seconds since 1970. ``forgotten``: whether its block is forgotten."""
 
     name: str
-    place: Place
+    place: GroupPrefix
     key: Key
     nbytes: int
     written_s: float
@@ -134,7 +134,7 @@ class Deleter:
 
     async def run(
         self, caches: Sequence[str], older_than_s: float | None, keep_bytes: int | None, *, dry_run: bool
-    ) -> Tally:
+    ) -> DeletionCounts:
         """Deletes blocks of all daemons, and every block that a reset has forgotten. Objects that are not blocks stay.
 
         Args:
@@ -148,22 +148,22 @@ class Deleter:
         began_s = time.time()
         written_s = 0.0 if older_than_s is None else began_s - older_than_s
         unused = () if keep_bytes is None else await self._unused(caches, written_s, keep_bytes)
-        tally, doomed = Tally(), list[str]()
+        counts, doomed = DeletionCounts(), list[str]()
         async for one in self._objects(caches):
             keeps = one.used_s >= began_s or one.id not in unused
             if keeps and one.written_s >= written_s and not one.forgotten:
-                tally.kept += 1
-                tally.kept_bytes += one.nbytes
+                counts.kept += 1
+                counts.kept_bytes += one.nbytes
                 continue
-            tally.gone += 1
-            tally.gone_bytes += one.nbytes
+            counts.gone += 1
+            counts.gone_bytes += one.nbytes
             if not dry_run:
                 doomed.append(one.name)
             if len(doomed) == BATCH:
                 await self._delete(doomed)
                 doomed.clear()
         await self._delete(doomed)
-        return tally
+        return counts
 
     async def _unused(self, caches: Sequence[str], written_s: float, keep_bytes: int) -> Collection[int]:
         links, batch = _Links(), list[_Object]()
@@ -216,5 +216,5 @@ class Deleter:
             raise ShuttingDown
 
 
-def _block_id(place: Place, key: Key) -> int:
+def _block_id(place: GroupPrefix, key: Key) -> int:
     return xxhash.xxh3_64_intdigest(place.prefix.encode() + key)

@@ -24,13 +24,13 @@ from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import DAEMON, HOST, CacheId, GroupId, Key, Label, LeaseId, Tier
 from kvtierd.core.transfers import CommitItem
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.executor import MoverError, Refused, UnknownCache
-from kvtierd.service.cache import Cache
+from kvtierd.mover.executor import MoverError, TicketRefused, UnknownCache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.forgotten import Forgotten, Past
 from kvtierd.service.remote.sources import Source, Sources
 from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.remote.base import RemoteError
-from kvtierd.tiers.remote.objects import BadObject, OtherVersion, Place, Remembered, decode, object_bytes
+from kvtierd.tiers.remote.objects import BadObject, GroupPrefix, OtherObjectVersion, Remembered, decode, object_bytes
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 32
@@ -76,14 +76,14 @@ class Chain:
     ``place``: for blocks without a revision in ``revisions``. ``in_store``: the store may be asked for the objects.
     """
 
-    place: Place
+    place: GroupPrefix
     past: Past
     revisions: Mapping[Key, int]
     in_store: bool = True
 
     @classmethod
-    def of(cls, cache: Cache, group: GroupId, keys: Sequence[Key], past: Past, *, in_store: bool = True) -> Self:
-        place, revisions = Place(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
+    def of(cls, cache: ServedCache, group: GroupId, keys: Sequence[Key], past: Past, *, in_store: bool = True) -> Self:
+        place, revisions = GroupPrefix(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
         if past.dropped:
             latest = past.generation
             for key in keys:
@@ -107,14 +107,14 @@ class Fetcher:
         self._teller: Final = teller
         self._coming: dict[tuple[CacheId, GroupId, Key], asyncio.Future[None]] = {}
         self._buffers: Final = _Buffers()
-        self._told: Final[set[str]] = set()
+        self._logged: Final[set[str]] = set()
         self.counts: Final[Counter[str]] = Counter()
 
-    async def reach(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
+    async def reach(self, cache: ServedCache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
         """How long a prefix of these groups is with the blocks of the store. It may turn out shorter."""
         return await self._reach(cache, await self._chains(cache, groups, keys), keys)
 
-    async def _reach(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key]) -> int:
+    async def _reach(self, cache: ServedCache, chains: Mapping[GroupId, Chain], keys: Sequence[Key]) -> int:
         low, high = self._local(cache, list(chains), keys), len(keys)
         length = high  # mostly all of it is there, or nothing
         try:
@@ -129,7 +129,12 @@ class Fetcher:
         return self._before_holes(cache, chains, keys, low)
 
     async def bring(
-        self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key], wait_s: float, recompute_s: float = 0.0
+        self,
+        cache: ServedCache,
+        groups: Sequence[GroupId],
+        keys: Sequence[Key],
+        wait_s: float,
+        recompute_s: float = 0.0,
     ) -> None:
         """Extends the prefix in the host tier as far as possible within ``wait_s``. Raises nothing: a block that does
         not arrive is a miss.
@@ -151,14 +156,16 @@ class Fetcher:
                 if length > local and self._is_worth_it(cache, missing, recompute_s):
                     for each, wanted in missing.items():
                         await self._fetch(cache, chains[each], wanted)
-        except (TimeoutError, RemoteError, Refused, MoverError):
+        except (TimeoutError, RemoteError, TicketRefused, MoverError):
             pass
         except Exception:  # noqa: BLE001  a bug, or an unforeseen answer, must not fail the call
             _log.exception("blocks were not fetched: a bug name=%s", cache.name)
 
     # -- missing blocks ----------------------------------------------------------------------------------------------
 
-    def _before_holes(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int) -> int:
+    def _before_holes(
+        self, cache: ServedCache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int
+    ) -> int:
         """Cuts ``length`` at the first hole that a fetch has found in a chain."""
         for group, chain in chains.items() if self._sources.knows_holes() else ():
             if cache.spec.attention(group).chained:
@@ -169,21 +176,23 @@ class Fetcher:
                 length = min(length, next(lacks, length))
         return length
 
-    async def _chains(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> dict[GroupId, Chain]:
+    async def _chains(self, cache: ServedCache, groups: Sequence[GroupId], keys: Sequence[Key]) -> dict[GroupId, Chain]:
         """The chain in each group."""
         in_store = await self._teller.hear(cache.prefix)
         past = self._forgotten.of(cache.prefix)
         return {each: Chain.of(cache, each, keys, past, in_store=in_store) for each in groups}
 
-    def _local(self, cache: Cache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
+    def _local(self, cache: ServedCache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
         return self._engine.manager(cache.id).match(groups, keys).blocks
 
-    def _missing(self, cache: Cache, group: GroupId, keys: Sequence[Key], length: int) -> list[Key]:
+    def _missing(self, cache: ServedCache, group: GroupId, keys: Sequence[Key], length: int) -> list[Key]:
         """The blocks that a prefix of ``length`` blocks needs and the group lacks."""
         needed = cache.spec.attention(group).needs(length).pick(keys)
-        return self._engine.manager(cache.id).beyond.absent(group, needed)
+        return self._engine.manager(cache.id).remote.absent(group, needed)
 
-    async def _reaches(self, cache: Cache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int) -> bool:
+    async def _reaches(
+        self, cache: ServedCache, chains: Mapping[GroupId, Chain], keys: Sequence[Key], length: int
+    ) -> bool:
         """Whether each group's missing blocks of a prefix of ``length`` blocks can be fetched. In a full-attention
         group only the last missing block is asked for, as its ancestors were written before it."""
         for group, chain in chains.items():
@@ -195,7 +204,7 @@ class Fetcher:
                 return False
         return True
 
-    def _is_worth_it(self, cache: Cache, missing: dict[GroupId, list[Key]], recompute_s: float) -> bool:
+    def _is_worth_it(self, cache: ServedCache, missing: dict[GroupId, list[Key]], recompute_s: float) -> bool:
         nbytes = sum(len(keys) * cache.spec.block_bytes(group) for group, keys in missing.items())
         blocks = max(map(len, missing.values()))
         worth = not recompute_s or self._sources.seconds(nbytes) <= blocks * recompute_s
@@ -205,12 +214,12 @@ class Fetcher:
 
     # -- the fetch ---------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, cache: Cache, chain: Chain, wanted: Sequence[Key]) -> None:
+    async def _fetch(self, cache: ServedCache, chain: Chain, wanted: Sequence[Key]) -> None:
         """Fetches blocks, after waiting for blocks that other calls are fetching."""
         group = chain.place.group
         while coming := {self._coming[one] for key in wanted if (one := (cache.id, group, key)) in self._coming}:
             await asyncio.wait(coming)
-            wanted = self._engine.manager(cache.id).beyond.absent(group, wanted)
+            wanted = self._engine.manager(cache.id).remote.absent(group, wanted)
         places = [(cache.id, group, key) for key in wanted]
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._coming |= dict.fromkeys(places, arrival)
@@ -221,7 +230,7 @@ class Fetcher:
                 del self._coming[place]
             arrival.set_result(None)
 
-    async def _in_batches(self, cache: Cache, chain: Chain, wanted: Sequence[Key]) -> None:
+    async def _in_batches(self, cache: ServedCache, chain: Chain, wanted: Sequence[Key]) -> None:
         step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(chain.place.group)))
         batches = deque(wanted[start : start + step] for start in range(0, len(wanted), step))
         under_way: deque[asyncio.Task[list[_Got]]] = deque()
@@ -240,14 +249,14 @@ class Fetcher:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    def _is_current(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> bool:
+    def _is_current(self, cache: ServedCache, chain: Chain, got: Sequence[_Got]) -> bool:
         """Whether the cache has forgotten nothing since the blocks were asked for."""
         current = self._forgotten.of(cache.prefix) is chain.past
         if not current:
             self.counts["forgotten meanwhile"] += len(got)
         return current
 
-    def _standing(self, cache: Cache, chain: Chain, got: Sequence[_Got]) -> Sequence[_Got]:
+    def _standing(self, cache: ServedCache, chain: Chain, got: Sequence[_Got]) -> Sequence[_Got]:
         """Cuts off blocks from the first with a forgotten ancestor: a chain without its first blocks lacks ancestors,
         so its revisions may be too old."""
         group, revisions = chain.place.group, dict[Key | None, int]({None: chain.past.generation})
@@ -256,13 +265,13 @@ class Fetcher:
         for number, one in enumerate(got):
             parent, path = one.remembered.parent, [one.key]
             if parent is not None and parent not in revisions:
-                path += [parent, *self._engine.manager(cache.id).beyond.ancestors(group, parent)]
+                path += [parent, *self._engine.manager(cache.id).remote.ancestors(group, parent)]
             revisions[one.key] = max(chain.past.revision(group, path), revisions.get(parent, 0))
             if revisions[one.key] != chain.revisions[one.key]:
                 return got[:number]
         return got
 
-    async def _get(self, cache: Cache, chain: Chain, keys: Sequence[Key]) -> list[_Got]:
+    async def _get(self, cache: ServedCache, chain: Chain, keys: Sequence[Key]) -> list[_Got]:
         """The sound blocks before the first that is missing or damaged; all sound blocks if the group has no chains."""
         place, group = chain.place, chain.place.group
         payload_bytes = cache.spec.block_bytes(group)
@@ -280,7 +289,7 @@ class Fetcher:
             return found
         return [there[key] for key in takewhile(there.__contains__, keys)]
 
-    async def _report_damage(self, cache: Cache, chain: Chain, key: Key, source: Source | None, why: str) -> None:
+    async def _report_damage(self, cache: ServedCache, chain: Chain, key: Key, source: Source | None, why: str) -> None:
         self.counts["damaged"] += 1
         group = chain.place.group
         says = "an object is damaged at=%s name=%s group=%d key=%s why=%r"
@@ -295,12 +304,12 @@ class Fetcher:
         self.counts["other version"] += 1
         if source is self._sources.store:
             self._sources.pass_over(name)
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             says = "an object is left alone at=%s object=%s why=%r, and others like it"
             _log.warning(says, source and source.name, name, why)
 
-    async def _store_blocks(self, cache: Cache, chain: Chain, got: Sequence[_Got], seconds: float) -> None:
+    async def _store_blocks(self, cache: ServedCache, chain: Chain, got: Sequence[_Got], seconds: float) -> None:
         """Commits the blocks in the host tier, unless the cache has forgotten blocks since the fetch began."""
         group = chain.place.group
         grant = await self._engine.reserve(cache.id, DAEMON, group, HOST, len(got), None)
@@ -335,7 +344,7 @@ class Fetcher:
 
 
 def _verified(
-    place: Place, payload_bytes: int, keys: Sequence[Key], buffers: Sequence[memoryview], sizes: Sequence[int]
+    place: GroupPrefix, payload_bytes: int, keys: Sequence[Key], buffers: Sequence[memoryview], sizes: Sequence[int]
 ) -> tuple[list[_Got], dict[Key, str], dict[Key, str]]:
     """Sound blocks, and the reasons why other objects are damaged or left alone. In a thread."""
     found: list[_Got] = []
@@ -349,14 +358,14 @@ def _verified(
             continue
         try:
             found.append(_Got(key, *decode(place, key, payload_bytes, buffer[:size]), buffer))
-        except OtherVersion as error:
+        except OtherObjectVersion as error:
             others[key] = str(error)
         except BadObject as error:
             damaged[key] = str(error)
     return found, damaged, others
 
 
-def _retention(cache: Cache, remembered: Remembered, checksum: bytes) -> tuple[int, int, Label | None]:
+def _retention(cache: ServedCache, remembered: Remembered, checksum: bytes) -> tuple[int, int, Label | None]:
     """Priority, duration and label of a fetched block. The label has only the fields that this cache keeps."""
     options, traits = cache.options, remembered.traits
     label = traits.label

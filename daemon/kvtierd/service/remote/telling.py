@@ -20,9 +20,9 @@ from kvtier.abi.words import BlockResult
 from kvtierd.core.ids import DAEMON, GroupId
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.forgotten import Forgotten, Past, Place
+from kvtierd.service.forgotten import BlockPlace, Forgotten, Past
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.remote.base import RemoteError, RemoteRefused, RemoteUnavailable
 from kvtierd.tiers.remote.breaker import Guarded
@@ -145,7 +145,7 @@ class Teller:
                     await asyncio.wait([self._start(prefix)])
         return self.has_heard(prefix)
 
-    async def let_go(self, cache: Cache) -> int:
+    async def let_go(self, cache: ServedCache) -> int:
         """Drops the blocks that an earlier reset left, except blocks in use. Returns the number of blocks in use."""
         prefix = cache.prefix
         if self._forgotten.kept(prefix) or self._forgotten.is_due(prefix):
@@ -156,7 +156,7 @@ class Teller:
                     self._forgotten.keep(prefix, await self._drop(cache, self._forgotten.kept(prefix)))
         return len(self._forgotten.kept(prefix))
 
-    async def _reset(self, cache: Cache) -> None:
+    async def _reset(self, cache: ServedCache) -> None:
         report = await self._engine.reset(cache.id, DAEMON, force=True)
         self._forgotten.keep(cache.prefix, report.roots)
         says = "a cache is reset, as its past says name=%s dropped=%d kept=%d"
@@ -201,7 +201,7 @@ class Teller:
             self._watched[prefix] = asyncio.get_running_loop().time() + LOOK_S, LOOK_S
         self._heard[prefix] = ours
 
-    def _cache(self, prefix: str) -> Cache | None:
+    def _cache(self, prefix: str) -> ServedCache | None:
         """The open cache."""
         cache = self._catalog.named(prefix.partition("/")[0])
         return cache if cache is not None and cache.prefix == prefix else None
@@ -224,9 +224,9 @@ class Teller:
                 gone = {place: fresh[place] for place in fresh.keys() - held}
                 self._forgotten.set(prefix, ours.joined(Past(0, gone)) if gone else ours)
 
-    async def _drop(self, cache: Cache, places: Collection[Place]) -> frozenset[Place]:
+    async def _drop(self, cache: ServedCache, places: Collection[BlockPlace]) -> frozenset[BlockPlace]:
         """Returns the blocks that are in use and stay."""
-        held = set[Place]()
+        held = set[BlockPlace]()
         for group in map(GroupId, range(len(cache.spec.groups))):
             keys = [key for of, key in places if of == group]
             report = await self._engine.drop(cache.id, DAEMON, group, keys)

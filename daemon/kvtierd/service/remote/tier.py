@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvtierd.config.keys import Remote
+from kvtierd.config.keys import RemoteConfig
 from kvtierd.core.ids import GroupId, Key
 from kvtierd.mover.engine import Engine
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.hub import EventHub
@@ -37,7 +37,7 @@ PROBE_S: Final = 0.5
 """Seconds between probes of a store that fails."""
 
 
-async def opened_store(config: Remote) -> RemoteStore:
+async def opened_store(config: RemoteConfig) -> RemoteStore:
     """Opens the store. Raises TierConfigError if that is impossible. A store that does not answer is opened later."""
     store = open_store(config.url, group_access=config.group_access)
     try:
@@ -62,7 +62,7 @@ class RemoteTier:
         engine: Engine,
         hub: EventHub,
         catalog: Catalog,
-        config: Remote | None,
+        config: RemoteConfig | None,
         store: RemoteStore | None,
         peers: Mapping[str, RemoteStore],
         generations: Generations,
@@ -113,13 +113,13 @@ class RemoteTier:
         """Blocks that wait for the store, by reason."""
         return {} if self._writer is None else self._writer.unwritten
 
-    def reach(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> int:
+    def reach(self, cache: ServedCache, group: GroupId, keys: Sequence[Key]) -> int:
         """Length of the prefix that the store is known to have, without a call."""
         names = self.names(cache, group, keys)
         lacking = (number for number, name in enumerate(names.values()) if not self.known.of(name))
         return next(lacking, len(names))
 
-    def names(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> Mapping[Key, str]:
+    def names(self, cache: ServedCache, group: GroupId, keys: Sequence[Key]) -> Mapping[Key, str]:
         """Names of the blocks' present or future objects; empty without a store."""
         return {} if self._writer is None else self._writer.names(cache, group, keys)
 

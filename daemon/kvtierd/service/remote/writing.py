@@ -23,7 +23,7 @@ from kvtierd.core.ids import DISK, HOST, REMOTE, GroupId, Key, SlotId, Tier
 from kvtierd.core.remote import Offer
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.forgotten import Forgotten, Past
 from kvtierd.service.hub import EventHub
@@ -32,7 +32,7 @@ from kvtierd.service.remote.telling import Teller
 from kvtierd.tiers.base import Bytes, TierError
 from kvtierd.tiers.disk.store import DiskRead
 from kvtierd.tiers.remote.base import CHECKSUM_BYTES, RemoteError, RemoteStore
-from kvtierd.tiers.remote.objects import Place, encode
+from kvtierd.tiers.remote.objects import GroupPrefix, encode
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 16
@@ -98,16 +98,16 @@ class Writer:
         counts = Counter[str]()
         for cache in self._catalog:
             with suppress(MoverError):
-                counts.update(self._engine.manager(cache.id).beyond.unwritten())
+                counts.update(self._engine.manager(cache.id).remote.unwritten())
         counts["under way"] = self._carried
         return counts
 
     @property
     def left(self) -> int:
         """The number of blocks that left this host before they were written."""
-        beyonds = (self._engine.manager(cache.id).beyond for cache in self._catalog)
+        remotes = (self._engine.manager(cache.id).remote for cache in self._catalog)
         with suppress(MoverError):
-            return sum(beyond.left for beyond in beyonds)
+            return sum(remote.left for remote in remotes)
         return 0
 
     def _begun(self) -> bool:
@@ -124,14 +124,14 @@ class Writer:
         if time.monotonic() < self._retry_at:
             return found
         for cache in self._catalog:
-            self._engine.manager(cache.id).beyond.begin_day(int(time.time() // DAY_S))
+            self._engine.manager(cache.id).remote.begin_day(int(time.time() // DAY_S))
             for number in range(len(cache.spec.groups)):
                 if len(self._under_way) >= BATCHES:
                     return True
                 found |= self._take(cache, GroupId(number))
         return found
 
-    def _take(self, cache: Cache, group: GroupId) -> bool:
+    def _take(self, cache: ServedCache, group: GroupId) -> bool:
         step = max(1, min(BATCH_BLOCKS, BATCH_BYTES // cache.spec.block_bytes(group)))
         if self._forgotten.is_changing(cache.prefix) or self._forgotten.is_due(cache.prefix):
             return False  # a block about to be forgotten would get the name of a fresh block
@@ -139,7 +139,7 @@ class Writer:
             self._teller.wake(cache.prefix)
             return False
         with suppress(MoverError):
-            offers = self._engine.manager(cache.id).beyond.offers(group, step)
+            offers = self._engine.manager(cache.id).remote.offers(group, step)
             arena, past = cache.runtime.arena, self._forgotten.of(cache.prefix)
             names, old = self.names(cache, group, [each.key for each in offers]), self._of_before(cache, group, offers)
             sources = [
@@ -159,14 +159,14 @@ class Writer:
             return bool(offers)
         return False
 
-    def names(self, cache: Cache, group: GroupId, keys: Iterable[Key]) -> dict[Key, str]:
+    def names(self, cache: ServedCache, group: GroupId, keys: Iterable[Key]) -> dict[Key, str]:
         """Names of the blocks' present or future objects."""
-        past, beyond = self._forgotten.of(cache.prefix), self._engine.manager(cache.id).beyond
-        place, revisions = Place(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
+        past, remote = self._forgotten.of(cache.prefix), self._engine.manager(cache.id).remote
+        place, revisions = GroupPrefix(cache.name, cache.fingerprint, group, past.generation), dict[Key, int]()
         names: dict[Key, str] = {}
         for key in keys:
             path, above = [key], None
-            for above in beyond.ancestors(group, key) if past.dropped else ():
+            for above in remote.ancestors(group, key) if past.dropped else ():
                 if above in revisions:
                     break
                 path.append(above)
@@ -176,17 +176,17 @@ class Writer:
             names[key] = (place if latest == place.revision else replace(place, revision=latest)).name(key)
         return names
 
-    def _of_before(self, cache: Cache, group: GroupId, offers: Sequence[Offer]) -> set[Key]:
+    def _of_before(self, cache: ServedCache, group: GroupId, offers: Sequence[Offer]) -> set[Key]:
         """Returns the keys of offers that a reset kept, or whose ancestors it kept: the store must not get them."""
         kept = self._forgotten.kept(cache.prefix)
-        beyond = self._engine.manager(cache.id).beyond
+        remote = self._engine.manager(cache.id).remote
         return {
             offer.key
             for offer in (offers if kept else ())
-            if any((group, key) in kept for key in (offer.key, *beyond.ancestors(group, offer.key)))
+            if any((group, key) in kept for key in (offer.key, *remote.ancestors(group, offer.key)))
         }
 
-    async def _carry(self, cache: Cache, group: GroupId, past: Past, sources: Sequence[_Source]) -> None:
+    async def _carry(self, cache: ServedCache, group: GroupId, past: Past, sources: Sequence[_Source]) -> None:
         left = [source.offer.key for source in sources]
         try:
             there = await self._there(sources)
@@ -218,20 +218,20 @@ class Writer:
             if left:
                 self.counts["not taken"] += len(left)
                 with suppress(MoverError):
-                    self._engine.manager(cache.id).beyond.put_back(group, left)
+                    self._engine.manager(cache.id).remote.put_back(group, left)
 
-    def _again(self, cache: Cache, group: GroupId, offers: Sequence[Offer]) -> None:
+    def _again(self, cache: ServedCache, group: GroupId, offers: Sequence[Offer]) -> None:
         """Offers unread blocks again, except blocks that are gone and blocks still in the same disk slot."""
-        beyond, moved = self._engine.manager(cache.id).beyond, list[Key]()
-        gone = set(beyond.absent(group, [offer.key for offer in offers]))
+        remote, moved = self._engine.manager(cache.id).remote, list[Key]()
+        gone = set(remote.absent(group, [offer.key for offer in offers]))
         for offer in offers:
             if offer.key in gone:
                 self.counts["gone meanwhile"] += 1
-            elif offer.tier is DISK and beyond.slot(group, offer.key) == (offer.tier, offer.slot):
+            elif offer.tier is DISK and remote.slot(group, offer.key) == (offer.tier, offer.slot):
                 self.counts["unreadable"] += 1
             else:
                 moved.append(offer.key)
-        beyond.put_back(group, moved)
+        remote.put_back(group, moved)
 
     async def _there(self, sources: Sequence[_Source]) -> set[str]:
         """The names of objects that the store has, perhaps from another host. A child of an absent block counts as
@@ -263,7 +263,7 @@ class Writer:
         pairs = zip(ready, begins, strict=True)
         return {source.name for (source, data), begin in pairs if begin == data[:CHECKSUM_BYTES]}
 
-    def _stood(self, cache: Cache, group: GroupId, source: _Source) -> bool:
+    def _stood(self, cache: ServedCache, group: GroupId, source: _Source) -> bool:
         """Whether the bytes read from memory are the block's: its slot has not changed since the offer."""
         if source.offer.tier is not HOST:
             return True
@@ -271,7 +271,7 @@ class Writer:
 
     async def _put(
         self,
-        cache: Cache,
+        cache: ServedCache,
         group: GroupId,
         past: Past,
         ready: Sequence[tuple[_Source, bytes]],
@@ -295,7 +295,7 @@ class Writer:
         self.counts["replaced"] += len(replaced)
         self.counts["refused"] += sum(error is not None and error.of_object for _, error in offers)
         again = [offer.key for offer, error in offers if error is not None and not error.of_object]
-        self._engine.manager(cache.id).beyond.put_back(group, again)
+        self._engine.manager(cache.id).remote.put_back(group, again)
         for tier, keys in _by_tier(written).items():
             self._engine.travelled(cache.id, group, keys, tier, REMOTE, took)
 
@@ -314,9 +314,9 @@ def _by_tier(offers: Iterable[Offer]) -> dict[Tier, list[Key]]:
     return found
 
 
-def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[bytes | None]:
+def _objects(cache: ServedCache, group: GroupId, sources: Sequence[_Source]) -> list[bytes | None]:
     """The object of each block; None if the disk does not give the bytes. In a thread."""
-    place = Place(cache.name, cache.fingerprint, group)
+    place = GroupPrefix(cache.name, cache.fingerprint, group)
     return [
         None if parts is None else encode(place, source.offer.key, source.offer.parent, source.offer.traits, parts)
         for source in sources
@@ -324,7 +324,7 @@ def _objects(cache: Cache, group: GroupId, sources: Sequence[_Source]) -> list[b
     ]
 
 
-def _parts(cache: Cache, group: GroupId, offer: Offer) -> Sequence[Bytes] | None:
+def _parts(cache: ServedCache, group: GroupId, offer: Offer) -> Sequence[Bytes] | None:
     slot = SlotId(offer.slot)
     if offer.tier is HOST:
         return cache.runtime.memory(HOST).parts(group, slot)

@@ -27,14 +27,14 @@ from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.budgets import Account
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import bad_argument, refused, unknown
 from kvtierd.service.hub import EventHub
 from kvtierd.service.remote.tier import RemoteTier
 from kvtierd.service.server import Health
-from kvtierd.service.sessions import Session, SessionRegistry
+from kvtierd.service.sessions import ClientSession, SessionRegistry
 
 if TYPE_CHECKING:
     from kvtierd.fleet.peers import Fleet
@@ -63,7 +63,7 @@ class AdminService:
     _hub: EventHub
     _identity: DaemonIdentity
     _health: Health
-    _watching: Callable[[], Iterable[tuple[Session, int]]]
+    _watching: Callable[[], Iterable[tuple[ClientSession, int]]]
     _log: EventLog | None
     _devices: Sequence[admin_pb2.DeviceStats]
     _remote: RemoteTier | None
@@ -72,7 +72,7 @@ class AdminService:
     _start_time_ns: int = field(default_factory=time.time_ns, init=False)
     _started: int = field(default_factory=time.monotonic_ns, init=False)
 
-    async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
+    async def stats(self, session: ClientSession, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
         """Covers the caches that the caller administers and the sessions that have these open or hold slots there.
 
         A caller that administers every cache sees all sessions.
@@ -109,7 +109,7 @@ class AdminService:
             watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )
 
-    async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
+    async def leases(self, session: ClientSession, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
         await self._catalog.loaded()
         caches = self._wanted_caches(request.cache)
         leases = ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
@@ -123,7 +123,7 @@ class AdminService:
             ]
         )
 
-    async def kick(self, session: Session, request: admin_pb2.KickRequest) -> admin_pb2.KickResponse:
+    async def kick(self, session: ClientSession, request: admin_pb2.KickRequest) -> admin_pb2.KickResponse:
         """Counts the session's leases and slots, then kicks it. No lease begins or ends between count and kick."""
         kicked = self._sessions.get(SessionId(request.session_id))
         if kicked is None:
@@ -135,7 +135,7 @@ class AdminService:
             self._sessions.kick(kicked, f"kicked by session {session.id}, pid {session.peer.pid}")
         return held
 
-    async def explain(self, session: Session, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+    async def explain(self, session: ClientSession, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
         prefix = bytes(request.key)
         if not SHORTEST_PREFIX <= len(prefix) <= KEY_BYTES:
             raise bad_argument("key", f"{len(prefix)} bytes", f"{SHORTEST_PREFIX} to {KEY_BYTES} bytes")
@@ -154,7 +154,7 @@ class AdminService:
             time_ns=time.time_ns(),
         )
 
-    async def holdings(self, session: Session, request: admin_pb2.HoldingsRequest) -> admin_pb2.HoldingsResponse:
+    async def holdings(self, session: ClientSession, request: admin_pb2.HoldingsRequest) -> admin_pb2.HoldingsResponse:
         packed = bytes(request.keys)
         by_prefix = SHORTEST_PREFIX <= len(packed) < KEY_BYTES
         keys = [] if by_prefix else validation.keys("keys", packed)
@@ -188,7 +188,7 @@ class AdminService:
             for peer in peers
         ]
 
-    async def remote_gc(self, session: Session, request: admin_pb2.RemoteGcRequest) -> admin_pb2.RemoteGcResponse:
+    async def remote_gc(self, session: ClientSession, request: admin_pb2.RemoteGcRequest) -> admin_pb2.RemoteGcResponse:
         for name in request.caches:
             self._access.require_on(session, Right.ADMIN, validation.cache_name(name, "caches"))
         if not request.caches and not self._access.may_everywhere(session, Right.ADMIN):
@@ -201,12 +201,12 @@ class AdminService:
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "NO_REMOTE", message)
         older_than_s = request.older_than_ns / 1e9 if request.older_than_ns else None
         caches = sorted(set(request.caches))
-        tally = await self._remote.deleter.run(caches, older_than_s, keep_bytes, dry_run=request.dry_run)
+        counts = await self._remote.deleter.run(caches, older_than_s, keep_bytes, dry_run=request.dry_run)
         return admin_pb2.RemoteGcResponse(
-            objects=tally.gone, bytes=tally.gone_bytes, kept_objects=tally.kept, kept_bytes=tally.kept_bytes
+            objects=counts.gone, bytes=counts.gone_bytes, kept_objects=counts.kept, kept_bytes=counts.kept_bytes
         )
 
-    def _wanted_caches(self, name: str) -> Iterable[Cache]:
+    def _wanted_caches(self, name: str) -> Iterable[ServedCache]:
         if not name:
             return self._catalog
         cache = self._catalog.named(validation.cache_name(name, "cache"))
@@ -214,13 +214,15 @@ class AdminService:
             raise unknown("cache", name)
         return [cache]
 
-    def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
+    def _session(
+        self, session: ClientSession, caches: Sequence[ServedCache], held_slots: int
+    ) -> admin_pb2.SessionStats:
         """``caches``: the caches whose leases are counted. ``held_slots``: the session's slots in these caches."""
         leases = sum(cache.runtime.manager.session_leases(session.id) for cache in caches)
         others = {"session_id": session.id, "attached": session.attached, "leases": leases, "held_slots": held_slots}
         return wire.same_fields(admin_pb2.SessionStats, session.peer, **others)
 
-    def _cache(self, cache: Cache, stats: ManagerStats) -> admin_pb2.CacheStats:
+    def _cache(self, cache: ServedCache, stats: ManagerStats) -> admin_pb2.CacheStats:
         index = cache.runtime.arena.index
         return wire.same_fields(
             admin_pb2.CacheStats,
@@ -250,7 +252,7 @@ class AdminService:
             for (src, dst), record in sorted(stats.edges.items())
         ]
 
-    def _explained_caches(self, session: Session, name: str) -> Sequence[Cache]:
+    def _explained_caches(self, session: ClientSession, name: str) -> Sequence[ServedCache]:
         """The named cache, else all that the caller may see. A name raises PERMISSION_DENIED or NOT_FOUND."""
         if not name:
             return [cache for cache in self._catalog if self._may_see(session, cache.name)]
@@ -261,10 +263,10 @@ class AdminService:
             raise unknown("name", name)
         return [cache]
 
-    def _may_see(self, session: Session, cache: str) -> bool:
+    def _may_see(self, session: ClientSession, cache: str) -> bool:
         return any(self._access.may(session, right, cache) for right in (Right.READ, Right.WATCH))
 
-    async def _keys_with(self, caches: Sequence[Cache], prefix: bytes) -> list[Key]:
+    async def _keys_with(self, caches: Sequence[ServedCache], prefix: bytes) -> list[Key]:
         """Distinct keys that begin with ``prefix``, sorted, at most :data:`MOST_KEYS`."""
         found: set[Key] = set()
         for cache in caches:
@@ -279,7 +281,7 @@ class AdminService:
                         await asyncio.sleep(0)
         return sorted(found)[:MOST_KEYS]
 
-    def _explained_remote(self, caches: Iterable[Cache], key: Key) -> Iterator[admin_pb2.ExplainedRemote]:
+    def _explained_remote(self, caches: Iterable[ServedCache], key: Key) -> Iterator[admin_pb2.ExplainedRemote]:
         """Yields the daemon's knowledge of the store, without a call to it; nothing if there is no store."""
         if self._remote is None or not self._remote.url:
             return
@@ -288,7 +290,7 @@ class AdminService:
                 name = self._remote.names(cache, group, [key])[key]
                 yield admin_pb2.ExplainedRemote(cache=cache.name, group=group, there=self._remote.known.of(name))
 
-    def _explained(self, session: Session, cache: Cache, key: Key) -> list[admin_pb2.ExplainedBlock]:
+    def _explained(self, session: ClientSession, cache: ServedCache, key: Key) -> list[admin_pb2.ExplainedBlock]:
         """The block in each window group that has it. Raises :class:`UnknownCache`."""
         whose = self._access.may_everywhere(session, Right.ADMIN)
         groups = map(GroupId, range(len(cache.spec.groups)))
@@ -296,7 +298,7 @@ class AdminService:
         return [self._explained_block(cache, group, block, whose=whose) for group, block in found if block is not None]
 
     def _explained_block(
-        self, cache: Cache, group: GroupId, block: BlockNow, *, whose: bool
+        self, cache: ServedCache, group: GroupId, block: BlockNow, *, whose: bool
     ) -> admin_pb2.ExplainedBlock:
         """``whose``: the caller may see the sessions that hold the block."""
         now = time.time_ns()
@@ -319,7 +321,7 @@ class AdminService:
         )
 
 
-def _holding(peer: str, cache: Cache, group: GroupId, blocks: int, residency: Iterable[int]) -> admin_pb2.Holding:
+def _holding(peer: str, cache: ServedCache, group: GroupId, blocks: int, residency: Iterable[int]) -> admin_pb2.Holding:
     """``residency``: of the blocks that the group needs for a prefix of ``blocks`` blocks."""
     fastest = Counter(each & -each for each in residency)
     tiers = [
@@ -330,7 +332,7 @@ def _holding(peer: str, cache: Cache, group: GroupId, blocks: int, residency: It
     return admin_pb2.Holding(peer=peer, cache=cache.name, group=group, blocks=blocks, tiers=tiers)
 
 
-def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:
+def _lease_info(cache: ServedCache, lease: LeaseRecord, holder: ClientSession | None, now: int) -> admin_pb2.LeaseInfo:
     """``holder``: None if the session is gone or the caller may not see it."""
     return wire.same_fields(
         admin_pb2.LeaseInfo,
@@ -354,11 +356,11 @@ def _remote(tier: RemoteTier) -> admin_pb2.RemoteStats:
     return wire.same_fields(admin_pb2.RemoteStats, tier, problem=tier.problem or "", operations=operations)
 
 
-def _watcher(session: Session, lag: int) -> admin_pb2.WatcherStats:
+def _watcher(session: ClientSession, lag: int) -> admin_pb2.WatcherStats:
     return wire.same_fields(admin_pb2.WatcherStats, session.peer, session_id=session.id, lag=lag)
 
 
-def _group(cache: Cache, group: GroupId, counts: GroupCounts) -> admin_pb2.GroupStats:
+def _group(cache: ServedCache, group: GroupId, counts: GroupCounts) -> admin_pb2.GroupStats:
     window_tokens = cache.spec.groups[group].window_tokens
     return wire.same_fields(admin_pb2.GroupStats, counts, group=group, window_tokens=window_tokens, **_by_tier(counts))
 

@@ -21,21 +21,21 @@ from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import ForeignLease, UnknownLease
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
-from kvtierd.core.removal import DropReport
-from kvtierd.core.transfers import BlockResult, ChainRequest, GroupSpan, Location, ResetReport
+from kvtierd.core.removal import DropResult
+from kvtierd.core.transfers import BlockResult, BlockSlots, ChainRequest, GroupResidency, ResetResult
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.executor import Refused, UnknownCache
+from kvtierd.mover.executor import TicketRefused, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, Stretch
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, shown
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.tier import RemoteTier
-from kvtierd.service.sessions import Session, SessionRegistry
+from kvtierd.service.sessions import ClientSession, SessionRegistry
 from kvtierd.tiers.base import Bytes, TierError
 
 PAGE_ROWS: Final = 4096
@@ -67,7 +67,9 @@ class Caps:
     _leasing: Counter[SessionId] = field(default_factory=Counter, init=False)
 
     @contextmanager
-    def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
+    def reserving(
+        self, session: ClientSession, cache: ServedCache, group: GroupId, tier: Tier, count: int
+    ) -> Iterator[None]:
         """Counts a reservation during the call. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         slots = cache.slots[tier][group]
         allowed = max(1, int(self._reserved_fraction * slots))
@@ -83,13 +85,13 @@ class Caps:
             yield
 
     @contextmanager
-    def leasing(self, session: Session, count: int) -> Iterator[None]:
+    def leasing(self, session: ClientSession, count: int) -> Iterator[None]:
         """Counts ``count`` leases during the call. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         self._require_leases(session, count)
         with _added(self._leasing, session.id, count):
             yield
 
-    def _require_leases(self, session: Session, count: int) -> None:
+    def _require_leases(self, session: ClientSession, count: int) -> None:
         held = self._engine.session_leases(session.id) + self._leasing[session.id]
         if held + count > MAX_LEASES:
             says = f"{count} leases wanted, the session has {held}, {MAX_LEASES} may be"
@@ -108,7 +110,7 @@ def _added(counter: Counter[K], key: K, count: int) -> Iterator[None]:
 
 
 def _over(
-    cap: str, says: str, session: Session, tier: Tier | None, wanted: int, held: int, allowed: int
+    cap: str, says: str, session: ClientSession, tier: Tier | None, wanted: int, held: int, allowed: int
 ) -> CallRefused:
     holder = common_pb2.Holder(
         session_id=session.id, pid=session.peer.pid, command=shown(session.peer.command), slots=held
@@ -146,7 +148,7 @@ class BlocksService:
     _remote: RemoteTier | None
     _hashing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
+    async def match(self, session: ClientSession, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache = self._catalog.opened(session, request.cache_id)
         groups = validation.groups("groups", cache, request.groups)
         keys = validation.keys("keys", request.keys)
@@ -168,7 +170,7 @@ class BlocksService:
             manager.asked(groups[0], len(keys), found.blocks)
         return response
 
-    async def locate(self, session: Session, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
+    async def locate(self, session: ClientSession, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         found = self._engine.manager(cache.id).locate(group, validation.keys("keys", request.keys))
         slots = {tier: [place.slots[tier] for place in found] for tier in MEMORY_TIERS}
@@ -181,14 +183,16 @@ class BlocksService:
             as_of_event=self._now_cursor(),
         )
 
-    async def checksums(self, session: Session, request: blocks_pb2.ChecksumsRequest) -> blocks_pb2.ChecksumsResponse:
+    async def checksums(
+        self, session: ClientSession, request: blocks_pb2.ChecksumsRequest
+    ) -> blocks_pb2.ChecksumsResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
         async with self._hashing:
             told = await of_blocks(self._engine, cache.id, group, keys)
         return blocks_pb2.ChecksumsResponse(checksums=b"".join(told), known=bytes(each != UNKNOWN for each in told))
 
-    async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
+    async def touch(self, session: ClientSession, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
         found = validation.count("found", request.found, 0, request.queried)
@@ -196,7 +200,7 @@ class BlocksService:
         await self._engine.touch(cache.id, group, keys)
         return blocks_pb2.TouchResponse(as_of_event=self._now_cursor())
 
-    async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
+    async def reserve(self, session: ClientSession, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validation.tier("tier", request.tier, leasable(cache))
         wanted = validation.count("count", request.count, 1, cache.slots[tier][group])
@@ -205,7 +209,7 @@ class BlocksService:
             grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
 
-    async def commit(self, session: Session, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
+    async def commit(self, session: ClientSession, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
         cache = self._catalog.opened(session, request.cache_id)
         items = validation.commit_items(cache, request, request.slots)
         lease = LeaseId(request.lease_id)
@@ -214,7 +218,7 @@ class BlocksService:
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def acquire(
-        self, session: Session, request: blocks_pb2.AcquireRequest, *, bring: bool = True
+        self, session: ClientSession, request: blocks_pb2.AcquireRequest, *, bring: bool = True
     ) -> blocks_pb2.AcquireResponse:
         """``bring``: fetch missing blocks from the remote tier; false for a peer, which wants this host's blocks."""
         cache = self._catalog.opened(session, request.cache_id)
@@ -232,7 +236,7 @@ class BlocksService:
             chains=[self._acquired(cache, tier, answer) for answer in answers], as_of_event=self._now_cursor()
         )
 
-    async def join(self, session: Session, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
+    async def join(self, session: ClientSession, request: blocks_pb2.JoinRequest) -> blocks_pb2.JoinResponse:
         cache = self._catalog.opened(session, request.cache_id)
         lease = LeaseId(request.lease_id)
         wanted = cache.runtime.manager.leases.get(lease)
@@ -248,7 +252,7 @@ class BlocksService:
         held = [copy.slot for copy in joined.held.values()]
         return blocks_pb2.JoinResponse(lease_id=joined.id, blank=joined.blank, held=held)
 
-    async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
+    async def release(self, session: ClientSession, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
         cache = self._catalog.opened(session, request.cache_id)
         calls = request.given_up
         validation.count("given_up", len(calls), 0, validation.MAX_LEASES)
@@ -262,7 +266,7 @@ class BlocksService:
                     self._engine.release(cache.id, session.id, [lease])
         return blocks_pb2.ReleaseResponse(as_of_event=self._now_cursor())
 
-    async def move(self, session: Session, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:
+    async def move(self, session: ClientSession, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         to = validation.tier("to", request.to, cache.slots)
         keys = validation.keys("keys", request.keys)
@@ -277,7 +281,7 @@ class BlocksService:
             results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()
         )
 
-    async def drop(self, session: Session, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
+    async def drop(self, session: ClientSession, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
         drop = partial(self._engine.drop, cache.id, session.id, group, keys)
@@ -307,12 +311,12 @@ class BlocksService:
             kept_in_store=kept_in_store,
         )
 
-    async def _forgotten_on_disk(self, cache: Cache, report: DropReport) -> None:
+    async def _forgotten_on_disk(self, cache: ServedCache, report: DropResult) -> None:
         if report.dropped:
             await self._engine.forgotten(cache.id)
 
     async def set_retention(
-        self, session: Session, request: blocks_pb2.SetRetentionRequest
+        self, session: ClientSession, request: blocks_pb2.SetRetentionRequest
     ) -> blocks_pb2.SetRetentionResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
@@ -323,20 +327,20 @@ class BlocksService:
         results = await self._engine.set_retention(cache.id, session.id, group, keys, priorities, durations)
         return blocks_pb2.SetRetentionResponse(results=bytes(results), as_of_event=self._now_cursor())
 
-    async def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
+    async def pin(self, session: ClientSession, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validation.tier("tier", request.tier, cache.slots)
         keys = validation.keys("keys", request.keys)
         results = self._engine.pin(cache.id, session.id, group, tier, keys, unpin=request.unpin)
         return blocks_pb2.PinResponse(results=bytes(results), as_of_event=self._now_cursor())
 
-    async def reset(self, session: Session, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
+    async def reset(self, session: ClientSession, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
         cache = self._catalog.opened(session, request.cache_id)
         prefix, remote = cache.prefix, self._remote
         if request.dry_run:
             report = self._engine.manager(cache.id).reset_plan()
         elif 0 < request.repeats <= self._forgotten.of(prefix).generation and remote is not None:
-            report = ResetReport(0, await remote.teller.let_go(cache))
+            report = ResetResult(0, await remote.teller.let_go(cache))
         else:
             async with self._forgotten.change(prefix) as before:
                 self._forgotten.set(prefix, before.after_reset())
@@ -351,7 +355,9 @@ class BlocksService:
             generation=self._forgotten.of(prefix).generation,
         )
 
-    async def list(self, session: Session, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
+    async def list(
+        self, session: ClientSession, request: blocks_pb2.ListBlocksRequest
+    ) -> blocks_pb2.ListBlocksResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         page = self._engine.manager(cache.id).listing(group, request.page, min(request.limit or PAGE_ROWS, PAGE_ROWS))
         return blocks_pb2.ListBlocksResponse(
@@ -366,7 +372,7 @@ class BlocksService:
 
     async def _bring(
         self,
-        cache: Cache,
+        cache: ServedCache,
         groups: Sequence[GroupId],
         chains: Sequence[Sequence[Key]],
         wait_s: float,
@@ -379,21 +385,23 @@ class BlocksService:
         await asyncio.gather(*(bring(cache, groups, keys, FETCH_SHARE * wait_s, recompute_s) for keys in chains))
         return max(0.0, wait_s - (time.monotonic() - started))
 
-    def _acquired(self, cache: Cache, tier: Tier, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
+    def _acquired(self, cache: ServedCache, tier: Tier, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):
             reason = answer.reason.name
             return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=reason, detail=self._describe(answer))
         parts = [_acquired_group(cache, tier, part) for part in answer.groups]
         return blocks_pb2.AcquiredChain(matched=answer.matched, blocks=answer.blocks, groups=parts)
 
-    def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
+    def _place(self, session: ClientSession, cache_id: int, group: int) -> tuple[ServedCache, GroupId]:
         cache = self._catalog.opened(session, cache_id)
         return cache, validation.group("group", group, cache)
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
         return blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event)
 
-    def _require_not_withdrawn(self, cache: Cache, session: Session, answers: Sequence[Grant | Refusal]) -> None:
+    def _require_not_withdrawn(
+        self, cache: ServedCache, session: ClientSession, answers: Sequence[Grant | Refusal]
+    ) -> None:
         """Refuses the whole call if the session was orphaned while it waited, and releases the chains already granted.
 
         The client may resume the session and repeat the call. Until then it must hold no lease that it does not know.
@@ -405,9 +413,9 @@ class BlocksService:
             for lease in answer.leases if isinstance(answer, Grant) else ():
                 with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
                     self._engine.release(cache.id, session.id, [lease])
-        raise Refused(withdrawn[0])
+        raise TicketRefused(withdrawn[0])
 
-    def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
+    def _move_results(self, cache: ServedCache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
         """A result per block: from the grant for moved blocks and failed copies, from a lookup for the other blocks."""
         if all(grant.results):
             return bytes([BlockResult.OK]) * len(keys)
@@ -422,7 +430,7 @@ class BlocksService:
         return bytes(results)
 
 
-def leasable(cache: Cache) -> list[Tier]:
+def leasable(cache: ServedCache) -> list[Tier]:
     """The tiers of a cache whose slots clients can lease."""
     return [tier for tier in MEMORY_TIERS if tier in cache.slots]
 
@@ -449,7 +457,7 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
     return chains
 
 
-def _matched_group(span: GroupSpan) -> blocks_pb2.GroupMatch:
+def _matched_group(span: GroupResidency) -> blocks_pb2.GroupMatch:
     return blocks_pb2.GroupMatch(
         group=span.group,
         first_block=span.needed.first,
@@ -458,7 +466,7 @@ def _matched_group(span: GroupSpan) -> blocks_pb2.GroupMatch:
     )
 
 
-def _acquired_group(cache: Cache, tier: Tier, part: GroupGrant) -> blocks_pb2.AcquiredGroup:
+def _acquired_group(cache: ServedCache, tier: Tier, part: GroupGrant) -> blocks_pb2.AcquiredGroup:
     return blocks_pb2.AcquiredGroup(
         group=part.group,
         first_block=part.needed.first,
@@ -470,7 +478,7 @@ def _acquired_group(cache: Cache, tier: Tier, part: GroupGrant) -> blocks_pb2.Ac
     )
 
 
-def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotId | None]) -> list[int]:
+def _generations(cache: ServedCache, tier: Tier, group: GroupId, slots: Sequence[SlotId | None]) -> list[int]:
     """Generations of slots; 0 for a missing slot."""
     arena = cache.runtime.arena
     return [0 if slot is None else arena.generation(tier, group, slot) for slot in slots]
@@ -525,7 +533,7 @@ def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[]
     return lambda: parts
 
 
-def _in_memory(block: Location) -> _Place | None:
+def _in_memory(block: BlockSlots) -> _Place | None:
     slots = zip((Tier.DEVICE, Tier.HOST), block.slots, strict=False)
     return next(((tier, slot) for tier, slot in slots if slot is not None), None)
 

@@ -13,14 +13,14 @@ from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import Tier
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
-from kvtierd.service.budgets import Slots, TierBudget, TierFull
-from kvtierd.service.cache import Cache, wanted
+from kvtierd.service.budgets import BudgetExhausted, Slots, TierBudget
+from kvtierd.service.cache import ServedCache, wanted
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, unknown
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.remote.tier import RemoteTier
-from kvtierd.service.sessions import Session, SessionRegistry, require_attached
+from kvtierd.service.sessions import ClientSession, SessionRegistry, require_attached
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -34,7 +34,7 @@ class CachesService:
     _forgotten: Forgotten
     _remote: RemoteTier | None
 
-    async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
+    async def open(self, session: ClientSession, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validation.cache_name(request.name)
         spec = _valid(CacheSpec.of(request.spec)) if request.HasField("spec") else None
         may_create = self._access.may(session, Right.WRITE, name)
@@ -44,7 +44,7 @@ class CachesService:
         budgets = self._budgets(request)
         try:
             cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
-        except TierFull as refusal:
+        except BudgetExhausted as refusal:
             refusal.tell(lambda other: self._access.may(session, Right.READ, other), self._idle_s)
             raise
         require_attached(session)
@@ -53,7 +53,7 @@ class CachesService:
         session.caches[cache.id] += 1
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
 
-    async def close(self, session: Session, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
+    async def close(self, session: ClientSession, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
         cache = self._catalog.opened(session, request.cache_id)
         leases = cache.runtime.manager.session_leases(session.id)
         if leases and session.caches[cache.id] == 1:
@@ -66,13 +66,17 @@ class CachesService:
             self._sessions.left[cache.id] = time.monotonic()
         return caches_pb2.CloseResponse()
 
-    async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
+    async def list(
+        self, session: ClientSession, request: caches_pb2.ListCachesRequest
+    ) -> caches_pb2.ListCachesResponse:
         await self._catalog.loaded()
         readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
         infos = [self._info(cache) for cache in sorted(readable, key=lambda cache: cache.name)]
         return caches_pb2.ListCachesResponse(caches=infos)
 
-    async def remove(self, session: Session, request: caches_pb2.RemoveCacheRequest) -> caches_pb2.RemoveCacheResponse:
+    async def remove(
+        self, session: ClientSession, request: caches_pb2.RemoveCacheRequest
+    ) -> caches_pb2.RemoveCacheResponse:
         name = validation.cache_name(request.name)
         removal = await self._catalog.remove(
             name, lambda cache: self._require_unused(cache, request), force=request.force, dry_run=request.dry_run
@@ -88,7 +92,7 @@ class CachesService:
         prefixes = [prefix for prefix in self._forgotten.prefixes if prefix.startswith(f"{name}/")]
         return bool(prefixes) and all(await asyncio.gather(*map(remote.teller.tell, prefixes)))
 
-    def _require_unused(self, cache: Cache, request: caches_pb2.RemoveCacheRequest) -> None:
+    def _require_unused(self, cache: ServedCache, request: caches_pb2.RemoveCacheRequest) -> None:
         """Raises FAILED_PRECONDITION if the cache must stay. Else, unless in a dry run, closes it in all sessions."""
         users = [session for session in self._sessions if cache.id in session.caches]
         if users and not request.force:
@@ -114,7 +118,7 @@ class CachesService:
             budgets[tier] = TierBudget(budget.bytes, tuple(budget.group_bytes))
         return budgets
 
-    def _info(self, cache: Cache) -> caches_pb2.CacheInfo:
+    def _info(self, cache: ServedCache) -> caches_pb2.CacheInfo:
         return caches_pb2.CacheInfo(
             cache_id=cache.id,
             name=cache.name,
@@ -131,7 +135,7 @@ class CachesService:
         )
 
 
-def _in_use(reason: str, cache: Cache, why: str) -> CallRefused:
+def _in_use(reason: str, cache: ServedCache, why: str) -> CallRefused:
     detail = common_pb2.ErrorDetail(reason=reason, field="name", value=cache.name)
     return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, f"cache {cache.name}: {why}", detail)
 

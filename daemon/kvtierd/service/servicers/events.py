@@ -15,12 +15,12 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, refused
 from kvtierd.service.hub import TOKENS_WEIGH, EventHub, slice_of
-from kvtierd.service.sessions import Session
+from kvtierd.service.sessions import ClientSession
 from kvtierd.service.watch import Caches, EventFilter, Watcher, every_cache, no_cache
 
 HEARTBEAT_S: Final = 10.0
@@ -39,14 +39,14 @@ class EventsService:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._access: Final = access
-        self._watchers: Final[dict[Watcher, Session]] = {}
+        self._watchers: Final[dict[Watcher, ClientSession]] = {}
         self._hub.watchers = self._watchers
 
     def lags(self) -> list[int]:
         """The number of unsent events of each watcher."""
         return [watcher.lag for watcher in self._watchers]
 
-    def watching(self) -> list[tuple[Session, int]]:
+    def watching(self) -> list[tuple[ClientSession, int]]:
         """The session and the unsent events of each watcher."""
         return [(session, watcher.lag) for watcher, session in self._watchers.items()]
 
@@ -62,7 +62,7 @@ class EventsService:
                 watcher.refusal = refusal
             watcher.wanted = self._as_allowed(session, watcher.wanted)
 
-    async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
+    async def watch(self, session: ClientSession, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
         asked = EventFilter.of(request.filter)
         heartbeat_s = validation.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
@@ -89,17 +89,17 @@ class EventsService:
         finally:
             del self._watchers[watcher]
 
-    def _require_named(self, session: Session, names: Iterable[str]) -> None:
+    def _require_named(self, session: ClientSession, names: Iterable[str]) -> None:
         """Raises PERMISSION_DENIED for a named cache that the session may not watch. Other caches are filtered."""
         for name in names:
             self._access.require_on(session, Right.WATCH, name)
 
-    def _as_allowed(self, session: Session, asked: EventFilter) -> EventFilter:
+    def _as_allowed(self, session: ClientSession, asked: EventFilter) -> EventFilter:
         """The filter cut to the session's rights. Watchers with equal filters share one object."""
         wanted = asked.allowed(self._allowed(session, Right.WATCH), self._allowed(session, Right.TOKENS))
         return next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
 
-    def _allowed(self, session: Session, right: Right) -> Caches:
+    def _allowed(self, session: ClientSession, right: Right) -> Caches:
         """The caches on which the session has a right."""
         if right in self._access.rights.everywhere(session.peer.identity):
             return every_cache
@@ -150,7 +150,7 @@ class EventsService:
                         yield batch
 
     async def _slices_of_group(
-        self, epoch: int, cursor: int, cache: Cache, group: GroupId, watcher: Watcher
+        self, epoch: int, cursor: int, cache: ServedCache, group: GroupId, watcher: Watcher
     ) -> AsyncGenerator[bytes, None]:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
         following: int | None = 0
@@ -175,7 +175,7 @@ class EventsService:
                 yield watcher.heartbeat()
 
     def _slice(
-        self, epoch: int, cursor: int, cache: Cache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher
+        self, epoch: int, cursor: int, cache: ServedCache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher
     ) -> bytes:
         private = watcher.wanted.private(cache.name)
         return events_pb2.WatchBatch(

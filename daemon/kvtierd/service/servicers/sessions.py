@@ -23,8 +23,8 @@ from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
 from kvtierd.service.peer import AttachRefused, RemotePeer
-from kvtierd.service.sessions import GOODBYE, Session, SessionRegistry, this_task
-from kvtierd.service.visitors import Visitors, abort, write
+from kvtierd.service.sessions import GOODBYE, ClientSession, SessionRegistry, this_task
+from kvtierd.service.unauthenticated import UnauthenticatedCalls, abort, write
 
 HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
@@ -52,7 +52,7 @@ class RemoteSessions:
     _identity: DaemonIdentity
     _grace_s: float
     _translate: Translator
-    _visitors: Visitors
+    _unauthenticated: UnauthenticatedCalls
     _conversations: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -96,7 +96,7 @@ class RemoteSessions:
 
     async def _converse(self, context: _Context) -> None:
         who = self._named(context)
-        async with self._visitors.visiting():
+        async with self._unauthenticated.admitted():
             hello = await self._hear_hello(context)
         session = self._admit(context, who, hello.token)
         try:
@@ -134,13 +134,13 @@ class RemoteSessions:
             raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {who}")
         return who
 
-    def _admit(self, context: _Context, who: Identity, token: str) -> Session:
+    def _admit(self, context: _Context, who: Identity, token: str) -> ClientSession:
         peer = RemotePeer(who, context.peer(), self._grace_s)
         if token:
             return self._sessions.resume(token, peer, this_task())
         return self._sessions.begin(peer, this_task())
 
-    def _welcome(self, session: Session, *, resumed: bool) -> session_pb2.Welcome:
+    def _welcome(self, session: ClientSession, *, resumed: bool) -> session_pb2.Welcome:
         return wire.same_fields(
             session_pb2.Welcome,
             self._identity,

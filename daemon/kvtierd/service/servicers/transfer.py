@@ -27,15 +27,15 @@ from kvtierd.mover.executor import UnknownCache
 from kvtierd.mover.runtime import GpuCopies, Stretch, Unaccounted
 from kvtierd.rights import Right
 from kvtierd.service import validation
-from kvtierd.service.cache import Cache
+from kvtierd.service.cache import ServedCache
 from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.servicers.blocks import BlocksService, Caps, leasable
-from kvtierd.service.sessions import Session, require_attached
+from kvtierd.service.sessions import ClientSession, require_attached
 from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
 from kvtierd.tiers.remote import objects
-from kvtierd.tiers.remote.objects import Place
+from kvtierd.tiers.remote.objects import GroupPrefix
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,8 +43,8 @@ class _Held:
     """Slots that a transfer holds. ``generations``: of READY slots; empty for blank slots. ``require_right``: raises
     PERMISSION_DENIED if the session has lost its right to the transfer."""
 
-    session: Session
-    cache: Cache
+    session: ClientSession
+    cache: ServedCache
     group: GroupId
     tier: Tier
     lease: LeaseId
@@ -84,7 +84,7 @@ class TransferService:
     _caps: Caps
 
     async def put(
-        self, session: Session, header: transfer_pb2.PutHeader, chunks: AsyncIterator[transfer_pb2.BlockBytes]
+        self, session: ClientSession, header: transfer_pb2.PutHeader, chunks: AsyncIterator[transfer_pb2.BlockBytes]
     ) -> transfer_pb2.PutResponse:
         """Commits all blocks in one step, after every byte has been verified."""
         commit = header.commit
@@ -117,7 +117,7 @@ class TransferService:
         finally:
             self._release(session, cache, lease)
 
-    async def get(self, session: Session, request: transfer_pb2.GetRequest) -> AsyncGenerator[bytes, None]:
+    async def get(self, session: ClientSession, request: transfer_pb2.GetRequest) -> AsyncGenerator[bytes, None]:
         acquire = request.acquire
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
@@ -154,7 +154,7 @@ class TransferService:
         """
         cache, group = held.cache, held.group
         needed = cache.spec.attention(group).needs(length).cut(packed, KEY_BYTES)
-        place = Place(cache.name, cache.fingerprint, group)
+        place = GroupPrefix(cache.name, cache.fingerprint, group)
         private = self._access.may(held.session, Right.TOKENS, cache.name)
 
         def header(number: int) -> bytes:
@@ -169,11 +169,11 @@ class TransferService:
 
         return header
 
-    def _right(self, session: Session, right: Right, cache: Cache) -> Callable[[], None]:
+    def _right(self, session: ClientSession, right: Right, cache: ServedCache) -> Callable[[], None]:
         """Returns a check of the right, to be repeated: rules may change during a stream."""
         return partial(self._access.require_on, session, right, cache.name)
 
-    def _release(self, session: Session, cache: Cache, lease: LeaseId) -> None:
+    def _release(self, session: ClientSession, cache: ServedCache, lease: LeaseId) -> None:
         def release() -> None:
             with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
                 self._engine.release(cache.id, session.id, [lease])

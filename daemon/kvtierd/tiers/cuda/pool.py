@@ -39,7 +39,7 @@ class _Unsettled(Exception):
         self.error: Final = error
 
 
-class Gpu:
+class DaemonGpu:
     """A device. Every method blocks, some for as long as the driver does; for any thread but the loop's."""
 
     def __init__(self, driver: Driver) -> None:
@@ -169,10 +169,10 @@ class Gpu:
             _log.warning("GPU memory cannot be shared cache=%s why=%r", name, memory.why_not)
         return CudaSegment(self, memory, fresh=True)
 
-    def adopt(self, fd: int, nbytes: int, known: attach.CudaMemory | None) -> CudaSegment:
+    def adopt(self, fd: int, nbytes: int, known: attach.CudaHandle | None) -> CudaSegment:
         """Takes over the memory of an earlier daemon with its bytes. ``fd``: its descriptor, which stays the caller's.
         ``known``: the earlier daemon's note of the memory. Raises :class:`NotAdoptable`."""
-        wanted = attach.CudaMemory(self.driver.uuid.hex(), self._rounded(nbytes))
+        wanted = attach.CudaHandle(self.driver.uuid.hex(), self._rounded(nbytes))
         if known != wanted:
             raise NotAdoptable(f"it is {known}, not {wanted}")
         try:
@@ -252,7 +252,7 @@ class NoSegment:
 class CudaSegment:
     """GPU memory of one cache, held by its arena. ``fresh``: the memory has no bytes of an earlier daemon."""
 
-    def __init__(self, gpu: Gpu, memory: DeviceMemory, *, fresh: bool) -> None:
+    def __init__(self, gpu: DaemonGpu, memory: DeviceMemory, *, fresh: bool) -> None:
         self.gpu: Final = gpu
         self.memory: Final = memory
         self.fresh: Final = fresh
@@ -263,9 +263,9 @@ class CudaSegment:
         return self.memory.fd
 
     @property
-    def described(self) -> attach.CudaMemory:
+    def described(self) -> attach.CudaHandle:
         """The device and the size, which the descriptor does not tell."""
-        return attach.CudaMemory(self.gpu.driver.uuid.hex(), self.memory.nbytes)
+        return attach.CudaHandle(self.gpu.driver.uuid.hex(), self.memory.nbytes)
 
     def offer(self, *, write: bool) -> int | str:
         """The descriptor for a client, or the reason why the client gets none."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.ids import CHECKSUM_BYTES, KEY_BYTES, GroupId, Key, SlotId, Traits
-from kvtierd.tiers.disk.index import Changes
+from kvtierd.tiers.disk.index import IndexChanges
 from kvtierd.tiers.disk.records import Counters, encode_record, encode_touches
 from kvtierd.tiers.disk.slab import SlabShape
 
@@ -98,7 +98,7 @@ class Batch:
     """Changes of a transaction to the index, and to the tables after its commit."""
 
     def __init__(self, tables: Mapping[GroupId, GroupTable]) -> None:
-        self.changes: defaultdict[GroupId, Changes] = defaultdict(Changes)
+        self.changes: defaultdict[GroupId, IndexChanges] = defaultdict(IndexChanges)
         self._tables = tables
         self._discarded: set[tuple[GroupId, Key]] = set()
         self._puts: dict[tuple[GroupId, Key], tuple[SlotId, bytes, int]] = {}

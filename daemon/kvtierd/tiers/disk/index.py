@@ -129,7 +129,7 @@ def read_pages(env: lmdb.Environment) -> None:
 
 
 @dataclass(slots=True, frozen=True)
-class Stored:
+class StoredGroup:
     """The content of the index for a group, not decoded."""
 
     keys: Sequence[Key]
@@ -140,7 +140,7 @@ class Stored:
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupDatabases:
     """The databases of a group. ``quarantined``: the slots in the database ``quarantine``."""
 
     records: _Database
@@ -217,7 +217,7 @@ class Index:
             _log.info("%s: cleared %d readers that had died", path, stale)
         return index
 
-    def load(self, group: GroupId) -> Stored:
+    def load(self, group: GroupId) -> StoredGroup:
         """Reads the content for ``group``. Raises :class:`TierIOError`."""
         dbs = self._groups[group]
         with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
@@ -227,7 +227,7 @@ class Index:
             quarantined = frozenset(_slots(txn, dbs.quarantine))
         dbs.next_touch = int.from_bytes(touches[-1][0], "big") + 1 if touches else 0
         dbs.touch_bytes = sum(len(value) + _TOUCH_OVERHEAD for _, value in touches)
-        return Stored(
+        return StoredGroup(
             keys=[Key(key) for key, _ in items],
             records=[value for _, value in items],
             recency=recency,
@@ -239,7 +239,7 @@ class Index:
         """Approximate bytes of the group's log of touches in the map."""
         return self._groups[group].touch_bytes
 
-    def commit(self, changes: Mapping[GroupId, Changes]) -> None:
+    def commit(self, changes: Mapping[GroupId, IndexChanges]) -> None:
         """Commits all of ``changes`` or nothing. After the return, no end of this process undoes the commit; see
         :meth:`sync` for crashes of the system. Raises :class:`TierIOError`; the index stays usable.
 
@@ -266,7 +266,7 @@ class Index:
         self._env.close()
         closed(self._path)
 
-    def _open(self, *, read_all: bool = False) -> tuple[lmdb.Environment, dict[GroupId, _Group]]:
+    def _open(self, *, read_all: bool = False) -> tuple[lmdb.Environment, dict[GroupId, _GroupDatabases]]:
         env = lmdb.open(
             str(self._path),
             map_size=self._map_bytes,
@@ -285,12 +285,12 @@ class Index:
         try:
             if read_all:
                 read_pages(env)
-            return env, {group: _Group.open(env, group) for group in self._ids}
+            return env, {group: _GroupDatabases.open(env, group) for group in self._ids}
         except BaseException:
             env.close()  # a process may open a file of LMDB only once
             raise
 
-    def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
+    def _commit(self, changes: Mapping[GroupId, IndexChanges]) -> None:
         for group, change in changes.items():
             self._groups[group].quarantined.update(change.quarantine)
         with self._env.begin(write=True) as txn:
@@ -305,7 +305,7 @@ class Index:
             dbs.touch_bytes += sum(len(value) + _TOUCH_OVERHEAD for value in change.touches)
 
 
-def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
+def _apply(txn: lmdb.Transaction[bytes], dbs: _GroupDatabases, change: IndexChanges) -> None:
     for key, record in sorted(_record_ops(txn, dbs, change).items()):
         if record is None:
             txn.delete(key, db=dbs.records)
@@ -332,7 +332,7 @@ def _entries(txn: lmdb.Transaction[bytes], database: _Database, key_bytes: int) 
     return (entry for entry in txn.cursor(database) if len(entry[0]) == key_bytes)
 
 
-def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> dict[Key, bytes | None]:
+def _record_ops(txn: lmdb.Transaction[bytes], dbs: _GroupDatabases, change: IndexChanges) -> dict[Key, bytes | None]:
     """Records by key after the change; None = the record is deleted."""
     ops: dict[Key, bytes | None] = dict.fromkeys(change.deletes)
     ops.update(change.puts)
@@ -359,7 +359,7 @@ def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
 
 
 @dataclass(slots=True)
-class Changes:
+class IndexChanges:
     """Changes of a transaction to a group, deletes first."""
 
     deletes: list[Key] = field(default_factory=list)

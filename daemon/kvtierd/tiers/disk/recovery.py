@@ -16,7 +16,7 @@ from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId, Traits
 from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.recovery import reachable
 from kvtierd.tiers.disk.batch import GroupTable
-from kvtierd.tiers.disk.index import Stored
+from kvtierd.tiers.disk.index import StoredGroup
 from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
 from kvtierd.tiers.disk.slab import SlabShape
 
@@ -49,14 +49,14 @@ class Recovery:
 
 
 @dataclass(slots=True, frozen=True)
-class Recovered:
+class RecoveredGroup:
     records: Sequence[DiskRecord]
     corrupt: Sequence[Key]
     dropped: Sequence[Key]
     table: GroupTable
 
 
-def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
+def recover_group(stored: StoredGroup, shape: SlabShape) -> RecoveredGroup:
     """Splits the records into records to serve and records to delete, and rebuilds the table."""
     rows = decode_records(stored.keys, stored.records)
     corrupt = [stored.keys[place] for place in np.flatnonzero(rows["version"] == 0).tolist()]
@@ -81,7 +81,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     records = list(rows_of(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
     table = GroupTable(shape)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
-    return Recovered(records, corrupt, _others(stored.keys, keys), table)
+    return RecoveredGroup(records, corrupt, _others(stored.keys, keys), table)
 
 
 def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
@@ -91,7 +91,7 @@ def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
     return [key for key in all_keys if key not in kept]
 
 
-def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
+def _last_uses(stored: StoredGroup, shape: SlabShape) -> Counters:
     """The last use of every slot by recency and touches; 0 = none."""
     last_use: Counters = np.zeros(shape.slots, np.uint64)
     for first, value in stored.recency:
@@ -104,7 +104,7 @@ def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
     return last_use
 
 
-def _sound(rows: NDArray[Any], stored: Stored, shape: SlabShape) -> NDArray[np.intp]:
+def _sound(rows: NDArray[Any], stored: StoredGroup, shape: SlabShape) -> NDArray[np.intp]:
     """Places of readable rows on usable slots. If several rows have the same slot, the row written last counts."""
     usable = (rows["version"] > 0) & (rows["slot"] < shape.slots) & (rows["size"] == shape.record_bytes)
     if stored.quarantined:

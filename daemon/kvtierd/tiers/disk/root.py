@@ -37,7 +37,7 @@ from kvtierd.tiers.disk.superblock import (
     SET_ASIDE,
     SUPERBLOCK,
     DirectoryLock,
-    OtherVersion,
+    OtherDirectoryVersion,
     io_errors,
     make_private_directory,
     read_superblock,
@@ -247,7 +247,7 @@ class DiskRoot:
         for directory in self._directories():
             try:
                 read_superblock(directory, "cache")
-            except OtherVersion as error:
+            except OtherDirectoryVersion as error:
                 aside, number = directory.with_name(f"{_ASIDE}{directory.name}"), 1
                 while aside.exists():
                     number += 1

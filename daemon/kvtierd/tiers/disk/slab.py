@@ -44,7 +44,7 @@ class SlabShape:
         return self.record_bytes * self.slots
 
 
-class Piece(NamedTuple):
+class SlabRecord(NamedTuple):
     """A record to move. ``number``: the caller's number for it."""
 
     number: int
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     parts: Sequence[memoryview]
 
 
-Run = Sequence[Piece]
+RecordRun = Sequence[SlabRecord]
 """Pieces of adjacent slots, moved by a single call."""
 
 Moving = Future[list[int]]
@@ -101,11 +101,11 @@ class Slab:
                 raise
         return slab
 
-    def begin_write(self, pieces: Iterable[Piece]) -> list[Moving]:
+    def begin_write(self, pieces: Iterable[SlabRecord]) -> list[Moving]:
         """Begins to write records. The caller must not change the memory before the threads are done."""
         return [_threads.submit(self._write, runs) for runs in self._shares(pieces)]
 
-    def read(self, pieces: Iterable[Piece]) -> list[int]:
+    def read(self, pieces: Iterable[SlabRecord]) -> list[int]:
         """Reads records, and waits for them. Returns the numbers of the pieces not read."""
         own, *others = self._shares(pieces)
         moving = [_threads.submit(self._read, runs) for runs in others]
@@ -138,18 +138,18 @@ class Slab:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _shares(self, pieces: Iterable[Piece]) -> list[Sequence[Run]]:
+    def _shares(self, pieces: Iterable[SlabRecord]) -> list[Sequence[RecordRun]]:
         """Runs by thread; at least one share."""
         runs = adjacent(pieces)
         return [runs[first::_THREADS] for first in range(min(_THREADS, len(runs)))] or [[]]
 
-    def _write(self, runs: Iterable[Run]) -> list[int]:
+    def _write(self, runs: Iterable[RecordRun]) -> list[int]:
         return self._move(os.pwritev, runs)
 
-    def _read(self, runs: Iterable[Run]) -> list[int]:
+    def _read(self, runs: Iterable[RecordRun]) -> list[int]:
         return self._move(os.preadv, runs)
 
-    def _move(self, call: Callable[[int, list[memoryview], int], int], runs: Iterable[Run]) -> list[int]:
+    def _move(self, call: Callable[[int, list[memoryview], int], int], runs: Iterable[RecordRun]) -> list[int]:
         """Moves runs. Returns the numbers of pieces that were not moved. A bad sector does not cost its neighbours."""
         failed: list[int] = []
         for run in runs:
@@ -167,9 +167,9 @@ class Slab:
         return failed
 
 
-def adjacent(pieces: Iterable[Piece]) -> list[Run]:
+def adjacent(pieces: Iterable[SlabRecord]) -> list[RecordRun]:
     """Joins pieces of adjacent slots into runs, as far as a single call can take them."""
-    runs: list[list[Piece]] = []
+    runs: list[list[SlabRecord]] = []
     buffers, following = 0, -1
     for piece in sorted(pieces, key=itemgetter(1)):
         buffers += len(piece.parts)

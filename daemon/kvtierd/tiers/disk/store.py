@@ -16,10 +16,10 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
 from kvtierd.tiers.disk.batch import Batch, DiskWrite, GroupTable, Restatement, Retirement
-from kvtierd.tiers.disk.index import Changes, Index
+from kvtierd.tiers.disk.index import Index, IndexChanges
 from kvtierd.tiers.disk.records import checksum
 from kvtierd.tiers.disk.recovery import Recovery, recover_group
-from kvtierd.tiers.disk.slab import Piece, Slab, SlabShape, create_slab
+from kvtierd.tiers.disk.slab import Slab, SlabRecord, SlabShape, create_slab
 from kvtierd.tiers.disk.superblock import io_errors, sync_directory
 
 INDEX: Final = "index"
@@ -140,7 +140,9 @@ class DiskStore:
             self._commit(Batch(self._tables))
             stored = {group: self._index.load(group) for group in self._shapes}
             groups = {group: recover_group(stored[group], shape) for group, shape in self._shapes.items()}
-            deletes = {group: Changes(deletes=list(found.dropped)) for group, found in groups.items() if found.dropped}
+            deletes = {
+                group: IndexChanges(deletes=list(found.dropped)) for group, found in groups.items() if found.dropped
+            }
             if deletes:
                 self._index.commit(deletes)
             self._tables = {group: found.table for group, found in groups.items()}
@@ -171,13 +173,13 @@ class DiskStore:
             TierConfigError: a slot beyond the slab, or parts of a wrong size. Nothing has changed.
             InvariantViolation: a slot with a block, or two writes of the same slot or block. Nothing has changed.
         """
-        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+        pieces: defaultdict[GroupId, list[SlabRecord]] = defaultdict(list)
         taken: set[tuple[GroupId, SlotId | Key]] = set()
         for number, (group, slot, key, _, _, parts) in enumerate(writes):
             holder = self._place(group, slot, parts).key_at(slot)
             if holder is not None:
                 raise InvariantViolation(f"disk slot {slot} still holds block {holder.hex()}")
-            pieces[group].append(Piece(number, slot, parts))
+            pieces[group].append(SlabRecord(number, slot, parts))
             taken |= {(group, slot), (group, key)}
         if len(taken) < 2 * len(writes):
             raise InvariantViolation("two writes of one batch to the same disk slot or of the same block")
@@ -228,14 +230,14 @@ class DiskStore:
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
         """Fetches and verifies blocks. Raises :class:`TierConfigError` like :meth:`begin`, before any read."""
-        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+        pieces: defaultdict[GroupId, list[SlabRecord]] = defaultdict(list)
         expected: dict[int, bytes] = {}
         corrupt: set[int] = set()
         for number, (group, slot, key, parts) in enumerate(reads):
             table = self._place(group, slot, parts)
             if table.key_at(slot) == key:
                 expected[number] = table.checksum_at(slot)
-                pieces[group].append(Piece(number, slot, parts))
+                pieces[group].append(SlabRecord(number, slot, parts))
             else:
                 corrupt.add(number)
         failed = {number for group, wanted in pieces.items() for number in self._slabs[group].read(wanted)}
@@ -254,7 +256,7 @@ class DiskStore:
         if table.key_at(slot) != key:
             return False
         expected = table.checksum_at(slot)
-        failed = self._slabs[group].read([Piece(0, slot, parts)])
+        failed = self._slabs[group].read([SlabRecord(0, slot, parts)])
         return not failed and checksum(parts, key, self._fingerprint) == expected
 
     def sync(self) -> None:
@@ -280,7 +282,7 @@ class DiskStore:
                 slab.allocate()
                 keys = self._index.load(group).keys
                 for first in range(0, len(keys), _CLEARED_AT_ONCE):
-                    self._index.commit({group: Changes(deletes=list(keys[first : first + _CLEARED_AT_ONCE]))})
+                    self._index.commit({group: IndexChanges(deletes=list(keys[first : first + _CLEARED_AT_ONCE]))})
         self.recover()
 
     def close(self) -> None:

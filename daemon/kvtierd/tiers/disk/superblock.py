@@ -35,7 +35,7 @@ _WITHOUT: Final = {
 """The cost of starting with a directory of a kind without its superblock."""
 
 
-class OtherVersion(DamagedDirectory):
+class OtherDirectoryVersion(DamagedDirectory):
     """A directory of another version of kvtier, which may be sound."""
 
 
@@ -90,7 +90,9 @@ def _read(directory: Path, kind: str) -> dict[str, Any] | None:
     if words[1] != kind:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is of a {words[1]}, not of a {kind}")
     if words[2] != str(format_version(kind)):
-        raise OtherVersion(directory, f"format version {words[2]}; this daemon reads version {format_version(kind)}")
+        raise OtherDirectoryVersion(
+            directory, f"format version {words[2]}; this daemon reads version {format_version(kind)}"
+        )
     if words[3] != _crc(" ".join(words[:3]), body):
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} does not match its checksum")
     try:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvtierd.tiers.remote.base import Listed, RemoteError, RemoteRefused, RemoteStore, RemoteUnavailable
 from kvtierd.tiers.remote.opening import load
-from kvtierd.tiers.remote.process import MOST_LINE_BYTES, told_error
+from kvtierd.tiers.remote.process import MOST_LINE_BYTES, encoded_error
 
 _PR_SET_PDEATHSIG: Final = 1
 _PAGE: Final = 1000
@@ -65,11 +65,11 @@ class _Host:
             places = [self._room[start:end] for start, end in pairwise(accumulate(sizes, initial=at))]
             value = await self._verbs[verb](names, places)
         except RemoteError as failed:
-            error = told_error(failed)
+            error = encoded_error(failed)
         except asyncio.CancelledError:
-            error = told_error(RemoteUnavailable(f"{verb}: cancelled"))
+            error = encoded_error(RemoteUnavailable(f"{verb}: cancelled"))
         except BaseException as failed:  # noqa: BLE001  an error of the library, also a panic
-            error = told_error(RemoteUnavailable(f"{verb}: {type(failed).__name__}"))
+            error = encoded_error(RemoteUnavailable(f"{verb}: {type(failed).__name__}"))
         reply = json.dumps([number, error, value]).encode() + b"\n"
         while reply:
             reply = reply[os.write(self._replies, reply) :]
@@ -100,7 +100,7 @@ class _Host:
 
     async def _put(self, names: Sequence[str], places: Sequence[memoryview]) -> Sequence[Any]:
         ends = await self._opened.put(names, [bytes(place) for place in places])
-        return [None if end is None else told_error(end) for end in ends]
+        return [None if end is None else encoded_error(end) for end in ends]
 
     async def _delete(self, names: Sequence[str], places: Sequence[memoryview]) -> None:
         await self._opened.delete(names)

@@ -54,7 +54,7 @@ MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class GroupPrefix:
     """Names the blocks of a window group of a cache. ``cache``: its name, which has no ``/``. ``revision``: the time
     when the blocks were last forgotten, see ``service/forgotten.py``; 0 = never."""
 
@@ -74,13 +74,13 @@ class Place:
         return f"{self.prefix}{digits[:2]}/{digits}{end}"
 
 
-def parse(name: str) -> tuple[Place, Key] | None:
+def parse(name: str) -> tuple[GroupPrefix, Key] | None:
     """The place and key in an object's name of any version; None = not an object of a block."""
     parts = name.split("/")
     try:
         cache, fingerprint, version, group, _, last = parts
         key, _, revision = last.partition(".")
-        place = Place(cache, bytes.fromhex(fingerprint), GroupId(int(group)), int(revision or 0))
+        place = GroupPrefix(cache, bytes.fromhex(fingerprint), GroupId(int(group)), int(revision or 0))
         found = Key(bytes.fromhex(key))
     except ValueError:
         return None
@@ -101,7 +101,7 @@ class BadObject(Exception):
     """An object does not fit its name. The message tells the difference."""
 
 
-class OtherVersion(Exception):
+class OtherObjectVersion(Exception):
     """An object of another version of kvtier, which may be sound."""
 
     def __init__(self, version: int) -> None:
@@ -113,7 +113,7 @@ def object_bytes(payload_bytes: int) -> int:
     return MAX_HEADER_BYTES + payload_bytes
 
 
-def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: int) -> bytes:
+def header(place: GroupPrefix, key: Key, parent: Key | None, traits: Traits, nbytes: int) -> bytes:
     """The part of a block's object between its checksum and its ``nbytes`` of payload."""
     record = encode_record(key, SlotId(0), 0, 0, b"", parent, traits)
     head = _HEAD.pack(
@@ -122,7 +122,7 @@ def header(place: Place, key: Key, parent: Key | None, traits: Traits, nbytes: i
     return head[CHECKSUM_BYTES:] + record
 
 
-def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytes:
+def encode(place: GroupPrefix, key: Key, parent: Key | None, traits: Traits, parts: Sequence[Bytes]) -> bytes:
     """The object of a block. ``parts``: its bytes by pool. If they change meanwhile, the object is invalid."""
     before = header(place, key, parent, traits, sum(len(part) for part in parts))
     checksum = xxhash.xxh3_128(before)
@@ -131,18 +131,18 @@ def encode(place: Place, key: Key, parent: Key | None, traits: Traits, parts: Se
     return b"".join([checksum.digest(), before, *(part.data for part in parts)])
 
 
-def decode(place: Place, key: Key, payload_bytes: int, found: memoryview) -> tuple[Remembered, memoryview]:
+def decode(place: GroupPrefix, key: Key, payload_bytes: int, found: memoryview) -> tuple[Remembered, memoryview]:
     """Reads an object's header. Returns its contents, and the payload inside ``found``.
 
     Raises:
-        OtherVersion: the object is of another version, and was not read further.
+        OtherObjectVersion: the object is of another version, and was not read further.
         BadObject: the object is another block's, or damaged.
     """
     number_at = CHECKSUM_BYTES + len(_MAGIC)
     if len(found) <= number_at or bytes(found[CHECKSUM_BYTES:number_at]) != _MAGIC:
         raise BadObject("it is not an object of kvtier")
     if found[number_at] != VERSION:
-        raise OtherVersion(found[number_at])
+        raise OtherObjectVersion(found[number_at])
     if len(found) < _HEAD.size:
         raise BadObject(f"it has {len(found)} bytes, fewer than a header")
     checksum, _, _, start, record_bytes, nbytes, fingerprint, group, named = _HEAD.unpack_from(found)

@@ -40,7 +40,7 @@ _ENDLESS: Final = "its processes do not end"
 _log = logging.getLogger(__name__)
 
 
-def told_error(error: RemoteError) -> list[Any]:
+def encoded_error(error: RemoteError) -> list[Any]:
     """An error in the form of a reply."""
     return [type(error).__name__, str(error), error.of_object]
 
@@ -115,7 +115,7 @@ async def _copy(source: bytes | memoryview, to: memoryview) -> None:
         await asyncio.sleep(0)  # let other tasks run
 
 
-class _Worker:
+class _StoreProcess:
     """A process that has opened the store, and the calls that it has not answered."""
 
     def __init__(self, process: Process, pidfd: int, hosting: Hosting, room: _Room) -> None:
@@ -280,7 +280,7 @@ class ProcessStore:
         self._hosting: Final = hosting
         self._whole_url: Final = whole_url
         self._umask: Final = umask
-        self._workers: Final[list[_Worker]] = []
+        self._workers: Final[list[_StoreProcess]] = []
         self._starting: asyncio.Task[None] | None = None
         self._places: Final = asyncio.Semaphore(hosting.processes * hosting.calls)
         self._deaths = 0
@@ -351,7 +351,7 @@ class ProcessStore:
             return await worker.call(verb, names, sizes, objects, into)
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[_Worker]:
+    async def _worker(self) -> AsyncIterator[_StoreProcess]:
         """A process for a call. Raises RemoteError."""
         async with self._places:
             while (worker := self._idle()) is None:
@@ -370,7 +370,7 @@ class ProcessStore:
             finally:
                 worker.callers -= 1
 
-    def _idle(self) -> _Worker | None:
+    def _idle(self) -> _StoreProcess | None:
         found = (each for each in self._workers if not each.killed and each.callers < self._hosting.calls)
         return min(found, key=lambda each: each.callers, default=None)
 
@@ -379,7 +379,7 @@ class ProcessStore:
         if (left_s := self._paused_until - began) > 0:
             raise RemoteUnavailable(f"{self.url}: its process died again, and is started in {left_s:.1f} s")
         try:
-            worker = await _Worker.start(self._hosting, self._whole_url, self._umask)
+            worker = await _StoreProcess.start(self._hosting, self._whole_url, self._umask)
         except _Died as died:
             self._note_death(began, str(died))
             raise
@@ -391,7 +391,7 @@ class ProcessStore:
         if not starting.cancelled():
             starting.exception()  # its callers raise it, unless they have given up
 
-    def _ended(self, worker: _Worker) -> None:
+    def _ended(self, worker: _StoreProcess) -> None:
         self._workers.remove(worker)
         if not worker.killed:
             self._note_death(worker.started, worker.end_reason)

@@ -12,7 +12,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.cuda.pool import CudaDevice, Gpu
+from kvtierd.tiers.cuda.pool import CudaDevice, DaemonGpu
 from kvtierd.tiers.mapped import HostStore
 from tests.fake_cuda import load_fake
 from tests.unit.mover.rig import SPEC
@@ -22,7 +22,7 @@ class CopyRig:
     """The memory of a cache on a device and in host memory, and its copies."""
 
     def __init__(self, driver: Driver, spec: CacheSpec = SPEC, slots: int = 8) -> None:
-        self.gpu = Gpu(driver)
+        self.gpu = DaemonGpu(driver)
         layout = ArenaLayout.plan(spec, {(0, tier): slots for tier in (Tier.DEVICE, Tier.HOST)})
         segment = self.gpu.create("rig", layout.data_bytes(Tier.DEVICE))
         identity = ArenaIdentity(spec.fingerprint(), epoch=1, boot=1, pid=os.getpid())

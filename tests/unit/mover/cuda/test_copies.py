@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.mover.cuda.plan import Direction, Load
+from kvtierd.mover.cuda.plan import Direction, StagedRecords
 from kvtierd.mover.cuda.staging import BUFFERS, Buffer
 from kvtierd.mover.runtime import Stretch, Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
@@ -53,7 +53,7 @@ def test_a_record_for_the_disk_has_zeros_between_its_parts(rig: Rig) -> None:
     """Whatever was in the staging memory before, and whatever is beside the slot on the device."""
     layout, buffer = rig.arena.layout, Buffer(rig.gpu.driver, 1 << 20)
     buffer.memory.fill(0xEE)
-    load = Load(layout, buffer, {4: (GROUP, SlotId(2)), 9: (GROUP, SlotId(1))})
+    load = StagedRecords(layout, buffer, {4: (GROUP, SlotId(2)), 9: (GROUP, SlotId(1))})
     load.blank_padding()
     for record in load.records().values():
         for pool in layout.groups[0].pools:

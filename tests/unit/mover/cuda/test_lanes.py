@@ -13,7 +13,7 @@ from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import MoveResult
 from kvtierd.mover.edges import LANES, Edges
-from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
+from kvtierd.mover.runtime import CacheRuntime, CopyPiece, Faults
 from kvtierd.mover.work import reports_of
 from kvtierd.mover.worker import Gathering
 from kvtierd.tiers.disk.root import DiskRoot
@@ -98,7 +98,7 @@ async def test_a_fetch_that_nobody_can_account_for_is_no_matter_to_the_rest_of_i
         move(4, HOST, DISK, [(2, 2, 2)]),
         move(5, DISK, None, [(3, 3, None)]),
     )
-    batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]
+    batch = [CopyPiece(with_disk, each, 0, each.items, 0) for each in moves]
     gathering = Gathering(lane, batch[0])
     assert all(gathering.join(Gathering(lane, piece)) for piece in batch[1:])
     assert gathering.pieces == batch
@@ -124,7 +124,7 @@ async def test_a_load_that_nobody_can_account_for_keeps_its_own_slots_out_of_use
     cannot_be_asked(rig, call)
     lane = next(lane for lane in LANES if lane.name == "disk-reader")
     moves = move(2, DISK, DEVICE, [(1, 1, 6)]), move(3, DISK, HOST, [(2, 2, 7)])
-    batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]
+    batch = [CopyPiece(with_disk, each, 0, each.items, 0) for each in moves]
     done = await asyncio.to_thread(lane.carry_out, batch)
     faults = await asyncio.to_thread(done) if callable(done) else done
     (report,) = reports_of(batch, faults, 0, 1)

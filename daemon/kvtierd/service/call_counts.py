@@ -13,7 +13,7 @@ from typing import Final
 from google.protobuf.message import Message
 
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.sessions import Session
+from kvtierd.service.sessions import ClientSession
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
 
@@ -33,14 +33,14 @@ class Times:
         self.seconds += seconds
 
 
-class Call:
+class CountedCall:
     """An open call. ``code``: gRPC's name of its code; an unanswered call was cancelled. ``reason``: of a refusal.
     ``session``, ``request``: None until they are known."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally: Final = tally
+    def __init__(self, call_counts: CallCounts) -> None:
+        self._call_counts: Final = call_counts
         self.code, self.reason = "CANCELLED", ""
-        self.session: Session | None = None
+        self.session: ClientSession | None = None
         self.request: Message | None = None
 
     def answered(self, reply: Message) -> Message:
@@ -51,11 +51,11 @@ class Call:
     def refused(self, refusal: CallRefused) -> CallRefused:
         """Notes that the call was refused."""
         self.code, self.reason = refusal.code.name, refusal.detail.reason
-        self._tally.refusals[self.reason] += 1
+        self._call_counts.refusals[self.reason] += 1
         return refusal
 
 
-class Tally:
+class CallCounts:
     """The counts. Loop thread only. Only the daemon's own methods have counts: a client cannot add a name."""
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class Tally:
         """Refusals by reason."""
 
     @contextmanager
-    def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[Call]:
+    def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[CountedCall]:
         """Counts a call around the body. ``metadata``: for spans. ``timed``: False for a stream, whose client decides
         how long it lasts."""
-        call, start = Call(self), time.perf_counter()
+        call, start = CountedCall(self), time.perf_counter()
         try:
             yield call
         finally:

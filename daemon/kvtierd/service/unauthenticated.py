@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, parser, refused
 from kvtierd.service.sessions import this_task
 
-MAX_VISITORS: Final = 64
+MAX_UNAUTHENTICATED: Final = 64
 """Most calls without a session that the daemon serves at a time."""
 READ_S: Final = 5.0
 """Seconds within which a message must arrive whole."""
@@ -26,18 +26,19 @@ READ_S: Final = 5.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Visitors:
-    """Serves calls without a session, at most :data:`MAX_VISITORS`: the oldest call gives way. Loop thread only."""
+class UnauthenticatedCalls:
+    """Serves calls without a session, at most :data:`MAX_UNAUTHENTICATED`: the oldest call gives way. Loop thread
+    only."""
 
     def __init__(self, translate: Translator) -> None:
         self._translate: Final = translate
         self._calls: dict[asyncio.Task[Any], None] = {}
 
     @asynccontextmanager
-    async def visiting(self) -> AsyncGenerator[None, None]:
+    async def admitted(self) -> AsyncGenerator[None, None]:
         """Counts the running task during the body. Raises RESOURCE_EXHAUSTED in the body if the task gives way."""
         task = this_task()
-        if len(self._calls) >= MAX_VISITORS:
+        if len(self._calls) >= MAX_UNAUTHENTICATED:
             oldest = next(iter(self._calls))
             del self._calls[oldest]
             oldest.cancel()
@@ -48,7 +49,7 @@ class Visitors:
             if task in self._calls:
                 raise  # the client cancelled the call, or the daemon stops
             task.uncancel()
-            says = f"the daemon serves {MAX_VISITORS} calls without a session at a time, and others came"
+            says = f"the daemon serves {MAX_UNAUTHENTICATED} calls without a session at a time, and others came"
             raise refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS", says) from None
         finally:
             self._calls.pop(task, None)
@@ -68,7 +69,7 @@ class Visitors:
     def _call(self, method: MethodDescriptor, verb: Callable[..., Any]) -> Callable[[Any, _Context], Awaitable[None]]:
         async def call(_: object, context: _Context) -> None:
             try:
-                async with self.visiting(), aclosing(_requests(method, context)) as requests:
+                async with self.admitted(), aclosing(_requests(method, context)) as requests:
                     if method.client_streaming:
                         async for reply in verb(requests, context):
                             await write(context, reply)
