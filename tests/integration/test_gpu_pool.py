@@ -120,7 +120,7 @@ IMPORT_FAILS = {"fail": [{"call": "cuMemImportFromShareableHandle", "code": "CUD
     [
         (IMPORT_FAILS, "cuda", "cannot import"),
         ({"features_off": ["posix_fd"]}, "cuda", "it was not kept"),
-        ({"devices": 2}, "cuda:1", "not CudaMemory"),
+        ({"devices": 2}, "cuda:1", "not CudaHandle"),
     ],
     ids=["import", "never kept", "another GPU"],
 )

@@ -51,7 +51,8 @@ async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec)
         await asyncio.to_thread(daemon.start)
         await heard(client)
         for group in groups:
-            assert set((await group.match(KEYS)).residency) == {Tier.DISK.bit}
+            (span,) = (await group.match(KEYS)).groups
+            assert set(span.residency) == {Tier.DISK.bit}
             assert_prefix(spec, group.group, await group.get(KEYS))
         assert not (await client.stats()).problems
 

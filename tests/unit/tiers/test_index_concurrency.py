@@ -35,7 +35,7 @@ LONG_S = 120.0
 
 READER = """
 import hashlib
-from kvtier.abi.key_index import KEY_BYTES, Entry, IndexReader
+from kvtier.abi.key_index import KEY_BYTES, IndexEntry, IndexReader
 from kvtier.abi.layout import *
 from tests.unit.tiers.test_index_concurrency import SPEC
 
@@ -59,7 +59,7 @@ def check(n, entry):
     if entry is None:
         unsure += 1
     elif entry.residency & 2 == 0:
-        if n >= 100 and entry != Entry(4) and (n < 200 or entry != Entry()):
+        if n >= 100 and entry != IndexEntry(4) and (n < 200 or entry != IndexEntry()):
             wrong("a block that is on disk alone", n, entry)
     elif n >= 100:
         if entry.host_slot != n - 84 or stood.setdefault(n, entry.host_generation) != entry.host_generation:
@@ -81,7 +81,7 @@ while turn < TURNS or accepted < 500 or reused < 10:
         check(n, reader.entry(keys[n], 0))
     found = reader.find(packed, 0)
     for row in range(turn % 7, len(numbers), 7):
-        entry = Entry(*(int(column[row]) for column in (
+        entry = IndexEntry(*(int(column[row]) for column in (
             found.residency, found.host_slots, found.host_generations, found.device_slots, found.device_generations)))
         check(numbers[row], entry if found.sure[row] else None)
     for length in (10, 16, 40, 64):
