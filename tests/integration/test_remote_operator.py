@@ -265,8 +265,8 @@ async def test_explain_says_what_is_known_of_the_store(start, store):
             assert ([each.there for each in told.remote], told.state) == ([there], state)
         said = answer("explain", here.hex(), *at, "--address", daemon.address)
         assert said["remote"] == [{"cache": "c", "group": 0, "there": True}]
-        assert "remote      the store beyond the host has it" in shown(daemon, here)
-        assert "c, group 0: the store beyond the host has it" in shown(daemon, beyond)
+        assert "remote      the remote store has it" in shown(daemon, here)
+        assert "c, group 0: the remote store has it" in shown(daemon, beyond)
         assert "nothing is known of it" in shown(daemon, nowhere, status=4)
         located = {each.peer: each.blocks for each in (await client.holdings([beyond], cache="c")).found}
         assert located == {store.url: 1}

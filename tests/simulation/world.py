@@ -407,7 +407,7 @@ class World:
             keys = [offer.key for offer in gone if offer.tier is tier]
             self._carry_out(self.core.remote.travelled(site.group, keys, tier, Tier.REMOTE, 1, self.now))
         after = {key: change.residency for key, change in site.mirror.blocks.items()}
-        require(before == after, "a store beyond the host changes what is here")
+        require(before == after, "a remote store changes what is here")
         self.seen["offered"] += bool(offers)
         self.seen["offered and not taken"] += bool(back)
 

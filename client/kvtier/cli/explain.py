@@ -29,9 +29,9 @@ _STATES: Final[Mapping[CopyState, str]] = {
 }
 
 _REMOTE: Final[Mapping[bool | None, str]] = {
-    True: "the store beyond the host has it",
-    False: "the store beyond the host does not have it",
-    None: "it is unknown whether the store beyond the host has it",
+    True: "the remote store has it",
+    False: "the remote store does not have it",
+    None: "it is unknown whether the remote store has it",
 }
 
 

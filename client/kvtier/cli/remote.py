@@ -48,7 +48,7 @@ def gc(daemon: DaemonAt, dry_run: bool, yes: bool, form: str, **wanted: Any) -> 
     """Delete blocks of the store by age and by use.
 
     Deletes blocks of every daemon. The last use of a block is its write, by any daemon, or a later fetch by this
-    daemon. The daemon remembers fetches of 131,072 blocks, until it restarts. Objects whose names are not kvtier's
+    daemon. The daemon remembers fetches of 32,768 blocks, until it restarts. Objects whose names are not kvtier's
     stay.
     """
     if wanted["older_than"] is None and wanted["keep_bytes"] is None:

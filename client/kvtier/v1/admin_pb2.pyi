@@ -200,7 +200,7 @@ global___ExplainResponse = ExplainResponse
 
 @typing.final
 class ExplainedRemote(google.protobuf.message.Message):
-    """What is known of the store beyond the host, which is not asked."""
+    """What is known of the remote store, which is not asked."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -365,7 +365,7 @@ class Holding(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Address; empty = this daemon. The URL of the store beyond the host: what is known to be there, without asking it."""
+    """Address; empty = this daemon. The URL of the remote store: what is known to be there, without asking it."""
     cache: builtins.str
     group: builtins.int
     blocks: builtins.int
@@ -859,7 +859,7 @@ global___DeviceStats = DeviceStats
 
 @typing.final
 class RemoteOperation(google.protobuf.message.Message):
-    """Calls of one kind that the store beyond the host was asked."""
+    """Calls of one kind that the remote store was asked."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -893,7 +893,7 @@ global___RemoteOperation = RemoteOperation
 
 @typing.final
 class RemoteStats(google.protobuf.message.Message):
-    """The store beyond the host."""
+    """The remote store."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -107,7 +107,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoteGc(self, request, context):
-        """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+        """Deletes blocks of the remote store by age and by use; takes as long as the store takes to list its objects.
         FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
         (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
         """

@@ -58,7 +58,7 @@ class AdminStub:
         kvtier.v1.admin_pb2.RemoteGcRequest,
         kvtier.v1.admin_pb2.RemoteGcResponse,
     ]
-    """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+    """Deletes blocks of the remote store by age and by use; takes as long as the store takes to list its objects.
     FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
     (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
     """
@@ -103,7 +103,7 @@ class AdminAsyncStub:
         kvtier.v1.admin_pb2.RemoteGcRequest,
         kvtier.v1.admin_pb2.RemoteGcResponse,
     ]
-    """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+    """Deletes blocks of the remote store by age and by use; takes as long as the store takes to list its objects.
     FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
     (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
     """
@@ -160,7 +160,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.admin_pb2.RemoteGcRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.admin_pb2.RemoteGcResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.RemoteGcResponse]]:
-        """Deletes blocks of the store beyond the host by age and by use; takes as long as the store takes to list its objects.
+        """Deletes blocks of the remote store by age and by use; takes as long as the store takes to list its objects.
         FAILED_PRECONDITION where there is no store (NO_REMOTE), or it refuses or cannot list (REMOTE_REFUSED); UNAVAILABLE
         (TIER_FAILED) where it fails: what was deleted before that is gone. A repeated call does the rest.
         """

@@ -67,7 +67,7 @@ class MatchRequest(google.protobuf.message.Message):
     counted: builtins.bool
     """the client tells by Touch, or the request that it is for was counted before"""
     remote: builtins.bool
-    """also asks the store beyond the host, if there is one"""
+    """also asks the remote store, if there is one"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """window groups that serve the prefix together, each once; none = all"""
@@ -549,7 +549,7 @@ class AcquireRequest(google.protobuf.message.Message):
     timeout_ns: builtins.int
     seq: builtins.int
     recompute_ns_per_block: builtins.int
-    """What a block costs the caller to compute, 0 = unknown. Blocks come from a store beyond the host only where that is
+    """What a block costs the caller to compute, 0 = unknown. Blocks come from a remote store only where that is
     cheaper, as far as it has been measured.
     """
     @property
@@ -1046,7 +1046,7 @@ class ResetResponse(google.protobuf.message.Message):
     kept: builtins.int
     """leased or pinned, or an ancestor of such a block"""
     kept_in_store: builtins.bool
-    """The store beyond the host could not be told: other daemons that share it may still read the blocks there. This daemon
+    """The remote store could not be told: other daemons that share it may still read the blocks there. This daemon
     does not, and tells the store as soon as it answers, also after a restart.
     """
     generation: builtins.int

@@ -453,7 +453,7 @@ class CacheInfo(google.protobuf.message.Message):
     sessions: builtins.int
     """that have it open"""
     remote: builtins.bool
-    """blocks that no tier here has may be in a store beyond the host: an acquire brings them"""
+    """blocks that no tier here has may be in a remote store: an acquire brings them"""
     generation: builtins.int
     """when its blocks were last forgotten as a whole, in ns since 1970; 0 = never"""
     has_old_blocks: builtins.bool

@@ -45,7 +45,7 @@ class _TierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     TIER_DISK: _Tier.ValueType  # 3
     """cache level 2"""
     TIER_REMOTE: _Tier.ValueType  # 4
-    """a store beyond the host: only where blocks went or came from"""
+    """a remote store: only where blocks went or came from"""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper): ...
 
@@ -57,7 +57,7 @@ TIER_HOST: Tier.ValueType  # 2
 TIER_DISK: Tier.ValueType  # 3
 """cache level 2"""
 TIER_REMOTE: Tier.ValueType  # 4
-"""a store beyond the host: only where blocks went or came from"""
+"""a remote store: only where blocks went or came from"""
 global___Tier = Tier
 
 class _Cause:
@@ -99,7 +99,7 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     CAUSE_RECOVERED: _Cause.ValueType  # 16
     """found at a start: on disk, or in memory that was kept"""
     CAUSE_REMOTE: _Cause.ValueType  # 17
-    """came from, or went to, a store beyond the host"""
+    """came from, or went to, a remote store"""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """Why a residency, a priority or an existence changed. A change of one block may change the effective priority of those
@@ -139,7 +139,7 @@ CAUSE_SHUTDOWN: Cause.ValueType  # 15
 CAUSE_RECOVERED: Cause.ValueType  # 16
 """found at a start: on disk, or in memory that was kept"""
 CAUSE_REMOTE: Cause.ValueType  # 17
-"""came from, or went to, a store beyond the host"""
+"""came from, or went to, a remote store"""
 global___Cause = Cause
 
 class _BlockResult:

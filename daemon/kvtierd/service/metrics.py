@@ -96,7 +96,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_watcher_lag_events": ("Events that the slowest watcher has not been sent yet", ()),
     "kvtier_peer_exact": ("1 while every event of a peer arrives", ("peer",)),
     "kvtier_peer_blocks": ("Blocks that a peer has of the caches here", ("peer",)),
-    "kvtier_remote_up": ("1 while the store beyond the host is used, 0 while it is left alone", ()),
+    "kvtier_remote_up": ("1 while the remote store is used, 0 while it is left alone", ()),
     "kvtier_remote_operations_total": ("Calls of the store; refused ones were not made", ("operation", "outcome")),
     "kvtier_remote_bytes_total": ("Bytes of objects that went to the store, or came from it", ("operation",)),
     "kvtier_remote_seconds_total": ("Time in calls of the store, summed", ("operation",)),

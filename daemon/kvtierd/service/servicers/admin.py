@@ -197,7 +197,7 @@ class AdminService:
         if not request.older_than_ns and keep_bytes is None:
             raise bad_argument("older_than_ns", 0, "above 0 where keep_bytes is not given")
         if self._remote is None or self._remote.deleter is None:
-            message = "the daemon has no store beyond the host: its configuration has no [remote]"
+            message = "the daemon has no remote store: its configuration has no [remote]"
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "NO_REMOTE", message)
         older_than_s = request.older_than_ns / 1e9 if request.older_than_ns else None
         caches = sorted(set(request.caches))
