@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
+from weakref import WeakValueDictionary
 
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key
 from kvtierd.tiers.base import DamagedDirectory
@@ -138,7 +139,7 @@ class Forgotten:
         self._records: Final = {f"{path.parent.name}/{path.name}": _read(path) for path in directory.glob("*/*")}
         self._unwritten: Final[set[str]] = set()
         self._changing: Final[set[str]] = set()
-        self._locks: Final[dict[str, asyncio.Lock]] = {}
+        self._locks: Final[WeakValueDictionary[str, asyncio.Lock]] = WeakValueDictionary()
 
     @property
     def prefixes(self) -> Set[str]:
