@@ -165,13 +165,19 @@ class Watch:
         while not self._closed:
             if (item := next(self._batch, None)) is not None:
                 return item
-            step = self._step = self._step or asyncio.create_task(self._advance())
+            step = self._step = self._step or self._begin_step()
             await asyncio.wait([step])
             if self._step is step:
                 self._step = None
             if not self._closed:
                 step.result()
         raise StopAsyncIteration
+
+    def _begin_step(self) -> asyncio.Task[None]:
+        step = asyncio.create_task(self._advance())
+        # An abandoned watch ends with its client; only the next ``anext`` raises an error of the step.
+        step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return step
 
     async def _advance(self) -> None:
         self._batch = await anext(self._followed)

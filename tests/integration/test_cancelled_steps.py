@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvtier import BlockResult, Cursor, Event, EventType, Mirror, MirrorState
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.seeing import last_event
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, patient
 
 KEYS = chain("cancelled", 4)
 OK = [BlockResult.OK] * len(KEYS)
@@ -56,13 +57,25 @@ async def test_a_watch_that_is_closed_ends_for_a_task_that_waits(client, cache):
         await anext(watch)
 
 
+async def test_a_watch_abandoned_in_a_step_ends_quietly_with_its_client(daemon, cache, caplog):
+    async with await patient(daemon.address) as other:
+        await cancelled(anext(other.watch(caches=[cache.name])))
+    await asyncio.sleep(0)  # the step learns that the client is closed
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 @pytest.mark.parametrize("listing", ["pages", "blocks"])
 async def test_a_listing_repeats_a_cancelled_step(cache, listing):
     assert await cache.put(KEYS, blocks(KEYS)) == OK
     rows = cache.pages(page_blocks=1) if listing == "pages" else cache.blocks()
     found: list[Any] = []
     for _ in range(2 if listing == "pages" else 1):  # later blocks of a page come without a wait
-        await cancelled(anext(rows))
+        step = asyncio.ensure_future(anext(rows))
+        await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.wait([step])
+        found += [] if step.cancelled() else [step.result()]  # the answer may have come first
         found.append(await anext(rows))
     found += [row async for row in rows]
     listed = [block for page in found for block in page.blocks] if listing == "pages" else found
