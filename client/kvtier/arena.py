@@ -53,7 +53,7 @@ _SERVING: Final = int(ArenaState.SERVING)
 
 
 class MappedArena:
-    """The mapped segments of one cache. It has no ``close``: memory is unmapped when the last array over it is gone."""
+    """The mapped segments of one cache, unmapped when the last array over them is gone; there is no ``close``."""
 
     def __init__(
         self,

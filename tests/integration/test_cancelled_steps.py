@@ -11,7 +11,7 @@ import pytest
 from kvtier import BlockResult, Cursor, Event, EventType, Mirror, MirrorState
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.seeing import last_event
-from tests.integration.waiting import PATIENCE_S, patient
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 KEYS = chain("cancelled", 4)
 OK = [BlockResult.OK] * len(KEYS)
@@ -60,7 +60,7 @@ async def test_a_watch_that_is_closed_ends_for_a_task_that_waits(client, cache):
 async def test_a_watch_abandoned_in_a_step_ends_quietly_with_its_client(daemon, cache, caplog):
     async with await patient(daemon.address) as other:
         await cancelled(anext(other.watch(caches=[cache.name])))
-    await asyncio.sleep(0)  # the step learns that the client is closed
+    await eventually(lambda: [task for task in asyncio.all_tasks() if "Watch" in repr(task)], lambda left: not left)
     gc.collect()
     assert "never retrieved" not in caplog.text
 

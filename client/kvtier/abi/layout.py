@@ -17,8 +17,8 @@ A host slot is one record: the block's part in each pool, padded to 4096 bytes, 
 same index in every pool; its part there is padded to 4096 bytes. The control segment's size is padded to 4096 bytes.
 The key index has 1.5 places for every slot of all tiers, in whole buckets of 8 places and 512 bytes.
 
-**Generations.** One u64 per slot, changed by single aligned 8-byte stores, which only rises. It is even exactly while
-the slot's bytes are READY, odd while they are being written or are meaningless. A fresh segment starts at
+**Generations.** One u64 per slot, changed by single aligned 8-byte stores, which only rises. A generation is
+even exactly while the slot's bytes are READY, odd while they are written or meaningless. A fresh segment starts at
 ``(boot << 32) + 1``, so that no two segments of a cache share a value. To use bytes without a lease: read the
 generation (odd: a miss), use the bytes, read it again; a change is a miss, and the bytes are void. x86-64 keeps this
 order of loads and stores; other processors need a barrier before and after the copy.

@@ -26,7 +26,7 @@ _FILES: Final = {
 
 
 def _state(target: Path, text: str) -> str:
-    """What an installation does with a file. The configuration is the operator's once it is there."""
+    """Names the action of an installation on a file. An existing configuration belongs to the operator."""
     if not target.exists():
         return "install"
     if target.read_text() == text:

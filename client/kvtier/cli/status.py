@@ -258,7 +258,7 @@ def _moves(caches: Sequence[CacheStats]) -> Table:
 
 
 COUNTERS: Final = (*(f"hits_{tier}" for tier in TIERS), "queried", "found")
-"""Blocks read, by the fastest tier that had them; blocks of chains that were asked for, and of those the found."""
+"""Blocks read, by the fastest tier that had them; blocks of requested chains, and found blocks of these chains."""
 
 
 def looked_for(cache: CacheStats | GroupStats) -> list[int]:

@@ -30,8 +30,8 @@ class KeyChain(ABC):
 
     @staticmethod
     def adopt() -> KeyChain:
-        """The engine's own chained hashes; :meth:`extend` takes them. Those of 32 bytes are keys as they are, others
-        by their SHA-256."""
+        """The engine's own chained hashes; :meth:`extend` takes them. A hash of 32 bytes is the key; the key of
+        another hash is its SHA-256."""
         return _Adopted()
 
     @abstractmethod

@@ -95,7 +95,7 @@ class Planes:
 
         Args:
             block_bytes: default: the end of the last part. A block may have bytes that no part has, for example other
-                ranks' bytes. They are not read, and only ``arena.write`` of reserved slots skips them.
+                ranks' bytes. These bytes are not read, and only ``arena.write`` of reserved slots skips them.
         Raises: :class:`InvalidArgument`, which names the part; a tensor with the pages of K and V, for example, is two
         parts.
         """

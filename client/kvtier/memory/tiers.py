@@ -65,7 +65,7 @@ class Memory(Protocol):
 
 
 class CpuMemory:
-    """Shared memory, as numpy arrays. It is unmapped when the last array over it is gone.
+    """Shared memory, as numpy arrays, unmapped when the last array over it is gone.
 
     Blocks may lie on any GPU of this process. The first GPU block starts page-locking of the memory in the background,
     after which the GPU reads and writes the memory without the CPU.
@@ -268,7 +268,7 @@ def _heard(opening: asyncio.Future[Any]) -> None:
 
 
 class CudaMemory:
-    """GPU memory. It is unmapped when its last view is gone: see :meth:`kvtier.memory.gpu.Gpu.unmap_later`."""
+    """GPU memory, unmapped when its last view is gone: see :meth:`kvtier.memory.gpu.Gpu.unmap_later`."""
 
     def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
         """Raises :class:`DaemonError` if the memory is smaller than the layout."""

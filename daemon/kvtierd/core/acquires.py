@@ -1,7 +1,7 @@
 """Acquires: requests for the longest prefix that one or more window groups can serve together.
 
-An acquire holds the blocks that each group needs for the prefix, READY in one tier, or holds nothing. It has a part in
-each group's queue, where the part waits like any other request. When all parts are at the head of their queues and
+An acquire holds the blocks that each group needs for the prefix, READY in one tier, or holds nothing. Each group's
+queue has a part of the acquire, which waits like any other request. When all parts are at the head of their queues and
 have room, the acquire takes its slots in all groups in one step. If a group cannot make room, loses a block, or a copy
 fails, the acquire is matched again for a shorter prefix: a sliding group needs other blocks for a shorter prefix.
 """

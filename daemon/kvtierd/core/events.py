@@ -29,7 +29,7 @@ RECOVERED: Final = Cause.RECOVERED
 
 
 class BlockChange(NamedTuple):
-    """One block after a change. ``residency`` is 0 for a removed block. ``parent_label``: only for a stored block with
+    """A block after a change. ``residency`` is 0 for a removed block. ``parent_label``: only for a stored block with
     a parent object, so None in a sliding or flat group."""
 
     key: Key
@@ -87,7 +87,7 @@ NO_CHANGES: Final = BlockChanges.of(())
 
 @dataclass(slots=True, frozen=True)
 class BlockEvent:
-    """One event. ``time_ns``: the wall clock that the core's caller passed in.
+    """An event of a window group. ``time_ns``: the wall clock that the core's caller passed in.
 
     ``moved_from`` … ``copy_ns`` are set if a move caused the event; ``moved_from`` alone if blocks only left that tier.
     ``capacity``: the group's slots by tier, highest tier first; only for ``created``.

@@ -86,8 +86,8 @@ class Holds:
         return tuple(results)
 
     def _outgrow(self, block: Block, label: Label) -> None:
-        """Gives the lowest priority to partial blocks with which the new block begins. They are not removed: a partial
-        block on disk survives a crash, and the new block is not on disk yet."""
+        """Gives the lowest priority to partial blocks with which the new block begins. Partial blocks stay:
+        a partial block on disk survives a crash, and the new block is not on disk yet."""
         for sibling in islice(self._state.index.children(block.parent), _SIBLINGS):
             other = sibling.traits.label or NO_LABEL
             shorter = 0 < len(other.tokens) < len(label.tokens)

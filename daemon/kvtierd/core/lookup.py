@@ -34,7 +34,7 @@ def longest(bound: int, limits: Sequence[Limit]) -> int:
 
 
 class Cover:
-    """One group's side of a match. Looks at no more blocks than needed."""
+    """A group's side of a match. Looks at no more blocks than needed."""
 
     def __init__(self, state: GroupState, keys: Sequence[Key], usable: Usable) -> None:
         self.state = state

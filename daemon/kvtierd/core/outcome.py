@@ -36,7 +36,7 @@ from kvtierd.core.policy import Policy
 
 
 class SlotRef(NamedTuple):
-    """One slot, named so that it cannot be mistaken for a slot of another tier or group."""
+    """A slot, named together with its tier and group."""
 
     group: GroupId
     tier: Tier
@@ -84,7 +84,7 @@ class SlotChanges:
 
 
 class MoveItem(NamedTuple):
-    """One block of a move. ``dst`` is None if a disk slot is retired: its index record goes, and nothing is copied.
+    """A block of a move. ``dst`` is None if a disk slot is retired: its index record goes, and nothing is copied.
 
     A disk record stores the ``traits``.
     """

@@ -97,7 +97,7 @@ class GpuCopies(Protocol):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class CacheRuntime:
-    """One cache's core, shared memory and stores. A store is None if the cache lacks the tier."""
+    """The core, shared memory and stores of a cache. A store is None if the cache lacks the tier."""
 
     id: CacheId
     name: str

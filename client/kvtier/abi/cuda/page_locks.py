@@ -18,7 +18,7 @@ STOP_S: Final = 5.0
 """Seconds that a close waits for one chunk."""
 
 _kept: Final[list[object]] = []
-"""Mappings that could not be unlocked. They stay mapped: the driver would use their old pages even after another
+"""Mappings that could not be unlocked. The pages stay mapped: the driver would use their old pages even after another
 mapping has taken their addresses."""
 
 _log = logging.getLogger(__name__)

@@ -111,7 +111,7 @@ class Fetcher:
         self.counts: Final[Counter[str]] = Counter()
 
     async def reach(self, cache: ServedCache, groups: Sequence[GroupId], keys: Sequence[Key]) -> int:
-        """How long a prefix of these groups is with the blocks of the store. It may turn out shorter."""
+        """How long a prefix of these groups is with the blocks of the store. The prefix may turn out shorter."""
         return await self._reach(cache, await self._chains(cache, groups, keys), keys)
 
     async def _reach(self, cache: ServedCache, chains: Mapping[GroupId, Chain], keys: Sequence[Key]) -> int:
