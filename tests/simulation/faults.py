@@ -362,7 +362,7 @@ FAULTS: Final = {
         Fault("part_released_whole", ((Holds, "give_back", _lets_go_of_all),)),
         Fault("joined_slot_reused", ((Holds, "_let_go", _gives_back_for_all),)),
         Fault("joined_slot_is_of_one", ((Holds, "_restate", _is_owned_by_one),)),
-        Fault("disk_back_between_slices", ((removal, "lose_tier", _back_between_slices),)),
+        Fault("disk_back_between_slices", ((removal, "_lose_copies", _back_between_slices),)),
         Fault("rest_of_a_loss_forgotten", ((removal, "lose_on", _stays_after_a_slice),), outside=False),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((kept, "_left", _forgets_readers),)),

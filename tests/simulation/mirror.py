@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvtierd.core.events import BlockChange, BlockEvent, Cause, EventType
 from kvtierd.core.ids import Key, Label
 from tests.events_page import told
 from tests.simulation.forest import hash_of, label_of
-from tests.simulation.violation import require
+from tests.simulation.violation import Violation, require
+
+LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.LOST, Cause.ANCESTOR)
+"""Causes of events of lost bytes, after which a block may be nowhere until its descendants have gone."""
 
 
 class Mirror:
@@ -24,7 +28,7 @@ class Mirror:
         self.short: set[Key] = set()
         self._chained = chained
         self._children: dict[Key, int] = {}
-        self._handlers: dict[EventType, Callable[[BlockChange], None]] = {
+        self._handlers: dict[EventType, Callable[[BlockChange, Cause], None]] = {
             EventType.STORED: self._stored,
             EventType.UPDATED: self._updated,
             EventType.REMOVED: self._removed,
@@ -47,12 +51,12 @@ class Mirror:
             require(change.label == self.label_of(change.key), "a block is told of under another's label")
             require(handle is not None, f"a {event.type.name} event names a block")
             if handle is not None:
-                handle(change)
+                handle(change, event.cause)
 
     def label_of(self, key: Key) -> Label | None:
         return hash_of(key) if key in self.short else label_of(key)
 
-    def _stored(self, change: BlockChange) -> None:
+    def _stored(self, change: BlockChange, cause: Cause) -> None:
         require(change.key not in self.blocks, "a block is stored twice")
         require(change.residency != 0, "a block is stored nowhere")
         if change.parent is not None and self._chained:
@@ -62,15 +66,17 @@ class Mirror:
         require(change.parent_label == above, "a block is told of under another parent's label")
         self.blocks[change.key] = change._replace(parent_label=None)
 
-    def _updated(self, change: BlockChange) -> None:
+    def _updated(self, change: BlockChange, cause: Cause) -> None:
         known = self.blocks.get(change.key)
-        require(known is not None, "an unknown block is updated")
+        if known is None:
+            raise Violation("an unknown block is updated")
         require(known != change, "an update changes nothing")
-        require(known is not None and known.parent == change.parent, "a block has changed its parent")
-        require(change.residency != 0, "a block that is nowhere is not reported removed")
+        require(known.parent == change.parent, "a block has changed its parent")
+        hollow = change.residency == 0 and (cause in LOSSES or known.residency == 0)
+        require(change.residency != 0 or hollow, "a block that is nowhere is not reported removed")
         self.blocks[change.key] = change
 
-    def _removed(self, change: BlockChange) -> None:
+    def _removed(self, change: BlockChange, cause: Cause) -> None:
         require(change.key in self.blocks, "an unknown block is removed")
         require(change.residency == 0, "a removed block is said to be somewhere")
         require(self._children.get(change.key, 0) == 0, "a block is removed before its children")

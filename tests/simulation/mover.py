@@ -36,7 +36,7 @@ class Stage(IntEnum):
 @dataclass(slots=True, eq=False)
 class Journey:
     """A move between its plan and its report. ``before``: contents of each source when the move began. ``doomed``: the
-    tier was lost meanwhile. ``spoils``: the corrupt bytes are in memory."""
+    tier was lost meanwhile."""
 
     move: Move
     stage: Stage = Stage.QUEUED
@@ -44,7 +44,6 @@ class Journey:
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
     doomed: bool = False
-    spoils: bool = False
 
     @property
     def writes_disk(self) -> bool:
@@ -61,8 +60,6 @@ class Mover:
         self._written: Counter[tuple[Tier, SlotId]] = Counter()
         self._read: Counter[tuple[Tier, SlotId]] = Counter()
         self._parents_written: Counter[Key] = Counter()
-        self.spoiled: set[Key] = set()
-        """Blocks whose bytes in memory differ from the committed bytes, as a copy to disk has found."""
         self.deletions_failed = False
         """Whether a deletion failed in this life of the daemon, which does not write the slot again."""
 
@@ -111,8 +108,6 @@ class Mover:
             self._end(journey, choose if faults else None)
         self._release(journey.move)
         del self._journeys[journey.move.id]
-        if journey.spoils:
-            self.spoiled |= {journey.move.items[position].key for position in journey.corrupt}
         return MoveResult(journey.move.id, journey.failed, journey.corrupt, choose.below(1000), choose.below(1000))
 
     def _may_begin(self, journey: Journey) -> bool:
@@ -143,7 +138,6 @@ class Mover:
         elif journey.move.dst is Tier.DISK:
             if choose is not None and choose.chance(CHANGED_IN_MEMORY):
                 journey.corrupt = frozenset(choose.each(range(len(journey.move.items)), 30)) - journey.failed
-                journey.spoils = True
             self._write(journey)
         else:
             self._copy(journey, self._memories[journey.move.dst])

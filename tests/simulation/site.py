@@ -100,7 +100,8 @@ class Site:
         return expected
 
     def _is_parent(self, key: Key, stored: Collection[Key]) -> bool:
-        return key in stored and not self._is_partial(key)
+        hollow = key in self.mirror.blocks and not self.mirror.blocks[key].residency
+        return key in stored and not hollow and not self._is_partial(key)
 
     def _is_partial(self, key: Key) -> bool:
         label = self.mirror.label_of(key) if key in self.mirror.blocks else label_of(key)
@@ -126,7 +127,7 @@ class Site:
         on_disk = self.surviving()
         there: dict[Key, int] = {}
         for key, change in self.mirror.blocks.items():
-            tiers = [t for t in self.memories if change.residency & t.bit and key not in self.mover.spoiled]
+            tiers = [t for t in self.memories if change.residency & t.bit]
             refs = {tier: [SlotRef(self.group, tier, at) for at in self.memories[tier].slots_of(key)] for tier in tiers}
             there[key] = sum(tier.bit for tier in tiers if refs[tier] and unsure.isdisjoint(refs[tier]))
         needed = {key: self._forest.chain(key) if self.plan.chained else [key] for key in there}
@@ -145,7 +146,7 @@ class Site:
     def verify(self, core: BlockManager, now: int, *, lossy: bool) -> None:
         """Checks all promises. ``lossy``: copies may have been lost in this step."""
         rows = core.listing(self.group, 0, EVERYTHING).rows
-        self.mover.spoiled &= {row.key for row in rows} if core.behind else set()
+        require(core.behind or all(row.residency for row in rows), "a block that is nowhere stays")
         self._verify_mirror(rows, behind=core.behind)
         self._verify_bytes(core, rows)
         self._verify_pins(rows, now, lossy=lossy)
@@ -196,8 +197,6 @@ class Site:
                     self._verify_record(row, slot)
                 elif slot is not None:
                     memory = self.memories[tier]
-                    if row.key in self.mover.spoiled and not memory.ready(slot):
-                        continue  # it is about to go
                     if memory.contents[slot] != row.key:
                         raise Violation(f"{tier} slot {slot} is READY and holds other bytes")
                     if not memory.ready(slot):

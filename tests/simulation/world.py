@@ -36,6 +36,7 @@ from tests.simulation.clients import (
 )
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.memory import Memory
+from tests.simulation.mirror import LOSSES
 from tests.simulation.remains import Died, Lifetime, Remains
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
@@ -44,7 +45,6 @@ from tests.slot_rows import begun, contents, filled, owners, restated
 
 CACHE: Final = CacheId(1)
 DRAIN_BOUND: Final = 2000
-LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.LOST, Cause.ANCESTOR)
 
 
 class World:
@@ -211,7 +211,6 @@ class World:
         failing = self._failing(tier)
         sure = {
             group: {key for key, residency in known.items() if residency & tier.bit or not residency & failing}
-            - self.sites[group].mover.spoiled
             for group, known in found.items()
         }
         stored = self._longest(keys, found)
@@ -536,18 +535,15 @@ class World:
         waited = [request.id for request in self.clients.requests.values() if request.tier is tier]
         for site in self.sites.values():
             site.mover.lose(tier)
-        following = None
-        while True:
-            following, outcome = self.core.lose_tier(tier, self.now, following)
-            refused = {refusal.ticket for refusal in outcome.refusals}
-            require(refused.issuperset(waited), f"somebody still waits for the {tier}, which is lost")
-            waited.clear()
-            self._carry_out(outcome)
-            if following is None:
-                break
+        outcome = self.core.lose_tier(tier, self.now)
+        refused = {refusal.ticket for refusal in outcome.refusals}
+        require(refused.issuperset(waited), f"somebody still waits for the {tier}, which is lost")
+        self._carry_out(outcome)
+        while self.core.behind:
             before = self.steps
             meanwhile()
             self.seen[f"called while the {tier} was being lost"] += self.steps - before
+            self._carry_out(self.core.go_on(self.now))
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
         left = any(change.residency & tier.bit for change in changes)
         require(not left, f"the {tier} is lost and said to hold blocks")

@@ -176,12 +176,11 @@ def _block(key: bytes, value: int) -> MirroredBlock:
 def _leading(blocks: Blocks, keys: bytes, bound: int, tiers: int, *, chained: bool) -> int:
     """Number of leading keys, of the first ``bound``, that a group without a window has in these tiers.
 
-    Indexed chains are closed under parents, so bisection finds their end; the blocks of one tier are not.
+    Chains are closed under parents, so bisection bounds the prefix; the blocks of one tier are not.
     """
     end = bisect_left(range(bound), True, key=lambda place: _key(keys, place) not in blocks) if chained else bound
-    if chained and tiers == ALL_TIERS:
-        return end
-    return next((place for place in range(end) if not blocks.get(_key(keys, place), 0) & tiers), end)
+    first_absent = _residencies(blocks, keys[: end * KEY_BYTES], tiers).find(0)
+    return end if first_absent < 0 else first_absent
 
 
 def _look_up(blocks: Blocks, keys: bytes, tiers: int) -> LookUp:

@@ -146,7 +146,7 @@ class Acquires:
 
         def ready(state: GroupState, block: Block) -> bool:
             copy = block.copies[ticket.tier]
-            return copy is not None and copy.valid and not state.spoiled(block)
+            return copy is not None and copy.valid
 
         length, covers = self._match(ticket, ticket.length, ready)
         if length < ticket.least:
@@ -215,7 +215,7 @@ class Acquires:
             block
             for part in ticket.parts
             for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
-            if not part.window.state.stands(block, ticket.tier, copy)
+            if block.copies[ticket.tier] is not copy
         }
         if failed:
             ticket.spoiled |= failed

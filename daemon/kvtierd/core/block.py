@@ -98,13 +98,11 @@ class Copy:
 class Block:
     """
     insert, recover --> indexed --remove--> unindexed --last hold, read and fill end--> gone
-                          | ^
-     lose_bytes in memory | | lose_on: valid in another tier
-                          v |
-                        spoiled --lose_on: valid in no other tier--> unindexed
+                          |
+                          +--last valid copy lost--> hollow --descendants removed--> unindexed
 
-    One block of a window group. The arrows to and from "spoiled" are in ``core/removal.py``. There are millions of
-    blocks, so a block has no container that most blocks do without.
+    One block of a window group. A hollow block counts as absent: ``core/removal.py`` keeps it indexed until its
+    descendants have gone. There are millions of blocks, so a block has no container that most blocks do without.
     """
 
     __slots__ = (
@@ -158,6 +156,11 @@ class Block:
     def retain(self, priority: int, duration_ms: int, deadline_ns: int) -> None:
         """Replaces the block's own priority, duration and deadline. The label stays."""
         self.traits = shared(Traits(priority, duration_ms, deadline_ns, self.traits.label))
+
+    @property
+    def hollow(self) -> bool:
+        """Whether no copy is valid: the block is about to go, or gone."""
+        return self.residency == 0
 
     @property
     def own_priority(self) -> int:

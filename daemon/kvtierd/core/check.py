@@ -160,14 +160,14 @@ class _Checker:
         return list(seen.values())
 
     def index(self) -> None:
-        """5: an indexed block is READY in some tier, and so is its parent."""
+        """5: an indexed block is READY in some tier, and so is its parent, unless bytes have been lost."""
         sets = Counter(block.residency for block in self.state.index)
         if any(self.state.residencies.count(one) != sets[one] for one in range(1, 1 << len(TIERS))):
             raise _broken(5, f"blocks by residency are {sets}, counted otherwise")
         for block in self.state.index:
             if not block.indexed:
                 raise _broken(5, f"block {block} is in the index but does not know")
-            if block.residency == 0:
+            if block.hollow and not self.state.losing:
                 raise _broken(5, f"block {block} is indexed and nowhere READY")
             valid = sum(tier.bit for tier in TIERS if (copy := block.copies[tier]) is not None and copy.valid)
             disk = block.copies[Tier.DISK]
@@ -343,7 +343,7 @@ class _Checker:
 
     def _lists_of(self, block: Block, tier: Tier) -> list[str]:
         copy = block.copies[tier]
-        if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims or self.state.spoiled(block):
+        if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims:
             return []
         if copy.reads:
             return ["demotable"] if copy.reads == DOWNWARDS else []

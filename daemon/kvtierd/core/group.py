@@ -64,8 +64,8 @@ class GroupState:
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.steps_left = policy.blocks_a_call
         """Steps through subtrees that the call has left."""
-        self.losing: dict[Copy, Iterator[None]] = {}
-        """Copies with bad bytes, with the steps that remove their dependants first: see ``core/removal.py``."""
+        self.losing: dict[Copy | Tier, Iterator[None]] = {}
+        """Lost copies and tiers, with the steps that remove their dependants: see ``core/removal.py``."""
         self.index = BlockIndex()
         self.clocks = Clocks()
         self.pins = Pins(self.tiers)
@@ -96,14 +96,6 @@ class GroupState:
         lost = self.lost
         return block.residency & ~sum(BITS[tier] for tier in lost) if lost else block.residency
 
-    def spoiled(self, block: Block) -> bool:
-        """Whether the block's bytes in memory are bad, so that its copy is about to go."""
-        return bool(self.losing) and any(copy in self.losing for copy in block.copies[:DISK])
-
-    def stands(self, block: Block, tier: Tier, copy: Copy) -> bool:
-        """Whether the copy is still the block's, valid and not known to be bad."""
-        return block.copies[tier] is copy and copy.valid and copy not in self.losing
-
     @property
     def behind(self) -> bool:
         """Whether calls have left work to do."""
@@ -133,7 +125,7 @@ class GroupState:
 
     def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
-        movable, copies = block.indexed and block.claims == 0 and not self.spoiled(block), block.copies
+        movable, copies = block.indexed and block.claims == 0, block.copies
         for tier in self.tiers:
             copy = copies[tier]
             if copy is None:
@@ -492,7 +484,7 @@ class GroupState:
         for block in self.clocks.take_changed():
             for tier in (DEVICE, HOST):
                 copy = block.copies[tier]
-                if copy is not None and copy.valid and copy not in self.losing:
+                if copy is not None and copy.valid:
                     self.ledgers[tier].restate(copy.slot, block)
 
     def expire(self, now: int) -> None:
@@ -524,11 +516,11 @@ class GroupState:
     # -- indexing and removal --------------------------------------------------------------------------------------
 
     def unsupported(self, parent_key: Key | None) -> bool:
-        """Whether a block under this parent could not be indexed: the parent is not indexed or is a partial block."""
+        """Whether a block under this parent could not be indexed: the parent is absent, hollow or a partial block."""
         if parent_key is None or not self.attention.chained:
             return False
         parent = self.index.get(parent_key)
-        return parent is None or self.is_partial(parent)
+        return parent is None or parent.hollow or self.is_partial(parent)
 
     def is_partial(self, block: Block) -> bool:
         """Whether the block has fewer tokens than ``tokens_per_block``. A partial block has no children."""

@@ -123,14 +123,13 @@ class Holds:
             self._state.unhold(block, lease.tier, copy)
 
     def join(self, lease: SlotLease, joined: SlotLease) -> None:
-        """Gives ``joined``, a new lease, all that ``lease`` holds, except blocks that have left their slots or whose
-        bytes are bad."""
+        """Gives ``joined``, a new lease, all that ``lease`` holds, except blocks that have left their slots."""
         joined.family = lease.family
         joined.family.append(joined)
         joined.blank = dict(lease.blank)
         self._restate(joined, joined.blank)
         for block, copy in lease.held.items():
-            if self._state.stands(block, lease.tier, copy):
+            if block.copies[lease.tier] is copy:
                 joined.held[block] = self._state.hold(block, lease.tier, joined.session)
         joined.trails = {key: deque(trail) for key, trail in lease.trails.items()}
 
@@ -209,7 +208,7 @@ class UseCounts:
         touched: dict[Block, None] = {}
         for key in reversed(keys):
             block = self._state.index.get(key)
-            while block is not None and block not in touched and len(touched) < TOUCHED_A_CALL:
+            while block is not None and not block.hollow and block not in touched and len(touched) < TOUCHED_A_CALL:
                 touched[block] = None
                 block = block.parent
         oldest_first = list(touched)[::-1]

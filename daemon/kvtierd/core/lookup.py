@@ -103,17 +103,17 @@ def match(states: Sequence[GroupState], keys: Sequence[Key], usable: Usable) -> 
     return longest(bound, [cover.unbroken for cover in covers]), covers
 
 
-def indexed(state: GroupState, block: Block) -> bool:
-    """A :data:`Usable` that takes every indexed block."""
-    return True
+def stored(state: GroupState, block: Block) -> bool:
+    """A :data:`Usable` that takes every block with a copy."""
+    return block.residency != 0
 
 
 def _prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
-    """The blocks of the longest indexed prefix of a chain."""
+    """The blocks of the longest stored prefix of a chain."""
     found: list[Block] = []
     for key in keys:
         block = state.index.get(key)
-        if block is None:
+        if block is None or not block.residency:
             break
         found.append(block)
     return found
@@ -125,7 +125,7 @@ def spans(states: Sequence[GroupState], keys: Sequence[Key]) -> tuple[int, tuple
         (state,) = states
         found = residencies(state, keys)
         return len(found), (GroupResidency(state.group, state.attention.needs(len(found)), found),)
-    length, covers = match(states, keys, indexed)
+    length, covers = match(states, keys, stored)
     return length, tuple(
         GroupResidency(
             cover.state.group,
@@ -137,7 +137,7 @@ def spans(states: Sequence[GroupState], keys: Sequence[Key]) -> tuple[int, tuple
 
 
 def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
-    """Residencies of the longest prefix of a chain in a full group; meaningless if the keys are not a chain.
+    """Residencies of the longest stored prefix of a chain in a full group; meaningless if the keys are not a chain.
 
     In a full group the ancestors of an indexed block are indexed. So bisection finds the end of the prefix, and the
     blocks are read from parent to parent: look-ups in a large index miss the CPU caches.
@@ -146,9 +146,11 @@ def residencies(state: GroupState, keys: Sequence[Key]) -> tuple[int, ...]:
     found = [0] * length
     for place in range(length - 1, -1, -1):
         if last is None:
-            return tuple(block.residency for block in _prefix(state, keys))
+            break
         found[place] = last.residency
         last = last.parent
+    if 0 in found:  # the keys are no chain, or the chain has a hollow block
+        return tuple(block.residency for block in _prefix(state, keys))
     return tuple(found)
 
 
@@ -175,6 +177,8 @@ def partial(state: GroupState, parent_key: Key | None, tokens: bytes, scope: byt
     parent = state.index.get(parent_key) if parent_key is not None else None
     best, run = None, 0
     for child in islice(state.index.children(parent), state.policy.blocks_a_call):
+        if child.hollow:
+            continue
         label = child.traits.label or NO_LABEL
         while run < len(tokens) and label.scope == scope and label.tokens.startswith(tokens[: run + TOKEN_BYTES]):
             best, run = child, run + TOKEN_BYTES

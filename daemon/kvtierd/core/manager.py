@@ -8,7 +8,7 @@ priorities and durations are in range. This module checks the rest, which depend
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvtierd.core import explain, lookup, reclaim, removal
 from kvtierd.core.acquires import Acquires, AcquireTicket
@@ -44,7 +44,6 @@ from kvtierd.core.transfers import (
 )
 from kvtierd.core.window import WindowManager
 
-TierLoss = Mapping[GroupId, Iterator[None]]
 """Steps left of a tier's loss, by group."""
 
 
@@ -496,27 +495,27 @@ class BlockManager:
         return any(window.state.behind for window in self.windows.values())
 
     def go_on(self, now: int) -> Outcome:
-        """Does a slice of the work that calls have left: passes uses and priorities on to ancestors, and removes the
-        blocks that depend on lost bytes."""
+        """Does a slice of the work that calls have left: passes uses and priorities on to ancestors, and removes
+        lost copies and their dependants."""
         for window in self.windows.values():
             removal.lose_on(window.state)
         self._pump_all(now)
         return self._take(now)
 
-    def lose_tier(self, tier: Tier, now: int, following: TierLoss | None = None) -> tuple[TierLoss | None, Outcome]:
-        """Takes a failed tier out of service: refuses requests that wait for its slots, and removes its copies, a slice
-        a call. ``following``: the first value that the last call returned; that value is None at the end."""
+    def lose_tier(self, tier: Tier, now: int) -> Outcome:
+        """Takes a failed tier out of service: refuses requests that wait for its slots, and removes a slice of its
+        copies; :meth:`go_on` removes the rest."""
         for window, ticket in list(self.tickets.values()):
             if ticket.tier is tier:
                 window.refuse_offline(ticket)
         for acquire in list(self.acquires.tickets.values()):
             if acquire.tier is tier:
                 self.acquires.refuse(acquire, RefusalReason.TIER_OFFLINE)
-        states = {group: window.state for group, window in self.windows.items() if tier in window.state.slots}
-        left = following or {group: removal.lose_tier(state, tier) for group, state in states.items()}
-        left = {group: steps for group, steps in left.items() if not removal.advance(states[group], steps)}
+        for window in self.windows.values():
+            if tier in window.state.slots:
+                removal.lose_tier(window.state, tier)
         self._pump_all(now)
-        return left or None, self._take(now)
+        return self._take(now)
 
     def restore_disk(self, now: int) -> Outcome:
         """Puts the disk back in service. The caller has emptied its store."""

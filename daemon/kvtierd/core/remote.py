@@ -42,7 +42,7 @@ class OfferingGroup(Protocol):
     tiers: tuple[Tier, ...]
     slots: dict[Tier, SlotTable]
     index: BlockIndex
-    losing: dict[Copy, Iterator[None]]
+    losing: dict[Copy | Tier, Iterator[None]]
     removed: int
     remote: GroupRemote | None
 

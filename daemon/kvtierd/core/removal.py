@@ -182,29 +182,33 @@ def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
     if tier is DISK:
         state.corrupt[DISK].add(copy.slot)
     if block.copies[tier] is copy and copy not in state.losing:
-        state.losing[copy] = _lose_copy(state, block, tier, copy, Cause.CORRUPT)
-        state.reconsider(block)
+        state.losing[copy] = steps = _lose_copy(state, block, tier, copy, Cause.CORRUPT)
+        next(steps, None)  # detaches a copy in memory, however little of the call is left
+        if tier is not DISK and copy.reads and not copy.holds:
+            state.ledgers[tier].begin_write(copy.slot)  # no reader may trust these bytes meanwhile
         lose_on(state)
-        if copy in state.losing and tier is not DISK:  # no reader may trust these bytes meanwhile
-            ledger = state.ledgers[tier]
-            (ledger.disown if copy.holds else ledger.begin_write)(copy.slot)
 
 
 def lose_on(state: GroupState) -> None:
-    """Continues removals that :meth:`lose_bytes` has begun."""
-    for copy, steps in list(state.losing.items()):
+    """Continues losses that :meth:`lose_bytes` and :meth:`lose_tier` have begun."""
+    for lost, steps in list(state.losing.items()):
         if not advance(state, steps):
             return
-        del state.losing[copy]
+        del state.losing[lost]
 
 
-def lose_tier(state: GroupState, tier: Tier) -> Iterator[None]:
+def lose_tier(state: GroupState, tier: Tier) -> None:
     """Takes the tier's slots out of use and removes all copies in the tier, newest block first. A block without another
     copy goes with its subtree."""
     state.lost.add(tier)
     state.slots[tier].shut()
     if tier is DISK:
         state.undeleted.clear()  # the disk is emptied before it returns to service
+    state.losing[tier] = _lose_copies(state, tier)
+    lose_on(state)
+
+
+def _lose_copies(state: GroupState, tier: Tier) -> Iterator[None]:
     before = NEWEST
     while before:
         blocks, before = state.index.before(before, state.policy.blocks_a_call)
@@ -223,7 +227,8 @@ def restore_disk(state: GroupState) -> None:
 
 
 def _lose_copy(state: GroupState, root: Block, tier: Tier, copy: Copy, cause: Cause) -> Iterator[None]:
-    """Detaches a copy after its dependants: on disk, the disk copies of the descendants."""
+    """Detaches a copy, on disk after the disk copies of the descendants: a parent's record outlives its children's. A
+    block that is hollow then goes after its subtree."""
     while tier is DISK and root.disk_children:  # more children may arrive on disk meanwhile
         for member in walk(root, _on_disk):
             yield
@@ -241,12 +246,14 @@ def _on_disk(block: Block) -> bool:
 def _lose_one_copy(state: GroupState, block: Block, tier: Tier, copy: Copy, cause: Cause) -> Iterator[None]:
     if block.copies[tier] is not copy:
         return
-    others = block.residency & ~tier.bit
-    if copy.valid and not others:
-        yield from remove_all(state, block, cause, Cause.ANCESTOR)
-    else:
-        state.detach(block, tier)
-        if copy.valid:
-            state.recorder.change(UPDATED, cause, state.group, block, Transfer(tier))
-        state.reconsider(block)
+    if block.residency == tier.bit and block.first_child is None and copy.valid:
+        state.remove(block, cause)
         yield
+        return
+    state.detach(block, tier)
+    if copy.valid:
+        state.recorder.change(UPDATED, cause, state.group, block, Transfer(tier))
+    state.reconsider(block)
+    yield
+    if block.hollow:
+        yield from remove_all(state, block, cause, Cause.ANCESTOR)

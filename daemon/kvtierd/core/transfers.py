@@ -159,7 +159,7 @@ class Transfers:
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         arrived = block.copies[dst] is copy and dst not in state.lost
-        attached = arrived and block.copies[src] is source and not state.spoiled(block)
+        attached = arrived and block.copies[src] is source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)

@@ -246,9 +246,8 @@ class WindowManager:
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
 
     def lost(self, block: Block, tier: Tier) -> bool:
-        """Whether the block is lost or about to be: unindexed, bad in memory, or only in a tier that is being lost."""
-        lost = bool(self.state.lost) and not self.state.lasting(block)
-        return (lost and block.copies[tier] is None) or not block.indexed or self.state.spoiled(block)
+        """Whether the block is lost or about to be: hollow, unindexed, or only in a tier that is being lost."""
+        return block.hollow or (not self.state.lasting(block) and block.copies[tier] is None)
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""
@@ -368,8 +367,8 @@ class WindowManager:
         return slots.capacity - out - self.state.held[tier]
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
-        """Whether the block's bytes are good, and it is in the tier, on its way there, or behind a usable edge."""
-        if self.state.spoiled(block):
+        """Whether the block is in the tier, on its way there, or behind a usable edge."""
+        if block.hollow:
             return False
         return block.copies[tier] is not None or self.transfers.usable(self.reclaimer.source(block), tier, now)
 

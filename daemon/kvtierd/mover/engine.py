@@ -18,7 +18,7 @@ from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.leases import LeftLease, SlotLease
-from kvtierd.core.manager import BlockManager, TierLoss
+from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal
 from kvtierd.core.removal import DropResult
 from kvtierd.core.transfers import (
@@ -374,13 +374,9 @@ class Engine:
         """Takes a failed tier out of service: no slot there is granted from now on. Its blocks go in slices, between
         other calls."""
         cache = self._find(cache_id)
-        following: TierLoss | None = None
-        while True:
-            following, outcome = cache.manager.lose_tier(tier, self._clock(), following)
-            self._executor.apply(cache, outcome)
-            if following is None:
-                return
-            await asyncio.sleep(0)
+        self._executor.apply(cache, cache.manager.lose_tier(tier, self._clock()))
+        while cache.manager.behind:
+            await asyncio.sleep(0)  # the executor takes the next slice
             if cache.removed:
                 raise UnknownCache(cache_id)
 

@@ -225,12 +225,8 @@ class Bench:
         return slot
 
     def lose(self, tier: Tier = Tier.DISK) -> None:
-        following = None
-        while True:
-            following, outcome = self.core.lose_tier(tier, self.now, following)
-            self.apply(outcome)
-            if following is None:
-                return
+        self.apply(self.core.lose_tier(tier, self.now))
+        self.rest()
 
     def restore_disk(self) -> None:
         self.apply(self.core.restore_disk(self.now))

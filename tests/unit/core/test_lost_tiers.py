@@ -32,6 +32,7 @@ def test_what_stands_on_a_lost_block_goes_with_it_children_first() -> None:
     told = len(bench.events)
     bench.lose()
     assert list(bench.said(told)) == [
+        (EventType.UPDATED, Cause.IO_ERROR, "a"),
         (EventType.REMOVED, Cause.ANCESTOR, "cb"),
         (EventType.REMOVED, Cause.IO_ERROR, "a"),
     ]
@@ -100,18 +101,16 @@ def test_it_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> Non
     parents = [None, *names]
     recovered = [(name, parent, 35) for name, parent in zip(names, parents, strict=False)]
     bench = Bench(device=4, disk=len(names), policy=Policy(blocks_a_call=8), recovered=recovered)
-    following, outcome = bench.core.lose_tier(DISK, bench.now)
-    bench.apply(outcome)
-    assert following is not None
-    assert len(bench.stored()) == 10, "the newest go first, so what is left is a prefix"
+    bench.apply(bench.core.lose_tier(DISK, bench.now))
+    assert bench.core.behind
+    assert len(bench.stored()) == 9, "the newest go first, so what is left is a prefix"
     with pytest.raises(TierOutOfService):
         bench.move(names[0], DISK)
     ticket = bench.move(names[0], DEVICE)
     assert not any(bench.grants[ticket].results) and not bench.moves, "nor is anything read there"
     steps = 1
-    while following is not None:
-        following, outcome = bench.core.lose_tier(DISK, bench.now, following)
-        bench.apply(outcome)
+    while bench.core.behind:
+        bench.apply(bench.core.go_on(bench.now))
         steps += 1
     assert (bench.stored(), steps) == ("", 3)
 
@@ -122,12 +121,11 @@ def test_what_arrives_there_in_between_does_not_stay() -> None:
     bench.put("a")
     bench.put(newer)
     bench.move("a", DISK)
-    following, outcome = bench.core.lose_tier(DISK, bench.now)
-    bench.apply(outcome)
-    assert following is not None, "the turn of the oldest is still to come"
+    bench.apply(bench.core.lose_tier(DISK, bench.now))
+    assert bench.core.behind, "the turn of the oldest is still to come"
     bench.land()
     assert bench.where("a") == {DEVICE}
-    bench.apply(bench.core.lose_tier(DISK, bench.now, following)[1])
+    bench.rest()
     assert bench.where("a") == {DEVICE}
     assert bench.states(DISK) == {SlotState.QUARANTINED: 10}
 
