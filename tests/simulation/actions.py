@@ -226,6 +226,20 @@ def lose(world: World, choose: Chooser) -> None:
         world.lose(Tier.DISK, lambda: _meanwhile(world, choose))
 
 
+def spoil(world: World, choose: Chooser) -> None:
+    """A copy's bytes are found bad, mostly of a block with children. Other calls come before the descendants have
+    gone."""
+    site = _site(world, choose)
+    blocks = site.mirror.blocks.values()
+    there = [(change.key, tier) for change in blocks for tier in site.slots if change.residency & tier.bit]
+    parents = {change.parent for change in blocks}
+    below = [place for place in there if place[0] in parents]
+    if there:
+        world.lose_bytes(site, *choose.pick(below or there))
+        for _ in range(choose.below(4)):
+            _meanwhile(world, choose)
+
+
 def lose_device(world: World, choose: Chooser) -> None:
     """Loses the device tier until a restart. Seldom, so that most walks keep the device."""
     if Tier.DEVICE in world.tiers and choose.chance(20):
@@ -310,6 +324,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     end: 6,
     end_remnant: 6,
     rot: 6,
+    spoil: 12,
     lose: 4,
     lose_device: 1,
     undercut: 24,

@@ -84,6 +84,10 @@ class Site:
         change = self.mirror.blocks.get(key)
         return change.residency if change is not None else 0
 
+    def is_hollow(self, key: Key) -> bool:
+        """Whether the block has lost its last copy, and its descendants have not gone yet."""
+        return key in self.mirror.blocks and not self.mirror.blocks[key].residency
+
     def expected_commit(self, items: Sequence[CommitItem]) -> list[BlockResult]:
         stored = {key: change.parent for key, change in self.mirror.blocks.items()}
         expected = []
@@ -100,8 +104,7 @@ class Site:
         return expected
 
     def _is_parent(self, key: Key, stored: Collection[Key]) -> bool:
-        hollow = key in self.mirror.blocks and not self.mirror.blocks[key].residency
-        return key in stored and not hollow and not self._is_partial(key)
+        return key in stored and not self.is_hollow(key) and not self._is_partial(key)
 
     def _is_partial(self, key: Key) -> bool:
         label = self.mirror.label_of(key) if key in self.mirror.blocks else label_of(key)

@@ -155,7 +155,8 @@ class World:
         require(list(results) == expected, f"commit answers {results}, not {expected}")
         stored: list[CommitItem] = []
         for item, result in zip(items, results, strict=True):
-            self.seen[f"commit {result.name}"] += 1
+            under = " under a hollow block" * (item.parent is not None and site.is_hollow(item.parent))
+            self.seen[f"commit {result.name}{under}"] += 1
             if result is BlockResult.OK:
                 writers = holding.writers(item.slot)
                 self.seen["commit for several"] += len(writers) > 1
@@ -547,6 +548,17 @@ class World:
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
         left = any(change.residency & tier.bit for change in changes)
         require(not left, f"the {tier} is lost and said to hold blocks")
+
+    def lose_bytes(self, site: Site, key: Key, tier: Tier) -> None:
+        """A reader finds that a copy's bytes are not the committed bytes."""
+        (place,) = self.core.locate(site.group, [key])
+        slot = place.slots[tier]
+        assert slot is not None
+        if tier is Tier.DISK and site.disk is not None:
+            site.disk.bad.add(slot)
+        self._carry_out(self.core.lose_bytes(site.group, key, tier, slot, self.now))
+        self.seen[f"{tier} bytes lost"] += 1
+        self.seen["hollow"] += site.is_hollow(key)
 
     def restore_disk(self) -> None:
         self.lost.discard(Tier.DISK)

@@ -105,9 +105,9 @@ class TrtllmEvents:
         last, parent_hash = b"", None
         rows = zip(item.keys, parents, _hashes(item), above, item.residency, item.priorities, tokens, strict=True)
         for key, parent, hash, parent_name, residency, priority, of_prompt in rows:
-            if hash is None:
-                continue
             level = fastest(residency)
+            if hash is None or level is None:
+                continue
             if key in group.blocks:
                 yield from self._change(group, key, hash, level, priority)
                 continue
@@ -129,13 +129,13 @@ class TrtllmEvents:
         for key, hash, residency, priority in zip(
             event.keys, _hashes(event), event.residency, event.priorities, strict=True
         ):
-            if hash is None:
-                continue
             level = fastest(residency)
+            if hash is None or level is None:  # None: the bytes are lost, and a removed event follows
+                continue
             if key not in group.blocks:
                 # The old level of an unknown block is known only if it moved or left, and no faster copy remains.
                 left = moved_from is not None and not residency & moved_from.bit
-                if event.moved_to is None and moved_from is not None and level is not None:
+                if event.moved_to is None and moved_from is not None:
                     left = moved_from < level
                 group.blocks[key] = _SeenBlock(hash, moved_from if left else level, priority)
             yield from self._change(group, key, hash, level, priority)

@@ -195,3 +195,12 @@ def test_an_event_that_does_not_add_up_is_refused(wrong: Event) -> None:
         index.apply(wrong)
     assert refused.value.reason == "BAD_ANSWER"
     assert len(index) == 0
+
+
+@pytest.mark.parametrize("tiers", [ALL_TIERS, Tier.HOST.bit])
+def test_a_prefix_ends_before_a_block_whose_bytes_are_lost(tiers: int) -> None:
+    index, where = MirrorIndex(), GROUPS[0]
+    index.apply(event(EventType.CREATED, where))
+    index.apply(event(EventType.STORED, where, [(key, Tier.HOST.bit, 35) for key in KEYS]))
+    index.apply(event(EventType.UPDATED, where, [(KEYS[2], 0, 35)]))
+    assert index.match(where[0], PACKED, tiers, where[1])[0].blocks == 2
