@@ -14,7 +14,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from kvtier.abi.attention import Attention
-from kvtierd.core import outcome, removal
+from kvtierd.core import lookup, outcome, removal
 from kvtierd.core.acquires import Acquires, AcquireTicket
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import Block, Copy
@@ -277,6 +277,20 @@ def _stays_after_a_slice(right: Method, state: GroupState) -> None:
     state.losing.clear()
 
 
+def _overlooks_losses(right: Method, reclaimer: Reclaimer, *about: Any) -> Any:
+    state = reclaimer._state
+    losing, state.losing = state.losing, {}
+    try:
+        return right(reclaimer, *about)
+    finally:
+        state.losing = losing
+
+
+def _believes_in_hollow_parents(right: Method, state: GroupState, parent_key: Key | None) -> bool:
+    parent = state.index.get(parent_key) if parent_key is not None else None
+    return False if parent is not None and parent.hollow else right(state, parent_key)
+
+
 def _forgets_readers(right: Method, *about: object) -> list[LeftLease]:
     return [lease for lease in right(*about) if not lease.keys]
 
@@ -364,6 +378,10 @@ FAULTS: Final = {
         Fault("joined_slot_is_of_one", ((Holds, "_restate", _is_owned_by_one),)),
         Fault("disk_back_between_slices", ((removal, "_lose_copies", _back_between_slices),)),
         Fault("rest_of_a_loss_forgotten", ((removal, "lose_on", _stays_after_a_slice),), outside=False),
+        Fault("hollow_blocks_matched", ((lookup, "stored", _answers(True)),)),
+        Fault("hollow_blocks_granted", ((WindowManager, "readable", _answers(True)),)),
+        Fault("stored_under_hollow_blocks", ((GroupState, "unsupported", _believes_in_hollow_parents),)),
+        Fault("demoted_amid_a_loss", ((Reclaimer, "_secure_below", _overlooks_losses),)),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((kept, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((kept, "_left", _forgets_writers),)),

@@ -14,7 +14,7 @@ STEPS_A_WALK: Final = 1_000
 WALKS_A_TEST: Final = 10
 TESTS: Final = 10
 LONG_TESTS: Final = 100
-MOST_TESTS: Final = 2 * TESTS
+MOST_TESTS: Final = 3 * TESTS
 """Number of tests on whose walks everything must have happened."""
 
 HAPPENS: Final = (

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from kvtierd.core.block import READY, Block, Copy
+from kvtierd.core.block import READY, Block
 from kvtierd.core.events import REMOVED, UPDATED, Cause
 from kvtierd.core.eviction import Candidates
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, REMOTE, GroupId, Key, Tier, Traits
@@ -42,7 +42,6 @@ class OfferingGroup(Protocol):
     tiers: tuple[Tier, ...]
     slots: dict[Tier, SlotTable]
     index: BlockIndex
-    losing: dict[Copy | Tier, Iterator[None]]
     removed: int
     remote: GroupRemote | None
 
@@ -124,7 +123,7 @@ class GroupRemote:
     def take(self, count: int) -> list[Offer]:
         """Returns the next blocks to copy, ``count`` or a few more, each after its ancestors."""
         offers: list[Offer] = []
-        while not self._state.losing and len(offers) < count and (block := self._next()) is not None:
+        while len(offers) < count and (block := self._next()) is not None:
             line = [block]
             for above in block.ancestors():
                 if above in self.settled or above in self._later:

@@ -8,11 +8,11 @@ from itertools import chain
 import pytest
 
 from kvtierd.core.block import Block
-from kvtierd.core.ids import Key
+from kvtierd.core.ids import TOKEN_BYTES, Key, Label
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
 from kvtierd.core.removal import Drop
-from kvtierd.core.transfers import BlockResult, ChainRequest
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from tests.slot_rows import restated
 from tests.unit.core.bench import ALICE, BOB, DISK, GROUP, HOST, Bench, key, keys, name_of
 
@@ -207,6 +207,32 @@ def test_nor_does_who_joins_a_lease_over_them() -> None:
     joined, outcome = bench.core.join(BOB, lease, bench.now)
     bench.apply(outcome)
     assert "a" not in [name_of(block.key) for block in joined.held]
+
+
+def test_a_block_without_bytes_counts_as_absent_until_its_descendants_have_gone() -> None:
+    bench = Bench(host=6, policy=Policy(blocks_a_call=1))
+    bench.put("abcd", HOST)
+    bench.rest()
+    bench.lose_bytes("b", HOST)
+    assert bench.core.behind
+    assert bench.core.match([GROUP], [key(name) for name in "abcd"]).blocks == 1
+    assert bench.commit(bench.blank(HOST, 1), [("x", "b", 35)]) == [BlockResult.PARENT_MISSING]
+    bench.rest()
+    assert bench.stored() == "a"
+
+
+def test_a_block_without_bytes_continues_no_chain() -> None:
+    bench = Bench(host=3, policy=Policy(blocks_a_call=1))
+    grant, tokens = bench.blank(HOST, 2), bytes(range(TOKEN_BYTES))
+    assert grant.lease is not None
+    root = CommitItem(grant.slots[0], key("a"), None, 35, label=Label(tokens=tokens))
+    child = CommitItem(grant.slots[1], key("b"), key("a"), 35)
+    bench.apply(bench.core.commit(ALICE, grant.lease, [root], bench.now)[1])
+    bench.apply(bench.core.commit(ALICE, grant.lease, [child], bench.now)[1])
+    assert bench.core.match([GROUP], [], tokens).partial is not None
+    bench.lose_bytes("a", HOST)
+    assert bench.core.behind
+    assert bench.core.match([GROUP], [], tokens).partial is None
 
 
 def test_a_restart_does_not_find_lost_bytes_that_somebody_holds() -> None:
