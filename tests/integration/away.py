@@ -26,22 +26,19 @@ from tests.integration.daemon import DaemonProcess
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 
-HEAD: Final = (
-    "signal",
-    "daemon",
+COMMON: Final = (
     "`connected`",
     "lookups and `get`, in mapped memory",
     "lookups and `get`, on disk alone",
     "other calls, all calls without mapped memory",
     "calls with `wait`",
     "an engine's steps",
-    "next start",
     "leases",
-    "blocks in memory alone",
     "blocks on disk",
 )
 COMMON_HEAD: Final = ("while the daemon is away", "answer")
-"""Heads the table of the rows that are the same in every way."""
+"""Heads the table of the answers that are the same in every way."""
+OWN_HEAD: Final = ("daemon", "next start", "blocks in memory alone")
 AT_ONCE_S: Final = 5.0
 """For a call whose timeout is 30 seconds, on a machine that is busy with other things."""
 
@@ -72,10 +69,10 @@ CALLS: Final[tuple[Call, ...]] = (
 
 @dataclass(slots=True, frozen=True)
 class Way:
-    """How a daemon runs, goes and comes back."""
+    """How a daemon runs, goes and comes back. ``row``: of the page's second table."""
 
     signal: str
-    daemon: str
+    row: str
     of: Callable[[Path, dict[Tier, int]], Any]
     go: Callable[[Any], object]
     come_back: Callable[[Any], object]
@@ -93,12 +90,12 @@ def let_see(daemon: SupervisedDaemon) -> None:
     daemon.await_ready()
 
 
-PLAIN, SUPERVISED = "`kvtierd`", "`kvtierd --supervise`"
+PLAIN, KILLED, ENDED = ROWS = "`kvtierd`", "`kvtierd --supervise`, after KILL", "`kvtierd --supervise`, after TERM"
 WAYS: Final = (
     Way("KILL", PLAIN, DaemonProcess, DaemonProcess.kill, DaemonProcess.start, "by hand"),
     Way("TERM", PLAIN, DaemonProcess, DaemonProcess.stop, DaemonProcess.start, "by hand"),
-    Way("KILL", SUPERVISED, SupervisedDaemon, kill_alone, let_see, "by itself"),
-    Way("TERM", SUPERVISED, SupervisedDaemon, SupervisedDaemon.stop, SupervisedDaemon.start, "by hand"),
+    Way("KILL", KILLED, SupervisedDaemon, kill_alone, let_see, "by itself"),
+    Way("TERM", ENDED, SupervisedDaemon, SupervisedDaemon.stop, SupervisedDaemon.start, "by hand"),
 )
 
 
@@ -172,8 +169,8 @@ async def left_of(cache: Any, keys: list[bytes]) -> str:
         return {0: "gone", len(keys): "kept"}.get(len(lease), f"{len(lease)} of {len(keys)}")
 
 
-async def observed(way: Way, home: Path) -> list[str]:
-    """A cell for each name of :data:`HEAD`."""
+async def observed(way: Way, home: Path) -> dict[str, str]:
+    """Cells of the tables by their heads."""
     daemon = way.of(home, TIERS)
     await asyncio.to_thread(daemon.start)
     async with AsyncExitStack() as stack:
@@ -195,13 +192,12 @@ async def observed(way: Way, home: Path) -> list[str]:
         waiting = asyncio.ensure_future(patient.stats())
         connected = callers.connected
         calls = [await callers.say(*CALLS), *[await told(lookup(STORED)(other, unmapped)) for lookup in LOOKUPS]]
-        row = [
+        answers = [
             await callers.say(*(lookup(STORED) for lookup in LOOKUPS)),
             await callers.say(*(lookup(ON_DISK) for lookup in LOOKUPS)),
             agreed(calls),
             "do not wait" if waiting.done() else "answer when the daemon is back",
             await asyncio.to_thread(steps, toy),
-            way.back,
         ]
         views = "can be read" if bytes(view) == before else "change"
 
@@ -213,8 +209,8 @@ async def observed(way: Way, home: Path) -> list[str]:
         await asyncio.to_thread(lease.release)
         await asyncio.to_thread(wait_until, lambda: toy.run(UNKNOWN).loaded == 6)
         again = await other.open_cache("c")
-        row += [f"{views}, then {lost}", await left_of(again, IN_MEMORY), await left_of(again, STORED)]
-        return [way.signal, way.daemon, f"{connected}, then {then}", *row]
+        answers += [f"{views}, then {lost}", await left_of(again, STORED), way.back, await left_of(again, IN_MEMORY)]
+        return dict(zip((*COMMON, *OWN_HEAD[1:]), (f"{connected}, then {then}", *answers), strict=True))
 
 
 def line(cells: Sequence[str]) -> str:
@@ -228,18 +224,17 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 async def main() -> None:
-    columns: list[Sequence[str]] = [HEAD]
+    seen: list[tuple[Way, dict[str, str]]] = []
     for way in WAYS:
         with tempfile.TemporaryDirectory(prefix="kv-") as home:
-            columns.append(await observed(way, Path(home)))
-    common: list[Sequence[str]] = [COMMON_HEAD]
-    differing: list[Sequence[str]] = []
-    for name, *cells in zip(*columns, strict=True):
-        if len(set(cells)) == 1:
-            common.append((name, cells[0]))
-        else:
-            differing.append((name, *cells))
-    print(*table(common), "", *table(differing), sep="\n")
+            seen.append((way, await observed(way, Path(home))))
+
+    def cell(name: str, *rows: str) -> str:
+        return agreed([cells[name] for way, cells in seen if way.row in rows])
+
+    common = [(name, cell(name, *ROWS)) for name in COMMON]
+    own = [(row, *(cell(name, row) for name in OWN_HEAD[1:])) for row in ROWS]
+    print(*table([COMMON_HEAD, *common]), "", *table([OWN_HEAD, *own]), sep="\n")
 
 
 if __name__ == "__main__":
