@@ -25,7 +25,7 @@ def test_every_cause_is_told_of_with_types_that_there_are():
     causes = [names(row[0])[0] for row in table("cause")]
     assert causes == on_the_wire("CAUSE_", common_pb2.Cause.keys()) == [str(each) for each in Cause]
     assert {kind for kind, _ in told()} == {str(each) for each in EventType}
-    assert all(len(row) == 5 for row in table("cause"))
+    assert all(len(row) == 4 for row in table("cause"))
 
 
 def test_every_reason_of_a_gap_is_told_of():
