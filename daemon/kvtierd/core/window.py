@@ -181,9 +181,8 @@ class WindowManager:
         prospect = (
             NOW if self.reclaimer.available(tier) >= wanted else self.reclaimer.secure(tier, wanted, desperate=True)
         )
-        losing = bool(self.state.losing)  # a loss may take ancestors off the disk, and it frees slots
-        coming = prospect is COMING or (prospect is NEVER and (losing or self.transfers.active > 0))
-        waits = coming or (losing and tier is DISK)
+        coming = prospect is COMING or (prospect is NEVER and self.transfers.active > 0)
+        waits = coming or (tier is DISK and bool(self.state.losing))  # a loss may take ancestors off the disk
         if isinstance(ticket, FetchTicket) and ticket.hold:
             ticket.able = prospect is NOW
             ticket.room = self.reclaimer.available(tier) if prospect is NEVER and not waits else None
