@@ -36,7 +36,7 @@ class Stage(IntEnum):
 @dataclass(slots=True, eq=False)
 class Journey:
     """A move between its plan and its report. ``before``: contents of each source when the move began. ``doomed``: the
-    tier was lost meanwhile."""
+    tier was lost meanwhile. ``spoiled``: sources whose bytes were found bad before the end."""
 
     move: Move
     stage: Stage = Stage.QUEUED
@@ -44,6 +44,7 @@ class Journey:
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
     doomed: bool = False
+    spoiled: frozenset[int] = frozenset()
 
     @property
     def writes_disk(self) -> bool:
@@ -96,6 +97,13 @@ class Mover:
             if tier in (move.src, move.dst) or (tier is Tier.DISK and journey.writes_disk):
                 journey.doomed = True
 
+    def spoil(self, tier: Tier, slot: SlotId) -> None:
+        """Bytes in memory were found bad: a write to disk that is still to read them finds it, too."""
+        for journey in self._journeys.values():
+            if journey.move.src is tier and journey.stage is not Stage.ENDED:
+                items = enumerate(journey.move.items)
+                journey.spoiled |= {position for position, item in items if item.src == slot}
+
     # -- one move ----------------------------------------------------------------------------------------------------
 
     def _report_one(self, choose: Chooser, faults: bool) -> MoveResult:
@@ -137,7 +145,8 @@ class Mover:
             self._retire(journey)
         elif journey.move.dst is Tier.DISK:
             if choose is not None and choose.chance(CHANGED_IN_MEMORY):
-                journey.corrupt = frozenset(choose.each(range(len(journey.move.items)), 30)) - journey.failed
+                journey.spoiled |= frozenset(choose.each(range(len(journey.move.items)), 30))
+            journey.corrupt = journey.spoiled - journey.failed
             self._write(journey)
         else:
             self._copy(journey, self._memories[journey.move.dst])

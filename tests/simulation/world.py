@@ -556,6 +556,7 @@ class World:
         assert slot is not None
         if tier is Tier.DISK and site.disk is not None:
             site.disk.bad.add(slot)
+        site.mover.spoil(tier, slot)
         self._carry_out(self.core.lose_bytes(site.group, key, tier, slot, self.now))
         self.seen[f"{tier} bytes lost"] += 1
         self.seen["hollow"] += site.is_hollow(key)
