@@ -359,9 +359,10 @@ class Binder:
         unmapped = {_TIER_OF[name]: why for name, why in told.unmapped.items()}
         try:
             device = None
-            if told.cuda is not None:
+            if told.HasField("cuda"):
                 try:
-                    device = await map_device(segments.fds[attach.CUDA], told.cuda)
+                    handle = attach.CudaHandle(told.cuda.uuid, told.cuda.nbytes)
+                    device = await map_device(segments.fds[attach.CUDA], handle)
                 except CannotMap as error:
                     unmapped[Tier.DEVICE] = str(error)
             arena = MappedArena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)

@@ -17,6 +17,7 @@ from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.transport.attached import AttachConnection, LocalChannel, SegmentFds
 from kvtier.transport.channels import open_channel, require_grpc
 from kvtier.transport.stream import StreamConnection
+from kvtier.v1 import session_pb2
 
 TCP_SCHEME: Final = "tcp://"
 MAX_PORT: Final = 65535
@@ -61,7 +62,7 @@ class Attached:
     """A connection that the daemon welcomed, and its channel."""
 
     connection: Connection
-    welcome: protocol.Welcome
+    welcome: session_pb2.Welcome
     channel: grpc.aio.Channel
     calls: grpc.aio.Channel | LocalChannel
     """The channel for calls."""

@@ -10,7 +10,14 @@ import grpc.aio
 
 from kvtier.abi import attach as protocol
 from kvtier.transport import Connection
-from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
+from kvtier.v1 import (
+    admin_pb2_grpc,
+    blocks_pb2_grpc,
+    caches_pb2_grpc,
+    events_pb2_grpc,
+    session_pb2,
+    transfer_pb2_grpc,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,7 +46,7 @@ class Link:
     """An attached session and its channel. ``session`` rises when the daemon has forgotten the last session."""
 
     session: int
-    welcome: protocol.Welcome
+    welcome: session_pb2.Welcome
     attach: Connection
     channel: grpc.aio.Channel
     stubs: Stubs
