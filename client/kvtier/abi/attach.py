@@ -1,14 +1,17 @@
-"""The attach socket: the names and limits that both sides share.
+"""The daemon's addresses, and the names and limits of its attach socket, for both sides.
 
-A ``SOCK_SEQPACKET`` unix socket beside the gRPC socket, because gRPC can neither pass file descriptors nor identify its
-client. ``proto/kvtier/v1/session.proto`` has its messages. The token goes as metadata on every gRPC call.
+The attach socket is a ``SOCK_SEQPACKET`` unix socket beside the gRPC socket, because gRPC can neither pass file
+descriptors nor identify its client. ``proto/kvtier/v1/session.proto`` has its messages. The token goes as metadata on
+every gRPC call.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Final
 
 VERSION: Final = 1
@@ -24,6 +27,9 @@ ADDRESS_VARIABLE: Final = "KVTIER_ADDRESS"
 DEFAULT_ADDRESS: Final = "/run/kvtier"
 MAX_SOCKET_PATH: Final = 107
 """Bytes of a unix socket's path, the kernel's limit without the closing zero."""
+HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+"""An address of TCP: an IPv6 address in brackets or another host, and a port, which may be above :data:`MAX_PORT`."""
+MAX_PORT: Final = 65535
 
 CONTROL: Final = "control"
 HOST: Final = "host"
@@ -62,6 +68,14 @@ def socket_path(address: str | os.PathLike[str], name: str) -> str:
             f"socket path {path} has {length} bytes; the limit is {MAX_SOCKET_PATH}: use a shorter runtime directory"
         )
     return path
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches the host. Another name than localhost may mean any address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def default_address() -> str:

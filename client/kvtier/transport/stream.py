@@ -24,7 +24,7 @@ _BROKEN: Final = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStat
 
 
 class StreamConnection:
-    """Sends heartbeats and listens for the daemon's; see :class:`kvtier.transport.Connection`."""
+    """Sends heartbeats and listens for the daemon's. Has the methods of :class:`AttachConnection`."""
 
     def __init__(self, call: Any, heartbeat_s: float) -> None:
         self._call = call
