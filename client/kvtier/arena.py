@@ -41,7 +41,7 @@ from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import Session
-from kvtier.transport.link import Link, Stubs
+from kvtier.transport import Link, Stubs
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire

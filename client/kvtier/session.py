@@ -40,8 +40,7 @@ from kvtier.errors import (
     link_is_broken,
 )
 from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passing
-from kvtier.transport import Attached, TlsFiles, transport_to
-from kvtier.transport.link import Link, Stubs
+from kvtier.transport import Attached, Link, Stubs, TlsFiles, transport_to
 from kvtier.v1 import session_pb2
 
 DEFAULT_PATIENCE_S: Final = 5.0

@@ -30,7 +30,7 @@ from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.arena import MappedArena
 from kvtier.errors import fault_of
-from kvtier.transport.link import Stubs
+from kvtier.transport import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, session_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests import packets

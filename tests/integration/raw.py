@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from kvtier import CacheSpec, Tier
 from kvtier.abi import attach
 from kvtier.errors import Fault, fault_of
-from kvtier.transport.link import Stubs
+from kvtier.transport import Stubs
 from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
