@@ -255,7 +255,7 @@ class Dispatcher:
     _of: Counter[tuple[Identity, int | str | None]] = field(default_factory=Counter, init=False)
     """Open calls of each identity, and of its processes."""
     _unary_methods: dict[str, _Perform] = field(default_factory=dict, init=False)
-    """By path."""
+    """The methods of local calls, by path."""
 
     def stop(self) -> None:
         """Refuses every unary call and upload from now on: the verbs lose the engine."""
