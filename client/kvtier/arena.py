@@ -41,7 +41,7 @@ from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
 from kvtier.session import Session
-from kvtier.transport.link import Link, Stubs
+from kvtier.transport import Link, Stubs
 from kvtier.types import MAPPED_TIERS, TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
@@ -359,9 +359,10 @@ class Binder:
         unmapped = {_TIER_OF[name]: why for name, why in told.unmapped.items()}
         try:
             device = None
-            if told.cuda is not None:
+            if told.HasField("cuda"):
                 try:
-                    device = await map_device(segments.fds[attach.CUDA], told.cuda)
+                    handle = attach.CudaHandle(told.cuda.uuid, told.cuda.nbytes)
+                    device = await map_device(segments.fds[attach.CUDA], handle)
                 except CannotMap as error:
                     unmapped[Tier.DEVICE] = str(error)
             arena = MappedArena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)

@@ -25,7 +25,7 @@ from kvtier.memory.gpu import Fence, Stream
 from kvtier.reading import Read, verified
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Session
-from kvtier.transport.link import Link
+from kvtier.transport import Link
 from kvtier.types import (
     MAPPED_TIERS,
     BlockResult,

@@ -23,8 +23,7 @@ from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, Permissio
 from kvtier.events import Event, Gap
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import DEFAULT_PATIENCE_S, Session
-from kvtier.transport import TlsFiles
-from kvtier.transport.link import Link, Stubs
+from kvtier.transport import Link, Stubs, TlsFiles
 from kvtier.types import (
     CacheInfo,
     CacheOptions,

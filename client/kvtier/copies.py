@@ -23,7 +23,7 @@ from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
-from kvtier.transport.link import Link
+from kvtier.transport import Link
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import granted, tier_to_wire

@@ -20,13 +20,12 @@ _JITTER: Final = random.Random()
 class Backoff:
     """Waiting times that double from ``first`` to ``most`` seconds, each shortened by up to half at random."""
 
-    def __init__(self, first: float = 0.02, most: float = 1.0, rng: random.Random | None = None) -> None:
+    def __init__(self, first: float = 0.02, most: float = 1.0) -> None:
         self._next = first
         self._most = most
-        self._rng = rng or _JITTER
 
     def next(self) -> float:
-        delay = self._next * self._rng.uniform(0.5, 1.0)
+        delay = self._next * _JITTER.uniform(0.5, 1.0)
         self._next = min(self._next * 2, self._most)
         return delay
 

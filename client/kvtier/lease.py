@@ -33,7 +33,7 @@ from kvtier.errors import (
 from kvtier.memory.gpu import Fence, Stream, fence_over, passing
 from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, chain_message
-from kvtier.transport.link import Link
+from kvtier.transport import Link
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, commit_request, granted, split_keys, tier_to_wire

@@ -33,7 +33,7 @@ from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.deadline import Deadline
 from kvtier.errors import ClientClosed, DaemonUnavailable, DamagedTransfer
 from kvtier.memory.arrays import Bytes
-from kvtier.transport.link import Link
+from kvtier.transport import Link
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Locations, Match, ReadCounts

@@ -25,7 +25,6 @@ from weakref import WeakSet
 import grpc
 from grpc.aio import AioRpcError
 
-from kvtier.abi import attach as protocol
 from kvtier.deadline import Backoff, Deadline
 from kvtier.errors import (
     CallerError,
@@ -41,8 +40,8 @@ from kvtier.errors import (
     link_is_broken,
 )
 from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passing
-from kvtier.transport import Attached, TlsFiles, transport_to
-from kvtier.transport.link import Link, Stubs
+from kvtier.transport import Attached, Link, Stubs, TlsFiles, transport_to
+from kvtier.v1 import session_pb2
 
 DEFAULT_PATIENCE_S: Final = 5.0
 _FAIR_S: Final = 0.1
@@ -159,7 +158,7 @@ class Session:
         return None if self._link is None or self._link.attach.closed.is_set() else self._link
 
     @property
-    def welcome(self) -> protocol.Welcome:
+    def welcome(self) -> session_pb2.Welcome:
         """The daemon's welcome at the last attach."""
         if self._link is None:
             raise ClientClosed("the client was never connected", reason="CLOSED")

@@ -41,7 +41,7 @@ from kvtier.events import (
     slice_from_wire,
 )
 from kvtier.session import Session
-from kvtier.transport.link import Link
+from kvtier.transport import Link
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import common_pb2, events_pb2
 from kvtier.wire import key_prefix, tier_to_wire

@@ -8,19 +8,15 @@ Every read of the configuration imports this module, so imports for listening ar
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
+
+from kvtier.abi.attach import HOST_PORT, MAX_PORT, is_loopback
 
 if TYPE_CHECKING:
     import grpc
-
-MAX_PORT: Final = 65535
-
-_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,19 +106,12 @@ class TcpListener:
 
 def host_and_port(key: str, address: str) -> tuple[str, int]:
     """Raises ValueError, naming the key, for a malformed address."""
-    found = _ADDRESS.fullmatch(address)
+    found = HOST_PORT.fullmatch(address)
     if found is None:
         raise ValueError(f"{key} = {address}: must be host:port, or [host]:port for IPv6")
     if int(found[3]) > MAX_PORT:
         raise ValueError(f"{key} = {address}: the port must be 0 to {MAX_PORT}")
     return found[1] or found[2], int(found[3])
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _unreadable(path: Path) -> str | None:

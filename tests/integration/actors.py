@@ -30,9 +30,10 @@ from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.arena import MappedArena
 from kvtier.errors import fault_of
-from kvtier.transport.link import Stubs
-from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
+from kvtier.transport import Stubs
+from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, session_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
+from tests import packets
 from tests.integration.blocks import SPEC, block, chain, sizes
 from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to
@@ -149,12 +150,12 @@ async def send_half(address: str, cache: str, messages: Sequence[str]) -> None:
 async def steal(address: str, token: str) -> None:
     """Comes with a token that is not its own to the attach socket, then to gRPC."""
     with AttachSocket(address) as sock:
-        sock.send(attach.encode(attach.Hello(token)))
+        sock.send(packets.hello(token))
         data, _ = sock.receive()
-        answer = attach.decode_welcome(data)
+        answer = packets.reply(data)
     async with channel_to(address) as channel:
         rpc = await _stats(channel, token)
-    _say(attach=answer.reason if isinstance(answer, attach.Failure) else "welcome", rpc=rpc)
+    _say(attach=answer.reason if isinstance(answer, session_pb2.AttachFailure) else "welcome", rpc=rpc)
     await _stay()
 
 
@@ -175,7 +176,7 @@ async def be_foreign(address: str, token: str, fds: Mapping[str, int]) -> None:
     if connects[attach.ATTACH_SOCKET] == "connected":
         with AttachSocket(address) as sock:
             answer = sock.hello()
-            hello = answer.reason if isinstance(answer, attach.Failure) else "welcome"
+            hello = answer.reason if isinstance(answer, session_pb2.AttachFailure) else "welcome"
     async with channel_to(address) as channel:
         rpc = {"no token": await _stats(channel, None), "stolen token": await _stats(channel, token)}
     _say(connects=connects, hello=hello, rpc=rpc, reopened={name: _reopen(fd) for name, fd in fds.items()})

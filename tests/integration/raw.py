@@ -17,10 +17,11 @@ from google.protobuf.message import Message
 from kvtier import CacheSpec, Tier
 from kvtier.abi import attach
 from kvtier.errors import Fault, fault_of
-from kvtier.transport.link import Stubs
+from kvtier.transport import Stubs
 from kvtier.types import ROOT_PARENT
-from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
+from tests import packets
 from tests.integration.blocks import SPEC
 from tests.integration.waiting import PATIENCE_S
 
@@ -51,20 +52,21 @@ class AttachSocket:
             fds.frombytes(packed)
         return data, fds.tolist()
 
-    def hello(self, token: str | None = None) -> attach.Welcome | attach.Failure:
-        self.send(attach.encode(attach.Hello(token)))
-        return attach.decode_welcome(self.receive()[0])
+    def hello(self, token: str | None = None) -> Any:
+        """The welcome or the failure."""
+        self.send(packets.hello(token))
+        return packets.reply(self.receive()[0])
 
     def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
         """Descriptors by segment name, the caller's."""
         return self.mapped(cache_id, write=write)[1]
 
-    def mapped(self, cache_id: int, *, write: bool) -> tuple[attach.MapReply, dict[str, int]]:
+    def mapped(self, cache_id: int, *, write: bool) -> tuple[session_pb2.MappedCache, dict[str, int]]:
         """What is answered besides, too."""
-        self.send(attach.encode(attach.Map(cache_id, write)))
+        self.send(packets.map_cache(cache_id, write=write))
         data, fds = self.receive()
-        said = attach.decode_mapped(data)
-        assert isinstance(said, attach.MapReply), said
+        said = packets.reply(data)
+        assert isinstance(said, session_pb2.MappedCache), said
         return said, dict(zip(said.fds, fds, strict=True))
 
     @contextmanager
@@ -77,7 +79,7 @@ class AttachSocket:
             close_all(fds)
 
     def bye(self) -> None:
-        self.send(attach.encode(attach.Bye()))
+        self.send(packets.bye())
         assert self.receive() == (b"", [])
 
     def close(self) -> None:
@@ -96,7 +98,7 @@ class RawClient:
 
     address: str
     socket: AttachSocket
-    welcome: attach.Welcome
+    welcome: session_pb2.Welcome
     stubs: Stubs
 
     @property
@@ -148,7 +150,7 @@ class RawClient:
     def detach(self) -> None:
         self.socket.close()
 
-    def attach_again(self) -> attach.Welcome | attach.Failure:
+    def attach_again(self) -> Any:
         self.socket = AttachSocket(self.address)
         return self.socket.hello(self.welcome.token)
 
@@ -175,7 +177,7 @@ async def attached(address: str) -> AsyncIterator[RawClient]:
     """A session of this process. It says goodbye at the end, if it is attached then."""
     sock = AttachSocket(address)
     welcome = sock.hello()
-    assert isinstance(welcome, attach.Welcome), welcome
+    assert isinstance(welcome, session_pb2.Welcome), welcome
     async with channel_to(address) as channel:
         client = RawClient(address, sock, welcome, Stubs.over(channel))
         try:

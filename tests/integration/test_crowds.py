@@ -19,9 +19,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvtier import connect
-from kvtier.abi import attach
 from kvtier.errors import RetryableError
-from kvtier.v1 import blocks_pb2, events_pb2
+from kvtier.v1 import blocks_pb2, events_pb2, session_pb2
+from tests import packets
 from tests.integration import http2
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to, refusal
@@ -44,7 +44,7 @@ def in_flight(sock):
 async def test_a_reader_of_no_answers_has_descriptors_of_one_in_flight(client, raw, daemon, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=4))
     cache_id = (await raw.open(name)).cache_id
-    question, asked = attach.encode(attach.Map(cache_id, write=False)), 20
+    question, asked = packets.map_cache(cache_id, write=False), 20
     for _ in range(asked):
         raw.socket.send(question)
     await eventually(lambda: in_flight(raw.socket.sock), bool)
@@ -65,11 +65,11 @@ async def test_connections_whose_answers_are_not_read_count(start_daemon):
     with ExitStack() as stack:
         async with attached(daemon.address) as raw:
             cache_id = (await raw.open("c", budgets=sizes(host=4))).cache_id
-            question, held = attach.encode(attach.Map(cache_id, write=False)), []
+            question, held = packets.map_cache(cache_id, write=False), []
             for _ in range(100):
                 sock = stack.enter_context(AttachSocket(daemon.address))
                 held.append(sock.sock)
-                with suppress(OSError, attach.AttachProtocolError):  # it was turned away
+                with suppress(OSError):  # it was turned away
                     sock.hello(raw.welcome.token)
                     sock.send(question)
                     await eventually(partial(in_flight, sock.sock), bool)
@@ -82,8 +82,8 @@ async def test_connections_whose_answers_are_not_read_count(start_daemon):
 async def welcomed(raw):
     raw.detach()
     try:
-        return isinstance(raw.attach_again(), attach.Welcome)
-    except (OSError, attach.AttachProtocolError):
+        return isinstance(raw.attach_again(), session_pb2.Welcome)
+    except OSError:
         return False
 
 

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, Tier, TierFull
-from kvtier.abi import attach
 from kvtier.arena import MappedArena
-from kvtier.v1 import admin_pb2
+from kvtier.v1 import admin_pb2, session_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.raw import close_all
@@ -161,7 +160,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     assert list(arena.generations(Tier.DEVICE, 0, np.array(read.slots))) == list(read.generations)
 
     welcome = raw.attach_again()
-    assert isinstance(welcome, attach.Welcome)
+    assert isinstance(welcome, session_pb2.Welcome)
     assert (welcome.resumed, welcome.session_id) == (True, raw.welcome.session_id)
     back = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 0)
     assert back.blank == 3
@@ -183,7 +182,7 @@ async def test_a_token_is_of_no_use_to_another_process(client, daemon, raw, cach
     with Actor("steal", address=daemon.address, token=raw.welcome.token) as thief:
         assert thief.says() == {"attach": "PERMISSION_DENIED", "rpc": "UNAUTHENTICATED"}
     assert (await tier_stats(client, cache.name, Tier.HOST)).orphaned == 1
-    assert isinstance(raw.attach_again(), attach.Welcome)
+    assert isinstance(raw.attach_again(), session_pb2.Welcome)
 
 
 async def test_the_client_heals_a_broken_connection_by_itself(client, cache):

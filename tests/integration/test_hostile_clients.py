@@ -25,8 +25,9 @@ import pytest
 from kvtier import BlockResult, Client, Tier, TierFull, connect
 from kvtier.abi import attach
 from kvtier.abi.layout import BUCKET_BYTES, INDEXES_HERE, ArenaLayout
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, session_pb2
 from kvtier.wire import tier_to_wire
+from tests import packets
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.punching import protect, punch
@@ -179,27 +180,24 @@ async def test_slots_scribbled_while_they_are_copied_hurt_nobody_else(client, by
 
 
 # -- on the attach socket ----------------------------------------------------------------------------------------------
-HELLO = attach.encode(attach.Hello())
+HELLO = packets.hello()
 GARBAGE = {
     "empty": b"",
     "zeros": bytes(100),
-    "not UTF-8": b"\xff\xfe{}",
+    "text": b'{"op": "hello", "version": 1}',
     "half a message": HELLO[: len(HELLO) // 2],
-    "two messages": HELLO * 2,
-    "a list": b"[1, 2, 3]",
-    "deep": b"[" * 30_000,
-    "no op": b"{}",
-    "unknown op": b'{"op": "format", "disk": true}',
-    "unknown field": b'{"op": "hello", "version": 1, "admin": true}',
-    "wrong type": b'{"op": "hello", "version": "1"}',
-    "future version": b'{"op": "hello", "version": 2}',
-    "bad token": b'{"op": "hello", "version": 1, "token": "../../etc/passwd"}',
-    "unknown token": attach.encode(attach.Hello("0" * 32)),
-    "map before hello": attach.encode(attach.Map(1, write=True)),
-    "a field twice": b'{"op": "hello", "version": 1, "version": 1}',
-    "huge number": b'{"op": "map", "cache_id": ' + b"9" * 5000 + b', "write": true}',
-    "largest": b'{"op": "' + b"x" * (attach.MAX_MESSAGE - 10) + b'"}',
-    "too long": b'{"op": "' + b"x" * attach.MAX_MESSAGE + b'"}',
+    "unknown message": b"\xa2\x06\x00",
+    "deep": b"\x0b" * 30_000,
+    "no version": packets.of_client(hello=session_pb2.Hello()),
+    "future version": packets.of_client(hello=session_pb2.Hello(version=2)),
+    "not UTF-8": HELLO + b"\x0a\x04\x12\x02\xff\xfe",
+    "bad token": packets.hello("../../etc/passwd"),
+    "unknown token": packets.hello("0" * 32),
+    "heartbeat": packets.of_client(heartbeat=session_pb2.Heartbeat()),
+    "map before hello": packets.map_cache(1, write=True),
+    "call before hello": packets.call(1, "/kvtier.v1.Admin/Stats", b""),
+    "largest": packets.hello("x" * (attach.MAX_MESSAGE - 16)),
+    "too long": packets.hello("x" * attach.MAX_MESSAGE),
 }
 
 
@@ -209,17 +207,17 @@ async def test_garbage_on_the_attach_socket_ends_that_connection(daemon, bystand
         sock.send(data)
         answer, _ = sock.receive()
         if answer:
-            assert isinstance(attach.decode_welcome(answer), attach.Failure)
+            assert isinstance(packets.reply(answer), session_pb2.AttachFailure)
             assert sock.receive() == (b"", [])
 
 
-@pytest.mark.parametrize("data", [b"{}", HELLO, b'{"op": "map", "cache_id": -1, "write": true}', GARBAGE["too long"]])
+@pytest.mark.parametrize("data", [b"{}", HELLO, GARBAGE["heartbeat"], GARBAGE["unknown message"], GARBAGE["too long"]])
 async def test_garbage_after_the_hello_detaches_the_session(client, daemon, bystander, data):
     with AttachSocket(daemon.address) as sock:
         welcome = sock.hello()
-        assert isinstance(welcome, attach.Welcome)
+        assert isinstance(welcome, session_pb2.Welcome)
         sock.send(data)
-        assert isinstance(attach.decode_welcome(sock.receive()[0]), attach.Failure)
+        assert isinstance(packets.reply(sock.receive()[0]), session_pb2.AttachFailure)
         assert sock.receive() == (b"", [])
     sessions = {session.session_id: session.attached for session in (await client.stats()).sessions}
     assert sessions[welcome.session_id] is False
@@ -231,9 +229,9 @@ async def test_garbage_after_the_hello_detaches_the_session(client, daemon, byst
 async def test_who_does_not_read_its_answers_is_hung_up_on(daemon, bystander):
     with AttachSocket(daemon.address) as sock:
         welcome = sock.hello()
-        assert isinstance(welcome, attach.Welcome)
+        assert isinstance(welcome, session_pb2.Welcome)
         sock.sock.setblocking(False)
-        question = attach.encode(attach.Map(2**60, write=True))
+        question = packets.map_cache(2**60, write=True)
 
         async def ask():
             try:
@@ -261,7 +259,7 @@ async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
     for _ in range(20):
         with AttachSocket(daemon.address) as sock:
             socket.send_fds(sock.sock, [HELLO], [sock.sock.fileno()] * 50)
-            assert isinstance(attach.decode_welcome(sock.receive()[0]), attach.Welcome)
+            assert isinstance(packets.reply(sock.receive()[0]), session_pb2.Welcome)
             sock.bye()
     await eventually(held, lambda count: count <= before)
 
@@ -281,8 +279,10 @@ async def test_too_many_connections_are_turned_away(start_daemon):
                     data, _ = sock.receive()
                 except OSError:
                     data = b""
-                answer = attach.decode_welcome(data) if data else None
-                answers.append(answer.reason if isinstance(answer, attach.Failure) else type(answer).__name__)
+                answer = packets.reply(data) if data else None
+                answers.append(
+                    answer.reason if isinstance(answer, session_pb2.AttachFailure) else type(answer).__name__
+                )
             assert answers.count("Welcome") == 3
             assert answers.count("TOO_MANY_OF_IDENTITY") > 0
             assert answers.count("NoneType") > 0
@@ -294,7 +294,7 @@ async def test_too_many_connections_are_turned_away(start_daemon):
                 return sock.hello()
 
         # Those who hold nothing and hung up give way.
-        await eventually(come, lambda answer: isinstance(answer, attach.Welcome))
+        await eventually(come, lambda answer: isinstance(answer, session_pb2.Welcome))
 
 
 # -- on the gRPC socket ------------------------------------------------------------------------------------------------

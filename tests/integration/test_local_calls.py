@@ -8,16 +8,17 @@ import pytest
 from google.rpc import status_pb2
 
 from kvtier import BlockResult, Tier
-from kvtier.abi import attach, calls
-from kvtier.v1 import admin_pb2, blocks_pb2
+from kvtier.abi import attach
+from kvtier.v1 import admin_pb2, blocks_pb2, session_pb2
 from kvtier.wire import tier_to_wire
+from tests import packets
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import attached
 from tests.integration.stuck import stuck_disk
 from tests.integration.waiting import patient
 
-MOVE = b"/kvtier.v1.Blocks/Move"
-STATS = b"/kvtier.v1.Admin/Stats"
+MOVE = "/kvtier.v1.Blocks/Move"
+STATS = "/kvtier.v1.Admin/Stats"
 
 
 async def test_a_client_needs_grpc_only_for_streams(start_fresh):
@@ -44,19 +45,13 @@ async def test_what_is_too_long_for_a_packet_goes_over_grpc(start_fresh):
         assert (await cache.match(keys)).blocks == 2
 
 
-def call(number, path, request, trace=b""):
-    packet = calls.encode_call(number, path, request, trace)
-    assert packet is not None
-    return packet
-
-
 def answer(raw):
-    return calls.decode_answer(raw.socket.receive()[0])
+    return packets.reply(raw.socket.receive()[0])
 
 
 async def test_refusals_say_what_those_of_grpc_say(raw):
-    raw.socket.send(call(7, b"/kvtier.v1.Blocks/None", b""))
-    raw.socket.send(call(8, b"/kvtier.v1.Blocks/Match", b"\xff\xff\xff"))
+    raw.socket.send(packets.call(7, "/kvtier.v1.Blocks/None", b""))
+    raw.socket.send(packets.call(8, "/kvtier.v1.Blocks/Match", b"\xff\xff\xff"))
     said = [answer(raw), answer(raw)]
     statuses = {each.number: status_pb2.Status.FromString(each.body) for each in said}
     assert [(each.number, each.status) for each in sorted(said, key=lambda each: each.number)] == [(7, 12), (8, 3)]
@@ -64,19 +59,17 @@ async def test_refusals_say_what_those_of_grpc_say(raw):
     assert "request" in statuses[8].message
 
 
-@pytest.mark.parametrize(
-    "trace", [b"\xff" * 55, b"00-" + b"0" * 52, b"00-" + b"f" * 52], ids=["no text", "zeros", "ones"]
-)
+@pytest.mark.parametrize("trace", ["\xff" * 55, "00-" + "0" * 52, "00-" + "f" * 52], ids=["no ASCII", "zeros", "ones"])
 @pytest.mark.parametrize("flags", [(), ("--traces", "http://127.0.0.1:1")])
 async def test_a_trace_that_is_none_does_not_matter(start_daemon, flags, trace):
     async with attached(start_daemon(*flags, host=4).address) as raw:
-        raw.socket.send(call(1, STATS, b"", trace))
+        raw.socket.send(packets.call(1, STATS, b"", trace))
         assert answer(raw).status == 0
-        raw.socket.send(call(2, STATS, b"", trace[:20]))  # and no request
+        raw.socket.send(packets.call(2, STATS, b"", trace[:20]))  # and no request
         assert answer(raw).status == 0
 
 
-@pytest.mark.parametrize("packet", [b"\x01", b"\x02\x00", b"\x02" + bytes(9)])
+@pytest.mark.parametrize("packet", [b"\x32", b"\x32\x09\x08", b"\x3a\x04" + bytes(4)])
 async def test_half_a_call_ends_the_connection(daemon, raw, client, packet):
     raw.socket.send(packet)
     data, _ = raw.socket.receive()
@@ -104,11 +97,11 @@ async def test_a_call_is_given_up_and_made_again(start_fresh):
     async with await patient(daemon.address) as client, attached(daemon.address) as raw:
         asked = await movable(client, raw)
         with stuck_disk(daemon, "c"):
-            raw.socket.send(call(1, MOVE, asked))
-            raw.socket.send(call(2, STATS, b""))
+            raw.socket.send(packets.call(1, MOVE, asked))
+            raw.socket.send(packets.call(2, STATS, b""))
             assert answer(raw).number == 2
-            raw.socket.send(calls.encode_give_up(1))
-            raw.socket.send(call(3, MOVE, asked))
+            raw.socket.send(packets.of_client(give_up=session_pb2.GiveUp(number=1)))
+            raw.socket.send(packets.call(3, MOVE, asked))
         again = answer(raw)
         assert (again.number, again.status) == (3, 0)
         assert blocks_pb2.MoveResponse.FromString(again.body).results == bytes([BlockResult.OK]) * 4
@@ -120,7 +113,7 @@ async def test_two_open_calls_of_one_number_end_the_connection(start_fresh):
         asked = await movable(client, raw)
         with stuck_disk(daemon, "c"):
             for _ in range(2):
-                raw.socket.send(call(1, MOVE, asked))
+                raw.socket.send(packets.call(1, MOVE, asked))
             assert b"BAD_MESSAGE" in raw.socket.receive()[0]
         come_back(raw)
 
@@ -128,7 +121,7 @@ async def test_two_open_calls_of_one_number_end_the_connection(start_fresh):
 def come_back(raw):
     """The connection is over, and not the session."""
     raw.detach()
-    assert isinstance(raw.attach_again(), attach.Welcome)
+    assert isinstance(raw.attach_again(), session_pb2.Welcome)
 
 
 async def test_who_reads_no_answers_keeps_nobody_waiting(raw, client, name):
@@ -137,7 +130,7 @@ async def test_who_reads_no_answers_keeps_nobody_waiting(raw, client, name):
     sent = 0
     while sent < 100_000:
         try:
-            raw.socket.send(call(sent, STATS, asked))
+            raw.socket.send(packets.call(sent, STATS, asked))
         except BlockingIOError:
             if sent > 100 and not (await client.stats()).problems:
                 break

@@ -14,7 +14,7 @@ from itertools import count, islice, pairwise
 import pytest
 
 from kvtier import RetryableError, Tier, connect
-from kvtier.abi import attach
+from kvtier.v1 import session_pb2
 from kvtier.wire import ReadCounts
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
@@ -189,7 +189,7 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
         limits = leave(daemon, free=1)  # for the connection, and none for the pidfd
         with AttachSocket(daemon.address) as sock:
             answer = sock.hello()
-            assert isinstance(answer, attach.Failure)
+            assert isinstance(answer, session_pb2.AttachFailure)
             assert answer.reason == "TOO_MANY_SESSIONS"
             assert "file descriptor" in answer.message
         with pytest.raises(RetryableError, match="no file descriptor left for a session, its limit is"):

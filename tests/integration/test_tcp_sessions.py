@@ -26,8 +26,7 @@ from kvtier import (
 )
 from kvtier.abi.attach import SESSION_METADATA_KEY
 from kvtier.errors import fault_of
-from kvtier.transport import LocalTransport, TcpTransport
-from kvtier.transport.link import Link, Stubs
+from kvtier.transport import Link, LocalTransport, Stubs, TcpTransport
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import RawClient, refusal

@@ -21,6 +21,7 @@ from kvtier.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
+from tests import packets
 from tests.integration.blocks import sizes
 from tests.integration.raw import AttachSocket, channel_to, refusal
 
@@ -109,7 +110,7 @@ async def test_over_a_unix_socket_sessions_begin_at_the_attach_socket(channel):
 async def test_a_goodbye_ends_the_token(daemon, raw):
     with AttachSocket(daemon.address) as sock:
         welcome = sock.hello()
-        assert isinstance(welcome, attach.Welcome)
+        assert isinstance(welcome, session_pb2.Welcome)
         sock.bye()
     metadata = ((attach.SESSION_METADATA_KEY, welcome.token),)
     fault = await refusal(raw.stubs.admin.Stats(admin_pb2.StatsRequest(), metadata=metadata))
@@ -121,9 +122,9 @@ async def test_a_cache_is_mapped_only_by_who_has_opened_it(daemon, raw, name):
     with AttachSocket(daemon.address) as sock:
         sock.hello()
         for cache_id, reason in ((cache, "CACHE_NOT_OPENED"), (cache + 1000, "UNKNOWN_CACHE")):
-            sock.send(attach.encode(attach.Map(cache_id, write=True)))
+            sock.send(packets.map_cache(cache_id, write=True))
             data, fds = sock.receive()
-            failure = attach.decode_mapped(data)
-            assert isinstance(failure, attach.Failure)
+            failure = packets.reply(data)
+            assert isinstance(failure, session_pb2.AttachFailure)
             assert (failure.reason, fds) == (reason, [])
         sock.bye()

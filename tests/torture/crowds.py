@@ -16,8 +16,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvtier.abi.attach import MAX_MESSAGE
-from kvtier.abi.calls import encode_call
 from kvtier.v1 import blocks_pb2
+from tests import packets
 from tests.integration import http2
 from tests.integration.raw import attached, channel_to
 
@@ -96,9 +96,7 @@ async def keep_matching(sock: socket.socket, request: bytes) -> None:
 
 
 def match_call(number: int, request: bytes) -> bytes:
-    packet = encode_call(number, b"/kvtier.v1.Blocks/Match", request)
-    assert packet is not None
-    return packet
+    return packets.call(number, "/kvtier.v1.Blocks/Match", request)
 
 
 KINDS = {"idle": idle, "health": health, "halves": halves, "readers": readers, "deaf": deaf}

@@ -14,8 +14,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvtier import connect
-from kvtier.abi.calls import decode_answer
 from kvtier.v1 import blocks_pb2
+from tests import packets
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.raw import attached, channel_to
 from tests.torture.crowds import match_call
@@ -51,7 +51,7 @@ def matches(raw, request, times):
     for number in range(CALLS):
         began = time.perf_counter()
         raw.socket.send(match_call(number, request))
-        assert decode_answer(raw.socket.receive()[0]).status == 0
+        assert packets.reply(raw.socket.receive()[0]).status == 0
         times.append(time.perf_counter() - began)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+from kvtier.abi.attach import is_loopback
 from kvtier.errors import InvalidArgument
 
 
@@ -65,7 +65,7 @@ class Options:
         host, colon, port = place.netloc.rpartition(":")
         if place.scheme != "tcp" or not host or not colon or not (port == "*" or port.isdecimal()):
             raise InvalidArgument(name, endpoint, "tcp://ADDRESS:PORT (PORT * = any free port) or ipc://PATH")
-        if not self.insecure_any and not _is_loopback(host):
+        if not self.insecure_any and not is_loopback(host.strip("[]")):
             limit = "a loopback address, because events go out unencrypted; --insecure-any allows any address"
             raise InvalidArgument(name, endpoint, limit)
 
@@ -75,12 +75,3 @@ def _offset(endpoint: str, further: int) -> str:
     if port.isdecimal():
         return f"{place}:{int(port) + further}"
     return f"{endpoint}_dp{further}" if further and endpoint.startswith("ipc:") else endpoint
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name of a host or an interface may mean any address
-        return False

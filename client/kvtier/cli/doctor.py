@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import client as aio
-from kvtier.abi.attach import DEFAULT_ADDRESS
+from kvtier.abi.attach import default_address
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import show
 from kvtier.errors import KvtierError, PermissionDenied
@@ -96,12 +96,12 @@ def examine(flags: Sequence[str]) -> list[Finding]:
         needs = read_needs(flags)
     except ProgramFailed as refused:
         advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
-        beside = is_running(Path(os.environ.get("KVTIER_ADDRESS", DEFAULT_ADDRESS)))
+        beside, _ = ask_daemon(default_address())
         # A running daemon has a configuration, but this user may not be allowed to read it.
         return [Finding("configuration", Level.WARN if beside else Level.FAIL, str(refused), advice)]
-    stats = stats_of(needs.runtime_dir)
+    answers, stats = ask_daemon(str(needs.runtime_dir))
     pid = 0 if stats is None else stats.pid
-    runs = f"a daemon, pid {pid}," if pid else "no daemon"
+    runs = f"a daemon, pid {pid}," if pid else "a daemon" if answers else "no daemon"
     findings = [Finding("configuration", Level.OK, f"accepted; {runs} serves at {needs.runtime_dir}")]
     checks: dict[str, Callable[[], Finding]] = {
         "locked memory": lambda: check_locked_memory(Path(f"/proc/{pid or 'self'}/limits").read_text(), needs),
@@ -150,33 +150,19 @@ def _asked(*arguments: str) -> str:
     return answer.stdout
 
 
-def stats_of(runtime_dir: Path) -> DaemonStats | None:
-    """Returns the daemon's statistics, or None if no daemon gives them."""
+def ask_daemon(address: str) -> tuple[bool, DaemonStats | None]:
+    """Returns whether a daemon answers, even if it refuses this user, and its statistics if it gives them."""
 
     async def ask() -> DaemonStats:
-        async with await aio.connect(str(runtime_dir)) as client:
+        async with await aio.connect(address) as client:
             return await client.stats()
 
     try:
-        return asyncio.run(ask())
-    except KvtierError:
-        return None
-
-
-def is_running(runtime_dir: Path) -> bool:
-    """Returns whether a daemon answers, even if it refuses this user."""
-
-    async def ask() -> None:
-        async with await aio.connect(str(runtime_dir)):
-            pass
-
-    try:
-        asyncio.run(ask())
+        return True, asyncio.run(ask())
     except PermissionDenied:
-        return True
+        return True, None
     except KvtierError:
-        return False
-    return True
+        return False, None
 
 
 def check_locked_memory(limits: str, needs: MachineNeeds) -> Finding:

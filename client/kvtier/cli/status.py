@@ -80,7 +80,7 @@ def ping(daemon: DaemonAt, form: str) -> None:
 def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, form: str) -> None:
     """Show every lease and its holder, the oldest first."""
     found = daemon.ask(lambda client: client.leases(cache=cache, session_id=session_id))
-    show(form, [plain(lease) for lease in found], _leases(found))
+    show(form, [plain(lease) for lease in found], leases_table(found) if found else "no leases")
 
 
 @command()
@@ -333,8 +333,8 @@ def state(orphaned: bool) -> RenderableType:
     return Text("orphaned", style="yellow") if orphaned else ""
 
 
-def _leases(found: Sequence[LeaseInfo]) -> Table | str:
-    rows = [
+def leases_table(found: Sequence[LeaseInfo]) -> Table:
+    rows = (
         (
             str(lease.lease_id),
             lease.cache,
@@ -349,6 +349,6 @@ def _leases(found: Sequence[LeaseInfo]) -> Table | str:
             lease.command,
         )
         for lease in found
-    ]
+    )
     columns = ("lease", "cache", "group", "tier", "blank", "held", "age", "session", "pid", "state", "command")
-    return table(columns, rows, left=("cache", "tier", "state", "command"), clip="command") if rows else "no leases"
+    return table(columns, rows, left=("cache", "tier", "state", "command"), clip="command")

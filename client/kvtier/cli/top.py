@@ -11,7 +11,6 @@ import tty
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from operator import attrgetter
 from typing import Final
 
@@ -24,7 +23,18 @@ from rich.text import Text
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import UNKNOWN, console, plain, share, show, table
-from kvtier.cli.status import COUNTERS, LOOKED_FOR, edge_name, edges, head, hit_ratio, looked_for, spaced, state, tiers
+from kvtier.cli.status import (
+    COUNTERS,
+    LOOKED_FOR,
+    edge_name,
+    edges,
+    head,
+    hit_ratio,
+    leases_table,
+    looked_for,
+    spaced,
+    tiers,
+)
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
 
@@ -218,21 +228,7 @@ def _leases(look: Look) -> RenderableType:
         return Text(f"leases are not told: {clean(look.refused)}", style="dim")
     if not look.leases:
         return Text("nobody holds anything", style="dim")
-    rows = (
-        (
-            f"pid {lease.pid}",
-            str(timedelta(seconds=lease.age_ns // 10**9)),
-            str(lease.tier),
-            *map(count, (lease.blank_slots, lease.held_blocks)),
-            lease.cache,
-            state(lease.orphaned),
-            lease.command,
-        )
-        for lease in look.leases[:ROWS_SHOWN]
-    )
-    columns = ("lease of", "age", "tier", "blank", "held", "cache", "state", "command")
-    shown = table(columns, rows, left=("tier", "cache", "state", "command"), clip="command")
-    return _with_rest(shown, len(look.leases), "leases")
+    return _with_rest(leases_table(look.leases[:ROWS_SHOWN]), len(look.leases), "leases")
 
 
 def _with_rest(rows: Table, number: int, what: str) -> RenderableType:

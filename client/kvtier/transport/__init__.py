@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import sys
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Self, cast
 
 import grpc
 import grpc.aio
 
 from kvtier.abi import attach as protocol
 from kvtier.errors import DaemonUnavailable, InvalidArgument
-from kvtier.transport.attached import AttachConnection, LocalChannel, SegmentFds
+from kvtier.transport.attached import AttachConnection, LocalChannel
 from kvtier.transport.channels import open_channel, require_grpc
 from kvtier.transport.stream import StreamConnection
+from kvtier.v1 import (
+    admin_pb2_grpc,
+    blocks_pb2_grpc,
+    caches_pb2_grpc,
+    events_pb2_grpc,
+    session_pb2,
+    transfer_pb2_grpc,
+)
 
 TCP_SCHEME: Final = "tcp://"
-MAX_PORT: Final = 65535
-
-_HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,27 +37,8 @@ class TlsFiles:
     ca: Path
 
 
-class Connection(Protocol):
-    """A session's own connection. ``closed`` is set when either side hangs up."""
-
-    closed: asyncio.Event
-
-    async def map(self, cache_id: int, *, write: bool) -> SegmentFds:
-        """A cache's segments. The caller owns the descriptors."""
-        ...
-
-    def forget(self, token: str) -> None:
-        """Tells the daemon that this process no longer touches the memory of this token's session with an earlier
-        daemon."""
-        ...
-
-    async def say_bye(self) -> None:
-        """Ends the session and gives back all its leases."""
-        ...
-
-    def close(self) -> None:
-        """Hangs up. Closing twice is allowed."""
-        ...
+Connection = AttachConnection | StreamConnection
+"""A session's own connection."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,29 +46,59 @@ class Attached:
     """A connection that the daemon welcomed, and its channel."""
 
     connection: Connection
-    welcome: protocol.Welcome
+    welcome: session_pb2.Welcome
     channel: grpc.aio.Channel
     calls: grpc.aio.Channel | LocalChannel
     """The channel for calls."""
 
 
-class Transport(Protocol):
-    """``can_map``: whether the daemon's memory can be mapped."""
+@dataclass(slots=True, frozen=True)
+class Stubs:
+    """The daemon's services over one channel."""
+
+    admin: admin_pb2_grpc.AdminAsyncStub
+    blocks: blocks_pb2_grpc.BlocksAsyncStub
+    caches: caches_pb2_grpc.CachesAsyncStub
+    events: events_pb2_grpc.EventsAsyncStub
+    transfer: transfer_pb2_grpc.TransferAsyncStub
+
+    @classmethod
+    def over(cls, channel: Any) -> Self:
+        return cls(
+            admin=cast("admin_pb2_grpc.AdminAsyncStub", admin_pb2_grpc.AdminStub(channel)),
+            blocks=cast("blocks_pb2_grpc.BlocksAsyncStub", blocks_pb2_grpc.BlocksStub(channel)),
+            caches=cast("caches_pb2_grpc.CachesAsyncStub", caches_pb2_grpc.CachesStub(channel)),
+            events=cast("events_pb2_grpc.EventsAsyncStub", events_pb2_grpc.EventsStub(channel)),
+            transfer=cast("transfer_pb2_grpc.TransferAsyncStub", transfer_pb2_grpc.TransferStub(channel)),
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Link:
+    """An attached session and its channel. ``session`` rises when the daemon has forgotten the last session."""
+
+    session: int
+    welcome: session_pb2.Welcome
+    attach: Connection
+    channel: grpc.aio.Channel
+    stubs: Stubs
 
     @property
-    def can_map(self) -> bool: ...
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of each call in the session."""
+        return ((protocol.SESSION_METADATA_KEY, self.welcome.token), *_trace())
 
-    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
-        """Connects and says hello, with the token of an earlier session if given.
 
-        ``channel``: the earlier session's channel, for reuse. Raises :class:`kvtier.errors.KvtierError`, with the
-        reason UNKNOWN_SESSION for a token that the daemon does not know.
-        """
-        ...
+def _trace() -> tuple[tuple[str, str], ...]:
+    """The caller's OpenTelemetry span. A caller with a span has imported the library, so this module need not."""
+    current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if current is None or not (span := current().get_span_context()).is_valid:
+        return ()
+    return ((protocol.TRACE_METADATA_KEY, f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"),)
 
 
 class LocalTransport:
-    """Transport over the sockets in a runtime directory."""
+    """Transport over the sockets in a runtime directory. ``can_map``: whether the daemon's memory can be mapped."""
 
     can_map: Final = True
 
@@ -91,6 +106,11 @@ class LocalTransport:
         self._address = address
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        """Connects and says hello, with the token of an earlier session if given.
+
+        ``channel``: the earlier session's channel, for reuse. Raises :class:`kvtier.errors.KvtierError`, with the
+        reason UNKNOWN_SESSION for a token that the daemon does not know.
+        """
         require_grpc()  # before the daemon creates a session
         connection = await AttachConnection.open(self._address)
         try:
@@ -115,7 +135,8 @@ class TcpTransport:
         self._looked = False
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
-        """Always opens a new channel: a broken channel may back off for longer than the daemon is away."""
+        """See :meth:`LocalTransport.attach`. Always opens a new channel: a broken channel may back off for longer than
+        the daemon is away."""
         channel = await self._channel()
         try:
             connection, welcome = await StreamConnection.open(channel, token)
@@ -139,9 +160,12 @@ class TcpTransport:
         return open_channel(self._target, credentials)
 
 
+Transport = LocalTransport | TcpTransport
+
+
 def is_tcp(address: str) -> bool:
     """Whether the address is TCP by scheme or form: a runtime directory does not end in a colon and a number."""
-    return address.startswith(TCP_SCHEME) or _HOST_PORT.fullmatch(address) is not None
+    return address.startswith(TCP_SCHEME) or protocol.HOST_PORT.fullmatch(address) is not None
 
 
 def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Transport:
@@ -152,9 +176,9 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     """
     if not address:
         raise InvalidArgument("address", address, "a runtime directory or host:port")
-    found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
-    if found is not None and int(found[3]) > MAX_PORT:  # gRPC would truncate the port to 16 bits
-        raise InvalidArgument("address", address, f"host:port with a port of at most {MAX_PORT}")
+    found = protocol.HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
+    if found is not None and int(found[3]) > protocol.MAX_PORT:  # gRPC would truncate the port to 16 bits
+        raise InvalidArgument("address", address, f"host:port with a port of at most {protocol.MAX_PORT}")
     if found is None:
         if address.startswith(TCP_SCHEME):
             raise InvalidArgument("address", address, "tcp://host:port, or tcp://[host]:port for IPv6")
@@ -166,16 +190,9 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
         raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")
     if tls is not None and insecure:
         raise InvalidArgument("insecure", insecure, "False where tls is given")
-    if tls is None and not _is_loopback(host):
+    if tls is None and not protocol.is_loopback(host):
         raise InvalidArgument("address", address, "a loopback address where there is no TLS")
     return TcpTransport(target, tls)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _read(field: str, path: Path) -> bytes:

@@ -11,15 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
 from kvtier.abi import attach as protocol
-from kvtier.abi import calls
 from kvtier.errors import (
     DETAILS_KEY,
     CallerError,
@@ -31,6 +30,7 @@ from kvtier.errors import (
     PermissionDenied,
     RetryableError,
 )
+from kvtier.v1 import session_pb2
 
 _MAX_FDS: Final = len(protocol.SEGMENTS)
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
@@ -43,12 +43,12 @@ _REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
     "INTERNAL": DaemonError,
 }
 
-T = TypeVar("T")
+_WRONG: Final = "the daemon's answer is not part of the protocol"
 
 
 @dataclass(slots=True)
-class _Answer:
-    data: bytes
+class _Reply:
+    message: session_pb2.SessionReply
     fds: list[int]
 
 
@@ -57,7 +57,7 @@ class SegmentFds:
     """Descriptors by name, to close after mapping, and the daemon's description of them."""
 
     fds: Mapping[str, int]
-    told: protocol.MapReply
+    told: session_pb2.MappedCache
 
     def close(self) -> None:
         _close_all(list(self.fds.values()))
@@ -72,7 +72,6 @@ def attach_socket() -> socket.socket:
 
 _MOST_UNDER_WAY: Final = 128 << 10
 """Most bytes of unanswered calls: the socket's buffer is larger, so there is always room for another message."""
-_MAX_U32: Final = 2**32 - 1
 _STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -83,8 +82,8 @@ class AttachConnection:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[asyncio.Future[_Answer]] = deque()
-        self._calls: dict[int, asyncio.Future[calls.AnswerPacket]] = {}
+        self._waiting: deque[asyncio.Future[_Reply]] = deque()
+        self._calls: dict[int, asyncio.Future[session_pb2.CallAnswer]] = {}
         self._under_way = 0
         self._numbers = count()
         self.closed = asyncio.Event()
@@ -116,59 +115,55 @@ class AttachConnection:
             raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON") from error
         return cls(sock)
 
-    async def hello(self, token: str | None) -> protocol.Welcome:
+    async def hello(self, token: str | None) -> session_pb2.Welcome:
         """Introduces this process; ``token`` resumes its earlier session."""
-        answer = await self._ask(protocol.Hello(token=token))
-        _close_all(answer.fds)
-        return _accepted(_decoded(protocol.decode_welcome, answer.data))
+        hello = session_pb2.Hello(version=protocol.VERSION, token=token or "")
+        reply = await self._ask(session_pb2.SessionRequest(hello=hello), "welcome")
+        _close_all(reply.fds)
+        return reply.message.welcome
 
     async def map(self, cache_id: int, *, write: bool) -> SegmentFds:
         """The cache's segments. The caller owns the descriptors."""
-        answer = await self._ask(protocol.Map(cache_id=cache_id, write=write))
-        try:
-            mapped = _accepted(_decoded(protocol.decode_mapped, answer.data))
-            if len(mapped.fds) != len(answer.fds):
-                raise DaemonError(f"{len(answer.fds)} descriptors came for {mapped.fds}", reason="BAD_ANSWER")
-        except KvtierError:
-            _close_all(answer.fds)
-            raise
-        return SegmentFds(dict(zip(mapped.fds, answer.fds, strict=True)), mapped)
+        request = session_pb2.MapCache(cache_id=cache_id, write=write)
+        reply = await self._ask(session_pb2.SessionRequest(map=request), "mapped")
+        mapped = reply.message.mapped
+        if not _are_segments(mapped, len(reply.fds)):
+            _close_all(reply.fds)
+            raise DaemonError(f"{_WRONG}: {len(reply.fds)} descriptors came for {mapped}", reason="BAD_ANSWER")
+        return SegmentFds(dict(zip(mapped.fds, reply.fds, strict=True)), mapped)
 
     def forget(self, token: str) -> None:
-        """Notes that the memory of this token's session is no longer touched: see :class:`kvtier.abi.attach.Forget`."""
-        if not self.closed.is_set():
-            with suppress(OSError):  # the session tells the next daemon again
-                self._sock.send(protocol.encode(protocol.Forget(token)))
+        """Notes that the memory of this token's session is no longer touched."""
+        self._tell(forget=session_pb2.ForgetSession(token=token))
 
     async def say_bye(self) -> None:
         """Ends the session and gives back all its leases, instead of leaving the session for this process to resume."""
-        if not self.closed.is_set():
-            with suppress(OSError):  # without a daemon there is no session to end
-                self._sock.send(protocol.encode(protocol.Bye()))
+        self._tell(bye=session_pb2.Bye())
 
-    async def call(self, path: bytes, request: bytes, trace: str = "") -> bytes | None:
+    async def call(self, path: str, request: bytes, trace: str = "") -> bytes | None:
         """The reply of a unary method; None if the caller must use gRPC instead. ``trace``: as in the metadata.
 
         Raises :class:`grpc.aio.AioRpcError` like gRPC, :class:`DaemonUnavailable`.
         """
-        number = next(self._numbers) & _MAX_U32
-        packet = calls.encode_call(number, path, request, trace.encode())
-        if packet is None or self.closed.is_set() or self._under_way + len(packet) > _MOST_UNDER_WAY:
+        number = next(self._numbers)
+        call = session_pb2.UnaryCall(number=number, path=path, request=request, trace=trace)
+        packet = session_pb2.SessionRequest(call=call).SerializeToString()
+        too_long = len(packet) > min(protocol.MAX_MESSAGE, _MOST_UNDER_WAY - self._under_way)
+        if too_long or self.closed.is_set():
             return None
         self._send(packet)
-        waiter: asyncio.Future[calls.AnswerPacket] = self._loop.create_future()
+        waiter: asyncio.Future[session_pb2.CallAnswer] = self._loop.create_future()
         self._calls[number] = waiter
         self._under_way += len(packet)
         try:
             answer = await waiter
         except asyncio.CancelledError:
-            with suppress(OSError):  # the daemon has hung up, or its answer finds no waiter
-                self._sock.send(calls.encode_give_up(number))
+            self._tell(give_up=session_pb2.GiveUp(number=number))
             raise
         finally:
             del self._calls[number]
             self._under_way -= len(packet)
-        if answer.status == calls.TOO_LONG:
+        if answer.too_long:
             return None
         if answer.status:
             status = status_pb2.Status.FromString(answer.body)
@@ -189,24 +184,38 @@ class AttachConnection:
                 waiter.set_exception(DaemonUnavailable("the daemon hung up", reason="HUNG_UP"))
         self._waiting.clear()
 
-    async def _ask(self, request: protocol.Request) -> _Answer:
+    async def _ask(self, request: session_pb2.SessionRequest, wanted: str) -> _Reply:
+        """The reply with the message ``wanted``. Raises the error of a failure."""
         if self.closed.is_set():
             raise DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
-        packet = protocol.encode(request)
-        waiter: asyncio.Future[_Answer] = self._loop.create_future()
+        waiter: asyncio.Future[_Reply] = self._loop.create_future()
         # From here on the request must be sent or the connection closed, as answers go by order.
         self._waiting.append(waiter)
         try:
-            self._send(packet)
+            self._send(request.SerializeToString())
         except DaemonUnavailable:
             waiter.exception()
             raise
         try:
-            return await waiter
+            reply = await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 _close_all(waiter.result().fds)
             raise
+        came = reply.message.WhichOneof("message")
+        if came == wanted:
+            return reply
+        _close_all(reply.fds)
+        if came == "failure":
+            failure = reply.message.failure
+            raise _REFUSALS.get(failure.reason, CallerError)(failure.message, reason=failure.reason)
+        raise DaemonError(f"{_WRONG}: {came} came for {wanted}", reason="BAD_ANSWER")
+
+    def _tell(self, **message: Any) -> None:
+        """Sends a message that has no answer. A daemon that has hung up need not know it."""
+        if not self.closed.is_set():
+            with suppress(OSError):
+                self._sock.send(session_pb2.SessionRequest(**message).SerializeToString())
 
     def _send(self, packet: bytes) -> None:
         try:
@@ -226,30 +235,26 @@ class AttachConnection:
         except OSError:
             data, ancillary, flags = b"", [], 0
         fds = _received_fds(ancillary)
-        if data and calls.is_call(data) and not flags & socket.MSG_TRUNC:
-            _close_all(fds)
-            self._answered(data)
-            return
-        if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not self._waiting:
+        message = session_pb2.SessionReply()
+        with suppress(DecodeError):  # then the message is empty, which answers nothing
+            message = session_pb2.SessionReply.FromString(data)
+        is_answer = message.HasField("answer")
+        if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not (is_answer or self._waiting):
             _close_all(fds)
             self.close()
+            return
+        if is_answer:
+            _close_all(fds)
+            call = self._calls.get(message.answer.number)
+            if call is not None and not call.done():  # else the caller has given up
+                call.set_result(message.answer)
             return
         waiter = self._waiting.popleft()
         if waiter.done():
             # The caller was cancelled; its answer still had to leave the queue.
             _close_all(fds)
         else:
-            waiter.set_result(_Answer(data, fds))
-
-    def _answered(self, packet: bytes) -> None:
-        try:
-            answer = calls.decode_answer(packet)
-        except protocol.AttachProtocolError:
-            self.close()
-            return
-        waiter = self._calls.get(answer.number)
-        if waiter is not None and not waiter.done():  # else the caller has given up
-            waiter.set_result(answer)
+            waiter.set_result(_Reply(message, fds))
 
 
 class LocalChannel:
@@ -270,12 +275,11 @@ class LocalChannel:
         **options: Any,
     ) -> Callable[..., Awaitable[Message]]:
         """Like a gRPC channel's, but the result can only be awaited."""
-        path = method.encode()
         over_grpc: Any = self._channel.unary_unary(method, request_serializer, response_deserializer, **options)
 
         async def call(request: Message, metadata: Sequence[tuple[str, str]]) -> Message:
             trace = dict(metadata).get(protocol.TRACE_METADATA_KEY, "")
-            reply = await self._connection.call(path, request_serializer(request), trace)
+            reply = await self._connection.call(method, request_serializer(request), trace)
             if reply is None:
                 return cast("Message", await over_grpc(request, metadata=metadata))
             return response_deserializer(reply)
@@ -283,17 +287,14 @@ class LocalChannel:
         return call
 
 
-def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
-    try:
-        return decode(data)
-    except protocol.AttachProtocolError as error:
-        raise DaemonError(f"the daemon's answer is not part of the protocol: {error}", reason="BAD_ANSWER") from error
-
-
-def _accepted(reply: T | protocol.Failure) -> T:
-    if isinstance(reply, protocol.Failure):
-        raise _REFUSALS.get(reply.reason, CallerError)(reply.message, reason=reply.reason)
-    return reply
+def _are_segments(mapped: session_pb2.MappedCache, count: int) -> bool:
+    """Whether the message fits ``count`` descriptors, names each segment at most once, and tells of the others."""
+    names = list(mapped.fds)
+    if len(names) != count or names[:1] != [protocol.CONTROL] or names != [s for s in protocol.SEGMENTS if s in names]:
+        return False
+    came = {protocol.DEVICE if name == protocol.CUDA else name for name in names}
+    told_of_cuda = mapped.HasField("cuda") == (protocol.CUDA in names)
+    return told_of_cuda and len(came) == count and mapped.unmapped.keys() <= set(protocol.DATA_TIERS) - came
 
 
 def _received_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -24,7 +24,7 @@ _BROKEN: Final = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStat
 
 
 class StreamConnection:
-    """Sends heartbeats and listens for the daemon's; see :class:`kvtier.transport.Connection`."""
+    """Sends heartbeats and listens for the daemon's. Has the methods of :class:`AttachConnection`."""
 
     def __init__(self, call: Any, heartbeat_s: float) -> None:
         self._call = call
@@ -35,7 +35,7 @@ class StreamConnection:
     @classmethod
     async def open(
         cls, channel: grpc.aio.Channel, token: str | None, *, attempts: int = 8
-    ) -> tuple[Self, protocol.Welcome]:
+    ) -> tuple[Self, session_pb2.Welcome]:
         """Says hello and waits for the welcome. Raises :class:`kvtier.errors.KvtierError`."""
         stub: Any = session_pb2_grpc.SessionsStub(channel)
         call = stub.Session()
@@ -54,11 +54,7 @@ class StreamConnection:
         if reply is grpc.aio.EOF or reply.WhichOneof("message") != "welcome":
             call.cancel()
             raise DaemonError("the daemon's answer to a hello is no welcome", reason="BAD_ANSWER")
-        said = reply.welcome
-        welcome = protocol.Welcome(
-            said.token, said.session_id, said.resumed, said.epoch, said.boot, said.pid, said.history
-        )
-        return cls(call, said.heartbeat_ns / 1e9), welcome
+        return cls(call, reply.welcome.heartbeat_ns / 1e9), reply.welcome
 
     async def map(self, cache_id: int, *, write: bool) -> SegmentFds:
         raise CallerError(f"cache {cache_id}: memory cannot be mapped over TCP", reason="CANNOT_MAP")

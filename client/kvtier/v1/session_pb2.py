@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\"\'\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\"\x05\n\x03\x42ye\"\x0b\n\tHeartbeat\"\x88\x01\n\x0eSessionRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x03 \x01(\x0b\x32\x0e.kvtier.v1.ByeH\x00\x42\t\n\x07message\"\xa0\x01\n\x07Welcome\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x04\x12\x14\n\x0cheartbeat_ns\x18\x07 \x01(\x04\x12\x10\n\x08grace_ns\x18\x08 \x01(\x04\x12\x0f\n\x07history\x18\t \x01(\x06\"k\n\x0cSessionReply\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x42\t\n\x07message2M\n\x08Sessions\x12\x41\n\x07Session\x12\x19.kvtier.v1.SessionRequest\x1a\x17.kvtier.v1.SessionReply(\x01\x30\x01\x42!\n\tkvtier.v1P\x01Z\x12kvtier/v1;kvtierv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\"\'\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\"\x05\n\x03\x42ye\"\x0b\n\tHeartbeat\"+\n\x08MapCache\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\r\n\x05write\x18\x02 \x01(\x08\"\x1e\n\rForgetSession\x12\r\n\x05token\x18\x01 \x01(\t\"I\n\tUnaryCall\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\r\n\x05trace\x18\x04 \x01(\t\"\x18\n\x06GiveUp\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xa4\x02\n\x0eSessionRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x03 \x01(\x0b\x32\x0e.kvtier.v1.ByeH\x00\x12\"\n\x03map\x18\x04 \x01(\x0b\x32\x13.kvtier.v1.MapCacheH\x00\x12*\n\x06\x66orget\x18\x05 \x01(\x0b\x32\x18.kvtier.v1.ForgetSessionH\x00\x12$\n\x04\x63\x61ll\x18\x06 \x01(\x0b\x32\x14.kvtier.v1.UnaryCallH\x00\x12$\n\x07give_up\x18\x07 \x01(\x0b\x32\x11.kvtier.v1.GiveUpH\x00\x42\t\n\x07message\"\xa0\x01\n\x07Welcome\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x04\x12\x14\n\x0cheartbeat_ns\x18\x07 \x01(\x04\x12\x10\n\x08grace_ns\x18\x08 \x01(\x04\x12\x0f\n\x07history\x18\t \x01(\x06\"*\n\nCudaMemory\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"\xa8\x01\n\x0bMappedCache\x12\x0b\n\x03\x66\x64s\x18\x01 \x03(\t\x12#\n\x04\x63uda\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.CudaMemory\x12\x36\n\x08unmapped\x18\x03 \x03(\x0b\x32$.kvtier.v1.MappedCache.UnmappedEntry\x1a/\n\rUnmappedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\rAttachFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"L\n\nCallAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06status\x18\x02 \x01(\r\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x10\n\x08too_long\x18\x04 \x01(\x08\"\xeb\x01\n\x0cSessionReply\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12(\n\x06mapped\x18\x03 \x01(\x0b\x32\x16.kvtier.v1.MappedCacheH\x00\x12+\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.AttachFailureH\x00\x12\'\n\x06\x61nswer\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.CallAnswerH\x00\x42\t\n\x07message2M\n\x08Sessions\x12\x41\n\x07Session\x12\x19.kvtier.v1.SessionRequest\x1a\x17.kvtier.v1.SessionReply(\x01\x30\x01\x42!\n\tkvtier.v1P\x01Z\x12kvtier/v1;kvtierv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,18 +32,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.session_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\tkvtier.v1P\001Z\022kvtier/v1;kvtierv1'
+  _globals['_MAPPEDCACHE_UNMAPPEDENTRY']._loaded_options = None
+  _globals['_MAPPEDCACHE_UNMAPPEDENTRY']._serialized_options = b'8\001'
   _globals['_HELLO']._serialized_start=38
   _globals['_HELLO']._serialized_end=77
   _globals['_BYE']._serialized_start=79
   _globals['_BYE']._serialized_end=84
   _globals['_HEARTBEAT']._serialized_start=86
   _globals['_HEARTBEAT']._serialized_end=97
-  _globals['_SESSIONREQUEST']._serialized_start=100
-  _globals['_SESSIONREQUEST']._serialized_end=236
-  _globals['_WELCOME']._serialized_start=239
-  _globals['_WELCOME']._serialized_end=399
-  _globals['_SESSIONREPLY']._serialized_start=401
-  _globals['_SESSIONREPLY']._serialized_end=508
-  _globals['_SESSIONS']._serialized_start=510
-  _globals['_SESSIONS']._serialized_end=587
+  _globals['_MAPCACHE']._serialized_start=99
+  _globals['_MAPCACHE']._serialized_end=142
+  _globals['_FORGETSESSION']._serialized_start=144
+  _globals['_FORGETSESSION']._serialized_end=174
+  _globals['_UNARYCALL']._serialized_start=176
+  _globals['_UNARYCALL']._serialized_end=249
+  _globals['_GIVEUP']._serialized_start=251
+  _globals['_GIVEUP']._serialized_end=275
+  _globals['_SESSIONREQUEST']._serialized_start=278
+  _globals['_SESSIONREQUEST']._serialized_end=570
+  _globals['_WELCOME']._serialized_start=573
+  _globals['_WELCOME']._serialized_end=733
+  _globals['_CUDAMEMORY']._serialized_start=735
+  _globals['_CUDAMEMORY']._serialized_end=777
+  _globals['_MAPPEDCACHE']._serialized_start=780
+  _globals['_MAPPEDCACHE']._serialized_end=948
+  _globals['_MAPPEDCACHE_UNMAPPEDENTRY']._serialized_start=901
+  _globals['_MAPPEDCACHE_UNMAPPEDENTRY']._serialized_end=948
+  _globals['_ATTACHFAILURE']._serialized_start=950
+  _globals['_ATTACHFAILURE']._serialized_end=998
+  _globals['_CALLANSWER']._serialized_start=1000
+  _globals['_CALLANSWER']._serialized_end=1076
+  _globals['_SESSIONREPLY']._serialized_start=1079
+  _globals['_SESSIONREPLY']._serialized_end=1314
+  _globals['_SESSIONS']._serialized_start=1316
+  _globals['_SESSIONS']._serialized_end=1393
 # @@protoc_insertion_point(module_scope)

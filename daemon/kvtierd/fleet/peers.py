@@ -13,8 +13,7 @@ from kvtier.deadline import Deadline
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.mirror.daemons import Followed
 from kvtier.mirror.follower import MirrorState, MirrorView
-from kvtier.transport import TlsFiles
-from kvtier.transport.link import Link
+from kvtier.transport import Link, TlsFiles
 from kvtier.v1 import caches_pb2
 from kvtierd.core.ids import GroupId, Key
 from kvtierd.tiers.remote.base import RemoteRefused, RemoteUnavailable

@@ -18,7 +18,7 @@ from kvtier.abi.stream import CHECKSUM_BYTES, Progress, StreamError
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, KvtierError, NotFound, PermissionDenied, chain_error
 from kvtier.session import Session
-from kvtier.transport.link import Link
+from kvtier.transport import Link
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, transfer_pb2
 from kvtier.wire import granted
 from kvtierd.core.ids import Key

@@ -37,9 +37,7 @@ def _read(batch: Batch) -> Faults | Finish:
 
 
 def _memory_lane(src: Tier, dst: Tier) -> Lane:
-    return Lane(
-        f"{src}-to-{dst}", ((src, dst),), threads=1, batch_blocks=256, carry_out=_copy, halves=True, in_turn=True
-    )
+    return Lane(f"{src}-to-{dst}", ((src, dst),), threads=1, batch_blocks=256, carry_out=_copy, in_turn=True)
 
 
 LANES: Final = (
@@ -53,7 +51,6 @@ LANES: Final = (
         batch_bytes=32 << 20,  # a disk writes no faster in larger pieces; the next batch is checksummed meanwhile
         carry_out=_write,
         concerns=disk_io.concerns,
-        halves=True,
         finish_all=disk_io.finish,
     ),
     Lane(
@@ -62,7 +59,6 @@ LANES: Final = (
         threads=2,  # two threads use the whole bandwidth of the disk
         batch_blocks=32,
         carry_out=_read,
-        halves=True,
     ),
 )
 

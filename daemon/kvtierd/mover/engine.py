@@ -228,9 +228,8 @@ class Engine:
     ) -> tuple[BlockResult, ...]:
         """Commits blocks. ``hold``: the lease holds the blocks. ``release``: the lease ends."""
         cache = self._find(cache_id)
-        results, outcome = cache.manager.commit(session, lease, items, self._clock(), hold=hold, release=release)
-        self._executor.apply(cache, outcome)
-        return results
+        commit = cache.manager.commit
+        return self._applied(cache, commit(session, lease, items, self._clock(), hold=hold, release=release))
 
     def take_in(
         self,
@@ -244,8 +243,7 @@ class Engine:
         """Commits blocks that came from the remote store, and ends the lease."""
         cache = self._find(cache_id)
         commit = partial(cache.manager.commit, release=True, cause=Cause.REMOTE)
-        results, outcome = commit(session, lease, items, self._clock())
-        self._executor.apply(cache, outcome)
+        results = self._applied(cache, commit(session, lease, items, self._clock()))
         came = [item.key for item, result in zip(items, results, strict=True) if result is BlockResult.OK]
         self.travelled(cache_id, group, came, Tier.REMOTE, Tier.HOST, copy_ns)
         return results
@@ -265,9 +263,7 @@ class Engine:
     def join(self, cache_id: CacheId, session: SessionId, lease: LeaseId) -> SlotLease:
         """Makes a lease of the session over the slots and blocks of another lease."""
         cache = self._accepting(cache_id)
-        joined, outcome = cache.manager.join(session, lease, self._clock())
-        self._executor.apply(cache, outcome)
-        return joined
+        return self._applied(cache, cache.manager.join(session, lease, self._clock()))
 
     def release(
         self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], slots: Collection[SlotId] = ()
@@ -299,12 +295,10 @@ class Engine:
         dropped in part."""
         cache = self._find(cache_id)
         step = partial(cache.manager.drop, session, group, keys, dry_run=dry_run)
-        drop, outcome = step(self._clock())
-        self._executor.apply(cache, outcome)
+        drop = self._applied(cache, step(self._clock()))
         while drop.report is None:
             await self._others(cache)
-            drop, outcome = step(self._clock(), following=drop)
-            self._executor.apply(cache, outcome)
+            drop = self._applied(cache, step(self._clock(), following=drop))
         return drop.report
 
     async def set_retention(
@@ -324,18 +318,14 @@ class Engine:
                 await self._others(cache)
             few = slice(start, start + KEYS_A_TURN)
             given = keys[few], priorities[few], durations_ms[few]
-            results, outcome = cache.manager.set_retention(session, group, *given, self._clock())
-            self._executor.apply(cache, outcome)
-            told += results
+            told += self._applied(cache, cache.manager.set_retention(session, group, *given, self._clock()))
         return tuple(told)
 
     def pin(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
     ) -> tuple[BlockResult, ...]:
         cache = self._find(cache_id)
-        results, outcome = cache.manager.pin(session, group, tier, keys, self._clock(), unpin=unpin)
-        self._executor.apply(cache, outcome)
-        return results
+        return self._applied(cache, cache.manager.pin(session, group, tier, keys, self._clock(), unpin=unpin))
 
     async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetResult:
         """Removes all blocks that are not in use, in slices: other calls run in between."""
@@ -344,8 +334,7 @@ class Engine:
         roots: list[tuple[GroupId, Key]] = []
         following = None
         while True:
-            step, outcome = cache.manager.reset(session, self._clock(), force=force, following=following)
-            self._executor.apply(cache, outcome)
+            step = self._applied(cache, cache.manager.reset(session, self._clock(), force=force, following=following))
             dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
             roots += step.roots
             if following is None:
@@ -376,9 +365,8 @@ class Engine:
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.lose_tier(tier, self._clock()))
         while cache.manager.behind:
-            await asyncio.sleep(0)  # the executor takes the next slice
-            if cache.removed:
-                raise UnknownCache(cache_id)
+            await self._others(cache)
+            self._executor.apply(cache, cache.manager.go_on(self._clock()))
 
     def restore_disk(self, cache_id: CacheId) -> None:
         """Puts the disk back in service. Its store has been emptied while no move touched it (:meth:`touches`)."""
@@ -515,6 +503,12 @@ class Engine:
             self._executor.apply(cache, step(cache.manager, session, self._clock()))
             for waiting in cache.tickets.unanswered(session):
                 cache.tickets.answer(cancelled(waiting))
+
+    def _applied(self, cache: OpenCache, step: tuple[T, Outcome]) -> T:
+        """Applies the outcome of a step of the core. Returns its result."""
+        result, outcome = step
+        self._executor.apply(cache, outcome)
+        return result
 
     async def _answers(self, cache: OpenCache, waiting: Sequence[Waiting]) -> list[Answer]:
         """Waits for the answers of all tickets. Returns them in order."""

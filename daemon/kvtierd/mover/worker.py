@@ -51,8 +51,6 @@ class Lane:
     carry_out: CarryOut
     concerns: Callable[[CopyPiece], Concerns] | None = None
     """Slots and blocks that no two pieces of a batch may share."""
-    halves: bool = False
-    """Another thread does the second half of a batch's work while the next batch begins."""
     finish_all: Callable[[Sequence[Finish]], Faults] | None = None
     """Does the second halves of several batches together."""
     batch_bytes: int = 1 << 62
@@ -298,7 +296,7 @@ class FinishThread(LaneThread):
 
 
 class Worker(LaneThread):
-    """Takes a lane's pieces. ``finish_thread``: does the second halves; None if batches have no second half."""
+    """Takes a lane's pieces. ``finish_thread``: does the second halves."""
 
     def __init__(
         self,
@@ -307,7 +305,7 @@ class Worker(LaneThread):
         queue: WorkQueue,
         post: Post,
         exited: Callable[[], None],
-        finish_thread: FinishThread | None = None,
+        finish_thread: FinishThread,
     ) -> None:
         super().__init__(name, post, exited)
         self._lane = lane
@@ -320,8 +318,7 @@ class Worker(LaneThread):
                 if not self._abandoned:
                     self._carry_out(gathered)
         finally:
-            if self._finish_thread is not None:
-                self._finish_thread.end()
+            self._finish_thread.end()
 
     def _batches(self) -> Iterator[Gathering]:
         gathered: Gathering | None = None
@@ -348,8 +345,8 @@ class Worker(LaneThread):
         if (chaos := batch[0].runtime.chaos) is not None:
             self._simulate_latency(chaos)
         done = self._attempt(batch, partial(self._lane.carry_out, batch))
-        if self._finish_thread is None or done is None or isinstance(done, Faults):
-            self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)
+        if done is None or isinstance(done, Faults):
+            self._report(batch, done, started_ns)
             return
         self.busy_since_ns = None
         self._finish_thread.put(gathered, done, started_ns)
@@ -365,12 +362,9 @@ class LaneThreads:
         self._exits: dict[LaneThread, asyncio.Event] = {}
         for number in range(lane.threads):
             name = lane.name if lane.threads == 1 else f"{lane.name}-{number}"
-            finish_thread = None
-            if lane.halves:
-                gone = asyncio.Event()
-                finish_thread = FinishThread(f"{name}-finish", lane, post, partial(_tell, loop, gone))
-                self._exits[finish_thread] = gone
-            exited = asyncio.Event()
+            finished, exited = asyncio.Event(), asyncio.Event()
+            finish_thread = FinishThread(f"{name}-finish", lane, post, partial(_tell, loop, finished))
+            self._exits[finish_thread] = finished
             worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finish_thread)
             self._workers.append(worker)
             self._exits[worker] = exited

@@ -1,5 +1,4 @@
-"""The attach server: it identifies a client, hands out cache memory and takes calls. The protocol is that of
-``kvtier.abi.attach`` and ``kvtier.abi.calls``.
+"""The attach server: it identifies a client, hands out cache memory and takes calls.
 
 Each connection is a task. The server closes the connection of a client that sends an unknown message, after an error
 reply, and of a client that does not read its replies. Other connections go on.
@@ -21,18 +20,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvtier.abi import attach
-from kvtier.abi.calls import is_call
+from kvtier.v1 import session_pb2
 from kvtierd.rights import Right
 from kvtierd.service.calls import Access, Dispatcher
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.local import LocalCalls, Packets
-from kvtierd.service.peer import AttachRefused, credentials, identify
+from kvtierd.service.peer import AttachRefused, credentials, hear_hello, identify
 from kvtierd.service.sessions import GOODBYE, Capacity, ClientSession, SessionRegistry, this_task
 
-HELLO_TIMEOUT_S: Final = 5.0
+TURN: Final = 16
+"""Packets of a connection after which its reader waits for its turn."""
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
 STRANGERS: Final = 8
@@ -54,6 +54,124 @@ class DaemonIdentity:
     boot: int
     pid: int
     history: int
+
+    def welcome(self, session: ClientSession, *, resumed: bool, **times_ns: int) -> session_pb2.Welcome:
+        numbers = asdict(self) | times_ns
+        return session_pb2.Welcome(token=session.token, session_id=session.id, resumed=resumed, **numbers)
+
+
+class Packets:
+    """The packets of a connection, for a single reader. Its descriptor stays with the event loop between waits."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock: Final = sock
+        self._loop: Final = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[bytes] | None = None
+        self._watched = False
+
+    async def next(self) -> session_pb2.SessionRequest | None:
+        """The next message; None at the end. The kernel closes descriptors that the peer sends.
+
+        Raises :class:`AttachRefused` (BAD_MESSAGE, TOO_LONG), OSError.
+        """
+        packet = await self._next_packet()
+        if len(packet) > attach.MAX_MESSAGE:
+            raise AttachRefused("TOO_LONG", f"a message has at most {attach.MAX_MESSAGE} bytes")
+        try:
+            return session_pb2.SessionRequest.FromString(packet) if packet else None
+        except DecodeError:
+            raise AttachRefused("BAD_MESSAGE", f"{len(packet)} bytes that are no SessionRequest") from None
+
+    async def _next_packet(self) -> bytes:
+        with suppress(BlockingIOError):
+            return self._sock.recv(attach.MAX_MESSAGE + 1)
+        if not self._watched:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._watched = True
+        self._waiter = self._loop.create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def close(self) -> None:
+        """Gives the descriptor back. Call before the socket is closed; closing twice is allowed."""
+        if self._watched:
+            self._loop.remove_reader(self._sock.fileno())
+            self._watched = False
+
+    def _readable(self) -> None:
+        """Receives in the callback, in order of arrival: a woken reader could receive after other connections."""
+        if self._waiter is None:
+            self.close()  # without a waiting reader the loop would call again and again
+        elif not self._waiter.done():
+            try:
+                self._waiter.set_result(self._sock.recv(attach.MAX_MESSAGE + 1))
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._waiter.set_exception(error)
+
+
+class LocalCalls:
+    """The calls of a connection. While an answer waits for its reader, no call is taken or begun: a client that reads
+    no answer fills its own socket, but not its user's number of open calls."""
+
+    def __init__(self, sock: socket.socket, session: ClientSession, dispatcher: Dispatcher) -> None:
+        self._sock: Final = sock
+        self._session: Final = session
+        self._dispatcher: Final = dispatcher
+        self._open: Final[dict[int, asyncio.Task[None]]] = {}
+        self._writing: Final = asyncio.Lock()
+        self._taken = 0
+
+    async def take(self, call: session_pb2.UnaryCall) -> None:
+        """Begins a call. Raises :class:`AttachRefused`.
+
+        Waiting packets are received in one turn of the loop: a call that was given up while the daemon was stopped does
+        not begin.
+        """
+        await self._turn()
+        if self._taken % TURN == 0:
+            await asyncio.sleep(0)  # calls taken before go first
+            await self._dispatcher.turns.begin(self._session)
+        if call.number in self._open:
+            raise AttachRefused("BAD_MESSAGE", f"call {call.number} is open already")
+        task = asyncio.create_task(self._serve(call))
+        self._open[call.number] = task
+        task.add_done_callback(lambda _: self._open.pop(call.number))
+
+    async def give_up(self, number: int) -> None:
+        """Cancels a call, if it is open."""
+        await self._turn()
+        if number in self._open:
+            self._open[number].cancel()
+
+    async def end(self) -> None:
+        """Cancels all calls, since the connection is over."""
+        while self._open:
+            for task in self._open.values():
+                task.cancel()
+            await asyncio.wait(self._open.values())
+
+    async def _turn(self) -> None:
+        async with self._writing:  # no other answer waits
+            self._taken += 1
+
+    async def _serve(self, call: session_pb2.UnaryCall) -> None:
+        await self._dispatcher.turns.begin(self._session)
+        async with self._writing:
+            pass
+        await self._dispatcher.local(self._session, call, self._answer)
+
+    async def _answer(self, answer: session_pb2.CallAnswer) -> None:
+        packet = session_pb2.SessionReply(answer=answer).SerializeToString()
+        if len(packet) > attach.MAX_MESSAGE:
+            answer = session_pb2.CallAnswer(number=answer.number, too_long=True)
+            packet = session_pb2.SessionReply(answer=answer).SerializeToString()
+        with suppress(OSError):  # the peer has hung up; the reader of the connection notices it, too
+            async with self._writing:
+                await asyncio.get_running_loop().sock_sendall(self._sock, packet)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,14 +239,14 @@ class AttachServer:
         try:
             with closing(Packets(sock)) as packets:
                 await self._converse(sock, packets)
-        except (AttachRefused, attach.AttachProtocolError) as error:
+        except AttachRefused as error:
             # A client that reconnects after a restart names its old session first.
             level = logging.INFO if error.reason == "UNKNOWN_SESSION" else logging.WARNING
             _log.log(
                 level, "attach refused pid=%d reason=%s why=%r", credentials(sock).pid, error.reason, error.message
             )
             with suppress(OSError):  # the connection is closed anyway
-                _send(sock, attach.Failure(error.reason, error.message))
+                _fail(sock, error.reason, error.message)
         except OSError as error:
             _log.info("attach connection broke error=%r", str(error))
         except Exception:  # noqa: BLE001  other connections go on
@@ -140,42 +258,42 @@ class AttachServer:
                 sock.close()
 
     async def _converse(self, sock: socket.socket, packets: Packets) -> None:
-        hello = await _hear_hello(packets)
-        session = self._admit(sock, hello)
-        daemon, local = self._identity, LocalCalls(sock, session, self._dispatcher)
+        token = (await hear_hello(packets.next())).token
+        session = self._admit(sock, token)
+        local = LocalCalls(sock, session, self._dispatcher)
         try:
-            resumed = hello.token is not None
-            _send(sock, attach.Welcome(session.token, session.id, resumed, **asdict(daemon)))
-            while packet := await packets.next():
-                if is_call(packet):
-                    await local.take(packet)
-                    continue
-                request = attach.decode_request(packet)
-                if isinstance(request, attach.Bye):
-                    self._sessions.end(session, GOODBYE)
-                    return
-                if isinstance(request, attach.Forget):
-                    self._sessions.give_up(request.token, session)
-                    continue
-                await self._map(sock, session, request)
+            _send(sock, session_pb2.SessionReply(welcome=self._identity.welcome(session, resumed=bool(token))))
+            while (request := await packets.next()) is not None:
+                match request.WhichOneof("message"):
+                    case "call":
+                        await local.take(request.call)
+                    case "give_up":
+                        await local.give_up(request.give_up.number)
+                    case "map":
+                        await self._map(sock, session, request.map)
+                    case "forget":
+                        self._sessions.give_up(request.forget.token, session)
+                    case "bye":
+                        self._sessions.end(session, GOODBYE)
+                        return
+                    case other:
+                        raise AttachRefused("UNKNOWN_MESSAGE", f"{other}: must be call, give_up, map, forget or bye")
         finally:
             self._sessions.connection_lost(session, this_task())
             await local.end()
 
-    def _admit(self, sock: socket.socket, hello: attach.Hello) -> ClientSession:
-        """The session of a hello. Raises :class:`AttachRefused`."""
+    def _admit(self, sock: socket.socket, token: str) -> ClientSession:
+        """The session of a token; empty = a new one. Raises :class:`AttachRefused`."""
         user = credentials(sock).identity
         if not self._access.admits(user):
             raise AttachRefused("PERMISSION_DENIED", f"no [[allow]] rule of the daemon names {user}")
         peer = identify(sock)
-        if hello.token is None:
+        if not token:
             return self._sessions.begin(peer, this_task())
         with closing(peer):
-            return self._sessions.resume(hello.token, peer, this_task())
+            return self._sessions.resume(token, peer, this_task())
 
-    async def _map(self, sock: socket.socket, session: ClientSession, request: attach.Request) -> None:
-        if not isinstance(request, attach.Map):
-            raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
+    async def _map(self, sock: socket.socket, session: ClientSession, request: session_pb2.MapCache) -> None:
         # Linux counts unread descriptors against the daemon's user, and at the limit refuses them for all clients.
         try:
             async with asyncio.timeout(_TAKEN_S):
@@ -187,32 +305,22 @@ class AttachServer:
             self._access.require_on(session, Right.WRITE if request.write else Right.READ, cache.name)
         except CallRefused as refusal:
             denied = refusal.code is grpc.StatusCode.PERMISSION_DENIED
-            _send(sock, attach.Failure(refusal.code.name if denied else refusal.detail.reason, refusal.message))
+            _fail(sock, refusal.code.name if denied else refusal.detail.reason, refusal.message)
             return
         self._sessions.gets_memory(session, write=request.write)
         shared = cache.runtime.arena.shared(write=request.write)
+        cuda = None if shared.cuda is None else session_pb2.CudaMemory(**asdict(shared.cuda))
+        mapped = session_pb2.MappedCache(fds=shared.fds, cuda=cuda, unmapped=shared.unmapped)
         try:
-            _send(sock, attach.MapReply(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))
+            _send(sock, session_pb2.SessionReply(mapped=mapped), list(shared.fds.values()))
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
             self.problem = "memory cannot be mapped: too many descriptors sent by the daemon's user are not read yet"
             _log.warning("%s", self.problem)
-            _send(sock, attach.Failure("TOO_MANY_DESCRIPTORS", self.problem))
+            _fail(sock, "TOO_MANY_DESCRIPTORS", self.problem)
         else:
             self.problem = None
-
-
-async def _hear_hello(packets: Packets) -> attach.Hello:
-    try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            packet = await packets.next()
-    except TimeoutError:
-        raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-    hello = attach.decode_request(packet) if packet else None
-    if not isinstance(hello, attach.Hello):
-        raise AttachRefused("NO_HELLO", "the first message must be a hello")
-    return hello
 
 
 async def _taken(sock: socket.socket) -> None:
@@ -237,10 +345,14 @@ async def _end(sock: socket.socket) -> None:
         await _taken(sock)
 
 
-def _send(sock: socket.socket, message: attach.Reply, fds: list[int] | None = None) -> None:
+def _fail(sock: socket.socket, reason: str, message: str) -> None:
+    _send(sock, session_pb2.SessionReply(failure=session_pb2.AttachFailure(reason=reason, message=message)))
+
+
+def _send(sock: socket.socket, message: session_pb2.SessionReply, fds: list[int] | None = None) -> None:
     """Sends a reply without waiting: the socket of a client that reads each reply always has room."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        sock.sendmsg([attach.encode(message)], ancillary)
+        sock.sendmsg([message.SerializeToString()], ancillary)
     except BlockingIOError as error:
         raise ConnectionAbortedError("the client does not read its answers") from error

@@ -23,8 +23,9 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
+from kvtier.abi.attach import TRACE_METADATA_KEY
 from kvtier.abi.stream import GO_AHEAD_KEY
-from kvtier.v1 import common_pb2, transfer_pb2
+from kvtier.v1 import common_pb2, session_pb2, transfer_pb2
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Anonymous, Certificate, Identity, Right, Rights
 from kvtierd.service.call_counts import CallCounts, CountedCall, Metadata
@@ -206,19 +207,25 @@ class OpenCalls:
         self._count = 0
         self._none = asyncio.Event()
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts a call until it has written its answer."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._none.set()
+
     def counted(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
         """The same handler, counted until it returns a reply or has written a refusal."""
 
-        async def counting(request: Any, context: Any) -> Any:
-            self._count += 1
-            try:
+        async def handler(request: Any, context: Any) -> Any:
+            with self.counting():
                 return await call(request, context)
-            finally:
-                self._count -= 1
-                if not self._count:
-                    self._none.set()
 
-        return counting
+        return handler
 
     async def answered(self, within_s: float) -> None:
         """Returns when no call is open, or after ``within_s`` seconds."""
@@ -227,16 +234,6 @@ class OpenCalls:
                 while self._count:
                     self._none.clear()
                     await self._none.wait()
-
-
-@dataclass(slots=True, frozen=True)
-class LocalCall:
-    """A call over the attach socket. ``path``: of the method, in gRPC's form."""
-
-    session: ClientSession
-    path: bytes
-    request: bytes
-    metadata: Metadata = ()
 
 
 _Perform = Callable[[CountedCall, ClientSession, bytes], Coroutine[Any, Any, Message]]
@@ -257,14 +254,8 @@ class Dispatcher:
     _stopping: bool = field(default=False, init=False)
     _of: Counter[tuple[Identity, int | str | None]] = field(default_factory=Counter, init=False)
     """Open calls of each identity, and of its processes."""
-    _local: dict[bytes, _Perform] = field(default_factory=dict, init=False)
-    """The unary methods by path."""
-    local: Callable[[LocalCall, Any], Coroutine[Any, Any, None]] = field(init=False)
-    """Answers a :class:`LocalCall`: hands the status, 0 or gRPC's number, and the reply or a google.rpc.Status to the
-    callable that is the second argument."""
-
-    def __post_init__(self) -> None:
-        self.local = self._open.counted(self._answer_locally)
+    _unary_methods: dict[str, _Perform] = field(default_factory=dict, init=False)
+    """The methods of local calls, by path."""
 
     def stop(self) -> None:
         """Refuses every unary call and upload from now on: the verbs lose the engine."""
@@ -296,7 +287,7 @@ class Dispatcher:
                 handlers[name] = grpc.stream_stream_rpc_method_handler(call)
             else:
                 perform = self._performing(method, verb)
-                self._local[f"/{service}/{name}".encode()] = perform
+                self._unary_methods[f"/{service}/{name}"] = perform
                 call = self._open.counted(self._unary(method.full_name, perform))
                 # The handler reads its message itself: after the session is known, and within a time limit.
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
@@ -361,27 +352,34 @@ class Dispatcher:
 
         return call
 
-    async def _answer_locally(self, call: LocalCall, answer: Callable[[int, bytes], Awaitable[None]]) -> None:
-        # Not counted while the answer waits for its reader: a client that reads no answer fills only its own socket.
-        await answer(*await self.turns.measured(call.session, self._local_answer(call)))
+    async def local(
+        self,
+        session: ClientSession,
+        call: session_pb2.UnaryCall,
+        send: Callable[[session_pb2.CallAnswer], Awaitable[None]],
+    ) -> None:
+        """Answers a call over the attach socket."""
+        with self._open.counting():
+            # A client that reads no answer fills its own socket, but not its user's number of open calls.
+            await send(await self.turns.measured(session, self._local_answer(session, call)))
 
-    async def _local_answer(self, call: LocalCall) -> tuple[int, bytes]:
-        method = call.path.decode(errors="replace")[1:].replace("/", ".") if call.path in self._local else "unknown"
-        with self.call_counts.call(method, call.metadata) as counted_call:
+    async def _local_answer(self, session: ClientSession, call: session_pb2.UnaryCall) -> session_pb2.CallAnswer:
+        perform = self._unary_methods.get(call.path)
+        method = "unknown" if perform is None else call.path[1:].replace("/", ".")
+        metadata = ((TRACE_METADATA_KEY, call.trace),) if call.trace else ()
+        with self.call_counts.call(method, metadata) as counted_call:
             try:
                 if self._stopping:
                     raise shutting_down()
-                require_attached(call.session)
-                with self._counting(counted_call, call.session):
-                    perform = self._local.get(call.path)
+                require_attached(session)
+                with self._counting(counted_call, session):
                     if perform is None:
                         raise refused(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", f"no method {shown(call.path)}")
-                    return 0, counted_call.answered(
-                        await perform(counted_call, call.session, call.request)
-                    ).SerializeToString()
+                    reply = counted_call.answered(await perform(counted_call, session, call.request))
+                    return session_pb2.CallAnswer(number=call.number, body=reply.SerializeToString())
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = counted_call.refused(self._translate(error))
-                return refusal.code.value[0], refusal.status()
+                return session_pb2.CallAnswer(number=call.number, status=refusal.code.value[0], body=refusal.status())
 
     def _stream(
         self, method: MethodDescriptor, verb: StreamVerb, pace: Pace | None

@@ -9,11 +9,13 @@ import resource
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvtier.abi.attach import VERSION
+from kvtier.v1 import session_pb2
 from kvtierd.rights import Identity, User
 
 _SO_PEERGROUPS: Final = 59
@@ -27,6 +29,7 @@ _GID: Final = struct.Struct("I")
 _MAX_GROUPS: Final = 256
 """Limit of the standard library for a socket option. For a peer with more groups only the primary group counts."""
 _MAX_COMMAND: Final = 256
+HELLO_TIMEOUT_S: Final = 5.0
 NO_UID: Final = 2**32 - 1
 """The uid shown for a client that is not a process of this host: the kernel's value for no user."""
 
@@ -38,6 +41,23 @@ class AttachRefused(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
+
+
+async def hear_hello(first: Awaitable[session_pb2.SessionRequest | None]) -> session_pb2.Hello:
+    """The hello of a connection's first message. Raises :class:`AttachRefused`: NO_HELLO, BAD_VERSION."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            request = await first
+    except TimeoutError:
+        raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+    if request is None or not request.HasField("hello"):
+        raise AttachRefused("NO_HELLO", "the first message must be a hello")
+    version = request.hello.version
+    if version != VERSION:
+        side = "daemon" if version > VERSION else "client"
+        says = f"version {version}: this daemon speaks version {VERSION}; upgrade the {side}"
+        raise AttachRefused("BAD_VERSION", says)
+    return request.hello
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import json
 import os
 import socket
 from collections import Counter, defaultdict
@@ -23,13 +22,14 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
-from kvtier.abi import attach, calls
+from kvtier.abi import attach
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import DEVICE, ArenaLayout
 from kvtier.abi.spec import CacheSpec
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, transfer_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, session_pb2, transfer_pb2
 from kvtier.wire import spec_to_wire
 from kvtierd.tiers.arena import Arena
+from tests import packets
 
 SPEC = CacheSpec.single("fake", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
 SLOTS = 8
@@ -51,14 +51,15 @@ class FakeDaemon:
         self.address = str(directory)
         self.answers: dict[str, Answer] = {"Open": self._open, "Release": _release}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
-        self.hellos: list[attach.Hello] = []
+        self.hellos: list[session_pb2.Hello] = []
         self.byes = 0
         self.known: set[str] = set()
         self.attach_replies: list[bytes] = []
         """Raw answers to the next attach messages, instead of the right ones."""
         self.silent = False
         """Attach messages are read and not answered."""
-        self.sent_fds = 1
+        self.mapped = session_pb2.MappedCache(fds=["control", "device"])
+        """The message that comes with the two descriptors."""
         self._arena: Arena | None = None
         self._connections: set[socket.socket] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,39 +137,42 @@ class FakeDaemon:
         while data := await loop.sock_recv(connection, attach.MAX_MESSAGE):
             if self.silent:
                 continue
-            if calls.is_call(data):  # answers are a test's, and come over gRPC
-                call = calls.decode_request(data)
-                if isinstance(call, calls.CallPacket):
-                    connection.send(calls.encode_answer(call.number, calls.TOO_LONG, b""))
+            request = session_pb2.SessionRequest.FromString(data)
+            if request.HasField("give_up"):
+                continue
+            if request.HasField("call"):  # answers are a test's, and come over gRPC
+                answer = session_pb2.CallAnswer(number=request.call.number, too_long=True)
+                connection.send(packets.of_daemon(answer=answer))
                 continue
             if self.attach_replies:
                 connection.send(self.attach_replies.pop(0))
                 continue
-            request = attach.decode_request(data)
-            if isinstance(request, attach.Bye):
+            if request.HasField("bye"):
                 self.byes += 1
                 self._news.set()
                 return
-            if isinstance(request, attach.Hello):
-                self.hellos.append(request)
-                connection.send(attach.encode(self._welcome(request)))
+            if request.HasField("hello"):
+                self.hellos.append(request.hello)
+                connection.send(self._welcome(request.hello))
                 self._news.set()
             else:
                 fds = [
                     self._memory().shared(write=True).fds["control"],
                     self._memory().shared(write=True).fds["device"],
                 ]
-                names = json.dumps({"ok": True, "fds": ["control", "device"]}).encode()
-                sent = array.array("i", fds[: 1 + self.sent_fds])
+                names = packets.of_daemon(mapped=self.mapped)
+                sent = array.array("i", fds)
                 with suppress(BrokenPipeError):  # who asked has hung up meanwhile
                     connection.sendmsg([names], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 
-    def _welcome(self, hello: attach.Hello) -> attach.Welcome | attach.Failure:
-        if hello.token is not None and hello.token not in self.known:
-            return attach.Failure("UNKNOWN_SESSION", "no session has this token")
+    def _welcome(self, hello: session_pb2.Hello) -> bytes:
+        if hello.token and hello.token not in self.known:
+            says = "no session has this token"
+            return packets.of_daemon(failure=session_pb2.AttachFailure(reason="UNKNOWN_SESSION", message=says))
         token = hello.token or os.urandom(16).hex()
         self.known.add(token)
-        return attach.Welcome(token, len(self.known), hello.token is not None, 1, BOOT, os.getpid(), history=71)
+        numbers = {"session_id": len(self.known), "epoch": 1, "boot": BOOT, "pid": os.getpid(), "history": 71}
+        return packets.of_daemon(welcome=session_pb2.Welcome(token=token, resumed=bool(hello.token), **numbers))
 
     def _memory(self) -> Arena:
         if self._arena is None:

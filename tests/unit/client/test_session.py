@@ -19,7 +19,8 @@ import kvtier
 from kvtier import Cache, arena
 from kvtier.arena import MappedArena
 from kvtier.transport.attached import attach_socket
-from kvtier.v1 import blocks_pb2
+from kvtier.v1 import blocks_pb2, session_pb2
+from tests import packets
 from tests.integration.waiting import heard
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
@@ -281,14 +282,18 @@ async def test_what_is_no_address_is_refused(address: str, short_dir: Path, monk
             await kvtier.connect(address)
 
 
+def failure(reason: str) -> bytes:
+    return packets.of_daemon(failure=session_pb2.AttachFailure(reason=reason, message="as scripted"))
+
+
 @pytest.mark.parametrize(
     ("reply", "kind"),
     [
-        (b"not json", kvtier.DaemonError),
-        (b'{"ok":true}', kvtier.DaemonError),
-        (b'{"ok":false,"reason":"PERMISSION_DENIED","message":"uid 5"}', kvtier.PermissionDenied),
-        (b'{"ok":false,"reason":"TOO_MANY_SESSIONS","message":"full"}', kvtier.RetryableError),
-        (b'{"ok":false,"reason":"BAD_VERSION","message":"2"}', kvtier.CallerError),
+        (b"not protobuf", kvtier.DaemonError),
+        (packets.of_daemon(mapped=session_pb2.MappedCache()), kvtier.DaemonError),
+        (failure("PERMISSION_DENIED"), kvtier.PermissionDenied),
+        (failure("TOO_MANY_SESSIONS"), kvtier.RetryableError),
+        (failure("BAD_VERSION"), kvtier.CallerError),
         (b"x" * (64 * 1024 + 1), kvtier.DaemonError),
         (b"x" * (80 * 1024), kvtier.DaemonUnavailable),
     ],
@@ -299,9 +304,31 @@ async def test_what_an_attach_can_be_told(daemon: FakeDaemon, reply: bytes, kind
         await kvtier.connect(daemon.address)
 
 
-async def test_descriptors_that_do_not_fit_the_message_are_closed(daemon: FakeDaemon, client: Any) -> None:
+CUDA = session_pb2.CudaMemory(uuid="0" * 32, nbytes=4096)
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        session_pb2.MappedCache(),
+        session_pb2.MappedCache(fds=["control"]),
+        session_pb2.MappedCache(fds=["host", "device"]),
+        session_pb2.MappedCache(fds=["device", "control"]),
+        session_pb2.MappedCache(fds=["control", "disk"]),
+        session_pb2.MappedCache(fds=["control", "host", "device"]),
+        session_pb2.MappedCache(fds=["control", "cuda"]),
+        session_pb2.MappedCache(fds=["control", "device"], cuda=CUDA),
+        session_pb2.MappedCache(fds=["control", "cuda"], cuda=CUDA, unmapped={"device": "w"}),
+        session_pb2.MappedCache(fds=["control", "device"], unmapped={"device": "w"}),
+        session_pb2.MappedCache(fds=["control", "device"], unmapped={"disk": "w"}),
+    ],
+    ids=str,
+)
+async def test_descriptors_that_do_not_fit_the_message_are_closed(
+    daemon: FakeDaemon, client: Any, mapped: session_pb2.MappedCache
+) -> None:
     await client.open_cache("first", SPEC)
-    daemon.sent_fds = 0
+    daemon.mapped = mapped
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(kvtier.DaemonError):
         await client.open_cache("second", SPEC)

@@ -25,11 +25,13 @@ from kvtier.v1 import (
     caches_pb2_grpc,
     common_pb2,
     events_pb2_grpc,
+    session_pb2,
 )
 from kvtier.wire import spec_to_wire
 from kvtierd.config import Config
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
+from tests import packets
 
 SPEC = CacheSpec.single("model", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=128)
 """One page a block."""
@@ -92,9 +94,10 @@ class AttachSocket:
         except ConnectionResetError:
             return b""
 
-    async def hello(self, token: str | None = None) -> attach.Welcome | attach.Failure:
-        await self.send(attach.encode(attach.Hello(token)))
-        return attach.decode_welcome(await self.receive())
+    async def hello(self, token: str | None = None) -> Any:
+        """The welcome or the failure."""
+        await self.send(packets.hello(token))
+        return packets.reply(await self.receive())
 
     def close(self) -> None:
         self.sock.close()
@@ -104,7 +107,7 @@ class Client:
     """One attached session and the stubs of its channel."""
 
     def __init__(
-        self, sock: AttachSocket, welcome: attach.Welcome, channel: grpc.aio.Channel, address: str = ""
+        self, sock: AttachSocket, welcome: session_pb2.Welcome, channel: grpc.aio.Channel, address: str = ""
     ) -> None:
         self.socket = sock
         self.address = address
@@ -173,7 +176,7 @@ async def attached_to(address: str) -> AsyncIterator[Client]:
     """The same where a daemon is only starting."""
     sock = await AttachSocket.connect(address)
     welcome = await sock.hello()
-    assert isinstance(welcome, attach.Welcome)
+    assert isinstance(welcome, session_pb2.Welcome)
     channel = grpc.aio.insecure_channel(f"unix:{attach.socket_path(address, attach.RPC_SOCKET)}")
     client = Client(sock, welcome, channel, address)
     try:

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from kvtier import NotFound, connect
-from kvtier.abi import attach
-from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, session_pb2
 from kvtierd.service import server
 from kvtierd.service.daemon import Daemon
+from tests import packets
 from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, refusal, running
 
 Code = grpc.StatusCode
@@ -106,7 +106,7 @@ async def test_slots_that_a_kicked_process_may_write_stay_out_of_use_until_it_le
     await operator.open()
     await engine.put(cache, chain(2), release=False)
     await engine.reserve(cache, 3)
-    await engine.socket.send(attach.encode(attach.Map(cache, write=True)))
+    await engine.socket.send(packets.map_cache(cache, write=True))
     await engine.socket.receive()
     kicked, token = engine.welcome.session_id, engine.welcome.token
     assert await kick(operator, kicked) == (2, 5)
@@ -117,7 +117,7 @@ async def test_slots_that_a_kicked_process_may_write_stay_out_of_use_until_it_le
         assert await kick(operator, kicked) == (1, 3), "a second kick changed something"
     code, detail = await engine.refusal(engine.admin.Stats, admin_pb2.StatsRequest())
     assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
-    await operator.socket.send(attach.encode(attach.Forget(token)))
+    await operator.socket.send(packets.of_client(forget=session_pb2.ForgetSession(token=token)))
     async with asyncio.timeout(PATIENCE_S):
         while await free(operator) != 6:
             pass

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.abi import attach
+from kvtier.v1 import session_pb2
+from tests import packets
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -32,10 +34,10 @@ def test_a_daemon_runs_on_where_nobody_takes_its_line(short_dir: Path, full: boo
     assert (process.returncode, "BrokenPipeError" in log) == (0, False)
 
 
-def welcome(directory: Path) -> attach.Welcome:
+def welcome(directory: Path) -> session_pb2.Welcome:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(attach.socket_path(directory, attach.ATTACH_SOCKET))
-        sock.send(attach.encode(attach.Hello()))
-        answer = attach.decode_welcome(sock.recv(attach.MAX_MESSAGE + 1))
-    assert isinstance(answer, attach.Welcome)
+        sock.send(packets.hello())
+        answer = packets.reply(sock.recv(attach.MAX_MESSAGE + 1))
+    assert isinstance(answer, session_pb2.Welcome)
     return answer

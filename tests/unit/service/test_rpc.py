@@ -19,10 +19,11 @@ import pytest
 from kvtier.abi import attach
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, events_pb2_grpc
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, events_pb2_grpc, session_pb2
 from kvtier.wire import spec_to_wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.mapped import Chaos
+from tests import packets
 from tests.unit.service.relay import relay
 from tests.unit.service.rig import (
     DEVICE,
@@ -167,7 +168,7 @@ async def test_an_acquire_whose_session_broke_off_is_refused_whole_and_may_be_re
     slow.socket.close()
     assert (await waiting)[0] is Code.CANCELLED
     slow.socket = await AttachSocket.connect(slow.address)
-    assert isinstance(await slow.socket.hello(slow.welcome.token), attach.Welcome)
+    assert isinstance(await slow.socket.hello(slow.welcome.token), session_pb2.Welcome)
     await until(slow, nothing_held)
     again = await slow.call(slow.blocks.Acquire, request)
     assert [held.matched for held in again.chains] == [4, 4]
@@ -179,8 +180,8 @@ import socket, sys
 from kvtier.abi import attach
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(attach.socket_path(sys.argv[1], attach.ATTACH_SOCKET))
-sock.send(attach.encode(attach.Hello()))
-sys.stdout.buffer.write(sock.recv(attach.MAX_MESSAGE) + b"\\n")
+sock.send(bytes.fromhex(sys.argv[2]))
+print(sock.recv(attach.MAX_MESSAGE).hex())
 sys.stdout.flush()
 sys.stdin.read()
 """
@@ -190,11 +191,13 @@ async def test_a_call_that_waits_for_room_ends_with_its_process(slow: Client) ->
     cache = await slow.open()
     await slow.put(cache, chain(8))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ATTACHES, slow.address, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        *(sys.executable, "-c", ATTACHES, slow.address, packets.hello().hex()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
-    welcome = attach.decode_welcome(await process.stdout.readline())
-    assert isinstance(welcome, attach.Welcome)
+    welcome = packets.reply(bytes.fromhex((await process.stdout.readline()).decode()))
+    assert isinstance(welcome, session_pb2.Welcome)
     child = Client(slow.socket, welcome, slow.channel)
     await child.open()
     request = blocks_pb2.ReserveRequest(cache_id=cache, tier=DEVICE, count=8, seq=1)
@@ -212,7 +215,7 @@ async def test_a_new_connection_supersedes_one_that_the_daemon_still_believes_in
     await client.reserve(cache, 2)
     second = await AttachSocket.connect(client.address)
     answer = await second.hello(client.welcome.token)
-    assert isinstance(answer, attach.Welcome)
+    assert isinstance(answer, session_pb2.Welcome)
     assert answer.resumed
     assert await client.socket.receive() == b"", "the first connection is over"
     device = (await cache_stats(client)).tiers[0]

@@ -15,18 +15,15 @@ from typing import Any, ClassVar, Final
 import grpc
 import grpc.aio
 
-from kvtier.abi.attach import VERSION
 from kvtier.v1 import session_pb2
 from kvtierd.rights import Identity
-from kvtierd.service import wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, parser, refused, shutting_down
-from kvtierd.service.peer import AttachRefused, RemotePeer
+from kvtierd.service.peer import AttachRefused, RemotePeer, hear_hello
 from kvtierd.service.sessions import GOODBYE, ClientSession, SessionRegistry, this_task
 from kvtierd.service.unauthenticated import UnauthenticatedCalls, abort, write
 
-HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
 """Heartbeats missed before the other side counts as gone."""
 
@@ -97,10 +94,11 @@ class RemoteSessions:
     async def _converse(self, context: _Context) -> None:
         who = self._named(context)
         async with self._unauthenticated.admitted():
-            hello = await self._hear_hello(context)
-        session = self._admit(context, who, hello.token)
+            token = (await hear_hello(_next(context))).token
+        session = self._admit(context, who, token)
+        times_ns = {"heartbeat_ns": int(self._heartbeat_s * 1e9), "grace_ns": int(self._grace_s * 1e9)}
         try:
-            welcome = self._welcome(session, resumed=bool(hello.token))
+            welcome = self._identity.welcome(session, resumed=bool(token), **times_ns)
             await write(context, session_pb2.SessionReply(welcome=welcome))
             beating = asyncio.create_task(self._beat(context), name="session-heartbeat")
             try:
@@ -111,19 +109,6 @@ class RemoteSessions:
                 await asyncio.gather(beating, return_exceptions=True)  # a write to a broken stream fails
         finally:
             self._sessions.connection_lost(session, this_task())
-
-    async def _hear_hello(self, context: _Context) -> session_pb2.Hello:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                request = await _next(context)
-        except TimeoutError:
-            raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-        if request is None or request.WhichOneof("message") != "hello":
-            raise AttachRefused("NO_HELLO", "the first message must be a hello")
-        if request.hello.version != VERSION:
-            raise bad_argument("hello.version", request.hello.version, f"{VERSION}: what this daemon speaks")
-        hello: session_pb2.Hello = request.hello
-        return hello
 
     def _named(self, context: _Context) -> Identity:
         """The caller's identity. Raises :class:`AttachRefused` for a local client or if no rule names the caller."""
@@ -139,17 +124,6 @@ class RemoteSessions:
         if token:
             return self._sessions.resume(token, peer, this_task())
         return self._sessions.begin(peer, this_task())
-
-    def _welcome(self, session: ClientSession, *, resumed: bool) -> session_pb2.Welcome:
-        return wire.same_fields(
-            session_pb2.Welcome,
-            self._identity,
-            token=session.token,
-            session_id=session.id,
-            resumed=resumed,
-            heartbeat_ns=int(self._heartbeat_s * 1e9),
-            grace_ns=int(self._grace_s * 1e9),
-        )
 
     async def _beat(self, context: _Context) -> None:
         while True:
@@ -189,6 +163,7 @@ async def _next(context: _Context) -> session_pb2.SessionRequest | None:
 
 _CODES: Final = {
     "NO_HELLO": grpc.StatusCode.INVALID_ARGUMENT,
+    "BAD_VERSION": grpc.StatusCode.INVALID_ARGUMENT,
     "LOCAL_CLIENT": grpc.StatusCode.FAILED_PRECONDITION,
     "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
     "UNKNOWN_SESSION": grpc.StatusCode.NOT_FOUND,
