@@ -101,12 +101,6 @@ def test_what_makes_no_sense_is_said_so(daemon, arguments, status, says):
     assert says in kvtier(*arguments, "--address", daemon.address, status=status).stderr
 
 
-def test_no_daemon_is_a_message(short_dir):
-    said = kvtier("status", "--address", str(short_dir), status=1)
-    assert "no daemon answers" in said.stderr
-    assert said.stdout == ""
-
-
 def conversations(path, count, turns):
     """A trace of conversations that take turns: each request repeats what was said before and adds two blocks."""
     rows, ids = [], iter(range(1, 10_000))

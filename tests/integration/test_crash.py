@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import subprocess
+import signal
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvtier import Cursor, Tier
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.load import Load
 from tests.integration.seeing import cache_stats
-from tests.integration.starting import environment
+from tests.integration.starting import cut_short
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.trial import kill_under_load
 from tests.integration.waiting import eventually, patient
@@ -32,16 +32,6 @@ async def test_kills_under_load(start_fresh):
     print(await kill_under_load(start_fresh, 4, SEED))
 
 
-def start_and_kill_after(daemon, seconds):
-    process = subprocess.Popen(
-        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    process.kill()
-    process.wait()
-
-
 async def test_kills_while_it_starts(start_daemon):
     """Whatever a start was at when it died, the next one finds all blocks, and ids above all that came before."""
     rng = random.Random(SEED)
@@ -54,7 +44,7 @@ async def test_kills_while_it_starts(start_daemon):
         before = await client.stats()
         daemon.kill()
         for _ in range(8):
-            await asyncio.to_thread(start_and_kill_after, daemon, rng.uniform(0.05, 0.6))
+            await asyncio.to_thread(cut_short, daemon, rng.uniform(0.05, 0.6), signal.SIGKILL)
         await asyncio.to_thread(daemon.start)
         after = await client.stats()
         assert before.epoch < after.epoch <= before.epoch + 9

@@ -114,8 +114,7 @@ async def test_it_says_what_listings_say_while_everything_happens(start_daemon, 
             await client.open_cache("many", VSWA, budgets=WINDOWS)
 
         async def restart():
-            await asyncio.to_thread(daemon.stop)
-            await asyncio.to_thread(daemon.start)
+            await asyncio.to_thread(daemon.restart)
 
         async def kill():
             await asyncio.to_thread(daemon.kill)

@@ -10,7 +10,7 @@ from kvtier import BlockResult, CacheOptions, Cause, Event, EventType, InvalidAr
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S
 
 KEYS = chain("policies", 6)
 THROUGH = CacheOptions(write_policy=WritePolicy.THROUGH)
@@ -70,16 +70,6 @@ async def test_only_edges_that_lead_down_have_a_threshold(client, name):
         assert refused.value.field.startswith("options.thresholds[0]")
 
 
-async def test_a_cache_is_written_through_where_the_daemon_says_so(start_daemon):
-    daemon = start_daemon("--write-policy", "through", host=8, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("through", 3)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
-        both = Tier.HOST.bit | Tier.DISK.bit
-        await eventually(lambda: cache.locate(keys), lambda places: {place.residency for place in places} == {both})
-
-
 async def test_a_threshold_keeps_blocks_from_going_down(start_daemon):
     daemon = start_daemon("--demotion-threshold", "101", host=4, disk=16)
     async with await connect(daemon.address) as client:
@@ -124,20 +114,3 @@ async def test_only_what_is_worth_it_goes_down(start_daemon, priority, kept):
                     assert event.cause is Cause.CAPACITY
                     gone += event.keys
             assert [gone.index(keys[1]) < gone.index(keys[0]) for keys in cheap] == [True, True], "leaves first"
-
-
-async def test_the_least_recently_used_of_a_priority_goes_first(start_daemon):
-    daemon = start_daemon(host=6)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("order", SPEC)
-        first, second, third = (chain(f"order {index}", 2) for index in range(3))
-        for keys in (first, second, third):
-            await cache.put(keys, blocks(keys))
-        await cache.get(first)
-        fourth = chain("order 3", 2)
-        await cache.put(fourth, blocks(fourth))
-        assert [(await cache.match(keys)).blocks for keys in (first, second, third, fourth)] == [2, 0, 2, 2]
-        # And of a chain its tail, so that what is left can be used.
-        fifth = chain("order 4", 1)
-        await cache.put(fifth, blocks(fifth))
-        assert [(await cache.match(keys)).blocks for keys in (first, third, fourth, fifth)] == [2, 1, 2, 1]

@@ -33,11 +33,6 @@ def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
-async def restart(daemon):
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
-
-
 async def filled(client):
     """A cache with one chain that is only on disk, and one that is only in memory."""
     cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
@@ -51,7 +46,7 @@ async def filled(client):
 async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
     async with await patient(daemon.address) as client:
         cache = await filled(client)
-        await restart(daemon)
+        await asyncio.to_thread(daemon.restart)
         await heard(client)
         assert (await cache.match(ON_DISK)).residency == bytes([Tier.DISK.bit]) * len(ON_DISK)
         assert (await cache.match(IN_MEMORY)).blocks == 0
@@ -66,7 +61,7 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
 async def test_budgets_and_spec_are_remembered(daemon):
     async with await patient(daemon.address) as client:
         await client.open_cache("small", SPEC, budgets=sizes(device=2, host=3, disk=4))
-    await restart(daemon)
+    await asyncio.to_thread(daemon.restart)
     async with await patient(daemon.address) as client:
         (info,) = await client.caches()
         assert [tier.slots for tier in info.groups[0].tiers] == [2, 3, 4]
@@ -80,7 +75,7 @@ async def test_generations_never_restart(daemon):
         cache = await filled(client)
         old, slots = cache.arena, np.arange(SLOTS["device"])
         before = old.generations(Tier.DEVICE, cache.group, slots)
-        await restart(daemon)
+        await asyncio.to_thread(daemon.restart)
         await heard(client)
         await cache.match(ON_DISK)
         assert cache.arena is not old
@@ -130,7 +125,7 @@ async def test_put_and_get_outlive_any_number_of_restarts(daemon):
 
         worker = asyncio.create_task(work())
         for _ in range(rounds):
-            await restart(daemon)
+            await asyncio.to_thread(daemon.restart)
             await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.stored >= 8)  # in this life
         done.set()
         assert await worker > rounds

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvtier import CacheOptions, Cause, Event, EventType, Tier
+from kvtier import CacheOptions, Cause, Event, EventType, Tier, WritePolicy
 from kvtier.types import tiers_of
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.waiting import PATIENCE_S, patient
@@ -29,10 +29,12 @@ async def test_a_watch_that_can_show_nothing_says_so(start_daemon, name):
 
 async def test_the_daemon_s_defaults_are_those_of_new_caches(start_daemon, name):
     """Who routes sets them, not who opens caches."""
-    daemon = start_daemon("--event-hash", "v1_block_key", "--keep-tokens", host=8)
+    daemon = start_daemon("--event-hash", "v1_block_key", "--keep-tokens", "--write-policy", "through", host=8)
     async with await patient(daemon.address) as client:
         cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
-        assert (cache.info.options.event_hash, cache.info.options.keep_tokens) == ("v1_block_key", True)
+        options = cache.info.options
+        assert (options.event_hash, options.keep_tokens) == ("v1_block_key", True)
+        assert options.write_policy is WritePolicy.THROUGH
         prompt = cache.prompt(range(SPEC.tokens_per_block))
         await cache.put(prompt.keys, blocks([prompt.keys]), prompt=prompt)
         async with client.watch(oldest=True, caches=[name], types=[EventType.STORED]) as watch:

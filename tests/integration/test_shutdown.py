@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 import signal
-import subprocess
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats
-from tests.integration.starting import environment
+from tests.integration.starting import cut_short
 from tests.integration.stuck import stuck_disk
 from tests.integration.test_crash import SEED
 from tests.integration.waiting import PATIENCE_S, eventually, patient
@@ -145,23 +144,13 @@ async def test_stops_while_it_starts(daemon):
         await cache.move(keys, Tier.DISK)
     daemon.stop()
     for _ in range(6):
-        status = await asyncio.to_thread(start_and_stop_after, daemon, rng.uniform(0.0, 0.5))
+        status = await asyncio.to_thread(cut_short, daemon, rng.uniform(0.0, 0.5), signal.SIGTERM)
         assert status in (0, -signal.SIGTERM)
     daemon.start()
     async with await patient(daemon.address) as client:
         assert (await client.stats()).epoch == 1, "none of them was unclean"
         cache = await client.open_cache("c", SPEC)
         assert_bytes(keys, await cache.get(keys))
-
-
-def start_and_stop_after(daemon, seconds):
-    process = subprocess.Popen(
-        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    process.terminate()
-    return process.wait(PATIENCE_S)
 
 
 async def test_nobody_is_let_in_while_it_stops(daemon):

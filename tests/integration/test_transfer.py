@@ -17,7 +17,6 @@ from kvtier.errors import FAILED_WRITE
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
-from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.models import MLA, assert_content, content
 from tests.integration.raw import attached, refusal
@@ -318,18 +317,6 @@ async def test_a_put_ends_when_its_session_breaks_off_and_can_be_repeated(raw, c
         honest = honest[:1]
     other = header(opened.cache_id, KEYS, commit_seq=77, timeout_ns=1)
     assert (await put_refused(raw, [other])).detail.field == "seq"
-
-
-async def test_a_killed_sender_leaves_nothing(daemon, client, name):
-    cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
-    begin, chunk = header(cache.info.cache_id, KEYS), part(0, 0, ALL[:HALF])
-    sent = [message.SerializeToString().hex() for message in (begin, chunk)]
-    with Actor("send_half", address=daemon.address, cache=name, messages=sent) as actor:
-        actor.says()
-        await eventually(lambda: tier_stats(client, name, Tier.HOST), lambda seen: seen.held == 2)
-        actor.kill()
-        await nothing_held(client, name)
-    assert (await cache.match(KEYS)).blocks == 0
 
 
 async def test_a_reader_that_leaves_midway_holds_nothing(raw, client, name):

@@ -102,17 +102,6 @@ async def test_reserve_fills_and_commits_a_chain_of_one_call(cache):
     assert [listed[key].priority for key in KEYS] == [40] * 4
 
 
-async def test_a_blank_slot_goes_back_by_release(client, cache):
-    lease = await cache.reserve(3)
-    held = await tier_stats(client, cache.name, Tier.DEVICE)
-    assert (held.blank, held.held, held.free) == (3, 3, 5)
-    await lease.release()
-    after = await tier_stats(client, cache.name, Tier.DEVICE)
-    assert (after.blank, after.held, after.free) == (0, 0, 8)
-    with pytest.raises(LeaseError):
-        await lease.release()
-
-
 async def test_commit_answers_for_each_block(client, cache):
     await put(cache, KEYS[:2])
     orphan, other = chain("orphan", 2)
@@ -242,16 +231,6 @@ async def test_a_put_whose_parent_is_evicted_starts_again_at_the_first_missing_b
     await cache.put(later, blocks(later))
     assert await cache.put(keys, blocks(keys)) == [OK] * 4
     assert_bytes(keys, await cache.get(keys))
-
-
-async def test_move_up_is_a_prefetch_and_down_a_demotion(cache):
-    await put(cache, KEYS, Tier.HOST)
-    assert await cache.move([*KEYS, *chain("absent", 1)], Tier.DEVICE) == [OK] * 4 + [BlockResult.NOT_FOUND]
-    assert set((await cache.match(KEYS)).residency) == {DEVICE}
-    assert await cache.move(KEYS, Tier.DISK) == [OK] * 4
-    assert set((await cache.match(KEYS)).residency) == {DISK}
-    assert await cache.move(KEYS, Tier.DISK) == [OK] * 4
-    assert_bytes(KEYS, await cache.get(KEYS))
 
 
 async def test_a_move_that_finds_no_room_says_so(client, cache):
