@@ -12,7 +12,7 @@ import pytest
 from kvtier import Tier
 from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, put_chain, sizes
 from tests.integration.seeing import last_event
 
 KVTIER = [sys.executable, "-m", "kvtier.cli"]
@@ -41,8 +41,7 @@ async def cache(client, name):
 
 async def a_life(cache):
     """Four events: stored, down to the disk, up again, and gone."""
-    keys = chain(cache.name, 1)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 1)
     await cache.move(keys, Tier.DISK)
     await cache.move(keys, Tier.HOST)
     await cache.drop(keys)
@@ -50,8 +49,7 @@ async def a_life(cache):
 
 
 async def test_status(daemon, client, cache):
-    keys = chain(cache.name, 3)
-    await cache.put(keys, blocks(keys))
+    await put_chain(cache, cache.name, 3)
     async with cache.reserve(2, Tier.HOST):
         shown = json.loads(kvtier("status", "-o", "json", "--address", daemon.address).stdout)
         assert (shown["pid"], shown["problems"]) == (daemon.pid, [])

@@ -10,13 +10,13 @@ import signal
 import pytest
 
 from kvtier import Cursor, Tier
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.load import Load
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import cut_short
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.trial import kill_under_load
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 from tests.integration.witness import Witness
 
 SEED = int(os.environ.get("KVTIER_SEED") or (1 if os.environ.get("CI") else random.SystemRandom().getrandbits(32)))
@@ -37,8 +37,7 @@ async def test_kills_while_it_starts(start_daemon):
     rng = random.Random(SEED)
     daemon = start_daemon(device=8, host=8, disk=64)
     keys = chain("survivor", 40)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(keys, blocks(keys))
         await cache.move(keys, Tier.DISK)
         before = await client.stats()
@@ -62,11 +61,9 @@ async def test_kills_while_caches_are_made(start_daemon):
         for number in range(count):
             opening = asyncio.create_task(client.open_cache(f"c{number}", SPEC, budgets=each))
             await asyncio.sleep(rng.uniform(0, 0.03))
-            daemon.kill()
-            await asyncio.to_thread(daemon.start)
+            await asyncio.to_thread(daemon.crash)
             cache = await opening
-            keys = chain(f"c{number}", 8)
-            await cache.put(keys, blocks(keys))
+            keys = await put_chain(cache, f"c{number}", 8)
             assert_bytes(keys, await cache.get(keys))
         assert [cache.name for cache in await client.caches()] == [f"c{number}" for number in range(count)]
 

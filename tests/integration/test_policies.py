@@ -8,7 +8,7 @@ import pytest
 
 from kvtier import BlockResult, CacheOptions, Cause, Event, EventType, InvalidArgument, Tier, WritePolicy, connect
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S
 
@@ -31,14 +31,12 @@ async def reached_disk(client, cache, keys):
 
 async def test_what_was_written_through_survives_a_kill(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("through", SPEC, options=THROUGH)
+    async with opened_cache(daemon.address, "through", options=THROUGH) as (client, cache):
         assert await cache.put(KEYS, blocks(KEYS)) == [BlockResult.OK] * len(KEYS)
         await reached_disk(client, cache, set(KEYS))
         daemon.kill()
     daemon.start()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("through", SPEC)
+    async with opened_cache(daemon.address, "through") as (_, cache):
         assert cache.info.options.write_policy is WritePolicy.THROUGH
         assert_bytes(KEYS, await cache.get(KEYS))
 
@@ -72,8 +70,7 @@ async def test_only_edges_that_lead_down_have_a_threshold(client, name):
 
 async def test_a_threshold_keeps_blocks_from_going_down(start_daemon):
     daemon = start_daemon("--demotion-threshold", "101", host=4, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         for name in ("a", "b"):
             await cache.put(chain(name, 4), blocks(chain(name, 4)), tier=Tier.HOST)
         assert (await cache.match(chain("a", 4))).blocks == 0
@@ -82,8 +79,7 @@ async def test_a_threshold_keeps_blocks_from_going_down(start_daemon):
 async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon):
     """Nobody can map a slot of it, so nothing can be put there; it is a valid subset all the same."""
     daemon = start_daemon(disk=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("disk", SPEC)
+    async with opened_cache(daemon.address, "disk") as (client, cache):
         assert cache.tiers == (Tier.DISK,)
         keys = chain("nowhere", 2)
         for call in (cache.reserve(1), cache.acquire(keys), cache.put(keys, blocks(keys))):
@@ -102,8 +98,7 @@ async def test_only_what_is_worth_it_goes_down(start_daemon, priority, kept):
         cheap = [chain(f"cheap {index}", 2) for index in range(2)]
         for keys in cheap:
             await cache.put(keys, blocks(keys), priorities=priority)
-        crowd = chain("crowd", 4)
-        await cache.put(crowd, blocks(crowd), priorities=100)
+        await put_chain(cache, "crowd", 4, priorities=100)
         assert [(await cache.match(keys)).blocks for keys in cheap] == ([2, 2] if kept else [0, 0])
         if not kept:
             gone: list[bytes] = []

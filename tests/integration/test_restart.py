@@ -16,12 +16,12 @@ from kvtier import (
 )
 from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
-from tests.integration.waiting import eventually, heard, patient
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 ON_DISK = chain("on disk", 20)
@@ -109,15 +109,13 @@ async def test_leases_die_with_their_daemon(daemon, cleanly):
 async def test_put_and_get_outlive_any_number_of_restarts(daemon):
     """One client, never told to reconnect, one chain after another while the daemon comes and goes."""
     rounds = 3
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S, budgets=sizes(**SLOTS)) as (client, cache):
         done = asyncio.Event()
 
         async def work():
             count = 0
             while not done.is_set():
-                keys = chain(f"work {count}", 4)
-                await cache.put(keys, blocks(keys))
+                keys = await put_chain(cache, f"work {count}", 4)
                 found = await cache.get(keys)
                 assert_bytes(keys[: len(found)], found)
                 count += 1
@@ -141,8 +139,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     assert "--disk-bytes" in said and "stored cache c" in said
     daemon.sizes = full | sizes(device=2, host=3)
     daemon.start()
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         assert [cache.slots(tier) for tier in TIERS] == [2, 3, SLOTS["disk"]]
         assert_bytes(ON_DISK, await cache.get(ON_DISK))
 
@@ -190,8 +187,7 @@ async def matches(client, name):
 async def test_it_stays_forgotten_over_a_kill(start_daemon, forget, settled):
     """``settled``: all of it is on disk before; else some of it is still being written."""
     daemon = start_daemon(host=32, disk=256)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         for keys in CHAINS:
             await cache.put(keys, blocks(keys))
             if settled:

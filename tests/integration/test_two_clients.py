@@ -5,26 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-import pytest
-
 from kvtier import BlockResult, Tier, TierFull, connect
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
 
 OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
 MOST_TURNS = 40
-
-
-@pytest.fixture
-async def other(daemon):
-    async with await connect(daemon.address) as client:
-        yield client
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
 
 
 async def test_who_asks_first_is_served_first(start_daemon):

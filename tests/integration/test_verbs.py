@@ -18,11 +18,6 @@ KEYS = chain("verbs", 4)
 DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
 
 
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
-
-
 async def put(cache, keys, tier=Tier.DEVICE):
     assert await cache.put(keys, blocks(keys), tier=tier) == [OK] * len(keys)
 
