@@ -104,7 +104,7 @@ def test_the_priority_of_a_fan_is_that_of_its_highest_child() -> None:
 
 
 def test_a_drop_of_the_root(bench: Bench) -> None:
-    before = 300
+    before, report = 300, None
     for drop in dropping(bench):
         left = len(bench.core.windows[GROUP].state.index)
         assert before - left <= SLICE
