@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +56,14 @@ def load_fake(**settings: Any) -> ModuleType:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
+
+
+def until(true: Callable[[], object]) -> None:
+    """Waits for what the fake does in the background."""
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
 
 
 def _json(settings: Mapping[str, Any]) -> str:

@@ -107,6 +107,11 @@ class Template:
         self._process.wait(ANSWER_S)
 
 
+def assert_same(found: Answer, expected: Answer) -> None:
+    for number, (one, other) in enumerate(zip(found.completions, expected.completions, strict=True)):
+        assert one.same(other), f"prompt {number}: {one}\n{other}"
+
+
 class Engine:
     """A running engine. ``log``: what it writes."""
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from kvtier import Tier
 from tests.engines.conftest import require
 from tests.engines.engines import ROOT
+from tests.engines.hosts import daemon_on
 from tests.engines.serving import START_S, changed, command_of_the_page, free_port, serving
 from tests.integration.daemon import DaemonProcess
 
@@ -26,12 +24,8 @@ SHAPE = ["--kvcache-shape-spec", "(2,128,16,2,32):float16:2", "--num-blocks", "1
 
 @pytest.fixture(scope="module")
 def daemon():
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    daemon = DaemonProcess(home, {Tier.HOST: 256 << 20, Tier.DISK: 512 << 20})
-    daemon.start()
-    yield daemon
-    daemon.stop()
-    shutil.rmtree(home)
+    with daemon_on(None, {Tier.HOST: 256 << 20, Tier.DISK: 512 << 20}, []) as daemon:
+        yield daemon
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from kvtier import Tier, connect
 from tests.engines.conftest import require
-from tests.engines.engines import ROOT, Answer, Engine
+from tests.engines.engines import ROOT, Answer, Engine, assert_same
 from tests.engines.hosts import daemon_on
 from tests.engines.serving import changed, command_of_the_page, free_port, running, serving
 from tests.integration.daemon import DaemonProcess
@@ -134,11 +134,6 @@ async def until_stored(daemon: DaemonProcess, prefix: str, blocks: int) -> None:
     await eventually(lambda: stored(daemon, prefix), lambda found: found == blocks)
 
 
-def assert_same(found: Answer, expected: Answer) -> None:
-    for number, (one, other) in enumerate(zip(found.completions, expected.completions, strict=True)):
-        assert one.same(other), f"prompt {number}: {one}\n{other}"
-
-
 async def test_a_restarted_engine_loads_what_the_last_one_computed(start, daemon):
     engine = start({"cache": "restart", "on_error": "fail"})
     cold = engine.generate(prompts(1))
@@ -240,13 +235,9 @@ def in_pools(python, path, home, make_model):
     return in_pools
 
 
-def test_several_pools_and_their_windows(in_pools, daemon):
-    status, said = in_pools("window", on_error="fail")
-    assert (status, said.splitlines()[-1]) == (0, "ok"), said
-
-
-def test_ranks_share_what_they_have_alike(in_pools, daemon):
-    status, said = in_pools("ranks", on_error="fail")
+@pytest.mark.parametrize("what", ["window", "ranks"])
+def test_pools_have_windows_and_ranks_share_what_they_have_alike(in_pools, daemon, what):
+    status, said = in_pools(what, on_error="fail")
     assert (status, said.splitlines()[-1]) == (0, "ok"), said
 
 

@@ -6,13 +6,11 @@ import json
 import random
 import shutil
 import subprocess
-import tempfile
 import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -21,7 +19,7 @@ import zmq
 
 from kvtier import Tier, connect
 from tests.engines.conftest import require
-from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, environment
+from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, assert_same, environment
 from tests.engines.hosts import STORE, Host, daemon_on, hosts
 from tests.engines.serving import changed, command_of_the_page, free_port, serving
 from tests.integration.daemon import DaemonProcess
@@ -57,12 +55,8 @@ def template(engines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def daemon():
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    daemon = DaemonProcess(home, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30})
-    daemon.start()
-    yield daemon
-    daemon.stop()
-    shutil.rmtree(home)
+    with daemon_on(None, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30}, []) as daemon:
+        yield daemon
 
 
 class Subscriber:
@@ -147,11 +141,6 @@ async def slots_held(daemon: DaemonProcess, prefix: str) -> int:
     return sum(tier.blank + tier.held + tier.orphaned for tier in tiers)
 
 
-def assert_same(found: Answer, expected: Answer) -> None:
-    for number, (one, other) in enumerate(zip(found.completions, expected.completions, strict=True)):
-        assert one.same(other), f"prompt {number}: {one}\n{other}"
-
-
 def assert_near(found: Answer, expected: Answer) -> None:
     """Equal tokens, where prompts are computed in other pieces: of sliding windows vLLM keeps less than kvtier."""
     for one, other in zip(found.completions, expected.completions, strict=True):
@@ -187,8 +176,7 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon):
         found = third.generate(asked)
         assert_same(found, cold)
         assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
-        daemon.kill()
-        daemon.start()
+        daemon.crash()
         third.forget()
         found = third.generate(asked)
         assert_same(found, cold)

@@ -34,7 +34,7 @@ from kvtier.transport import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, session_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests import packets
-from tests.integration.blocks import SPEC, block, chain, sizes
+from tests.integration.blocks import SPEC, block, chain, opened_cache, sizes
 from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to
 from tests.integration.waiting import PATIENCE_S
@@ -245,8 +245,7 @@ async def keep_filling(address: str, cache: str, count: int) -> None:
 
 async def plan(address: str, cache: str, leases: Sequence[int]) -> None:
     """A scheduler: reserves so many host slots a lease, and hands out a ticket of each."""
-    async with await connect(address) as client:
-        opened = await client.open_cache(cache, SPEC)
+    async with opened_cache(address, cache) as (_, opened):
         reserved = [await opened.reserve(count, Tier.HOST) for count in leases]
         _say(tickets=[pickle.dumps(lease.ticket()).hex() for lease in reserved], slots=[one.slots for one in reserved])
         await _stay()
@@ -254,8 +253,7 @@ async def plan(address: str, cache: str, leases: Sequence[int]) -> None:
 
 async def work(address: str, cache: str, tickets: Sequence[str]) -> None:
     """A worker: joins leases, and fills and commits their slots as it is told, a part of a slot at a time."""
-    async with await connect(address) as client:
-        opened = await client.open_cache(cache, SPEC)
+    async with opened_cache(address, cache) as (_, opened):
         leases = [await opened.join(_ticket(text)) for text in tickets]
         _say(blank=[lease.blank for lease in leases], slots=[lease.slots for lease in leases])
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -285,8 +283,7 @@ async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequen
 async def keep_reading(address: str, cache: str) -> None:
     """As nobody: reads two blocks, and when it may go on reads them again, by memory and by a call."""
     _become(NOBODY, [])
-    async with await connect(address) as client:
-        opened = await client.open_cache(cache, SPEC, write=False)
+    async with opened_cache(address, cache, write=False) as (_, opened):
         keys = chain("stored", 2)
         for _ in range(2):
             found = await opened.get(keys)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import CacheSpec, PoolSpec, Tier, WindowGroupSpec
+from kvtier import AsyncClient, Cache, CacheSpec, PoolSpec, Tier, WindowGroupSpec, connect
 
 SPEC = CacheSpec(
     model="integration",
@@ -42,6 +44,22 @@ def block(key: bytes) -> NDArray[np.uint8]:
 
 def blocks(keys: Iterable[bytes]) -> Blocks:
     return [block(key) for key in keys]
+
+
+async def put_chain(cache: Cache, name: str, length: int, **how: Any) -> list[bytes]:
+    """Puts a chain of this name. Returns its keys."""
+    keys = chain(name, length)
+    await cache.put(keys, blocks(keys), **how)
+    return keys
+
+
+@asynccontextmanager
+async def opened_cache(
+    address: str, name: str, *, wait: float = 0.0, **how: Any
+) -> AsyncIterator[tuple[AsyncClient, Cache]]:
+    """A client of its own and a cache of :data:`SPEC`. ``how``: of ``open_cache``."""
+    async with await connect(address, wait=wait) as client:
+        yield client, await client.open_cache(name, SPEC, **how)
 
 
 def assert_bytes(keys: Sequence[bytes], found: Sequence[NDArray[np.uint8]]) -> None:

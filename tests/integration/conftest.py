@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.integration.blocks import sizes
+from tests.integration.blocks import SPEC, sizes
 from tests.integration.models import by_hand
 from tests.integration.pool import DaemonPool
 from tests.integration.raw import attached
@@ -66,6 +66,23 @@ def daemon(pool):
 async def client(daemon):
     async with await patient(daemon.address) as client:
         yield client
+
+
+@pytest.fixture
+async def other(daemon):
+    async with await patient(daemon.address) as other:
+        yield other
+
+
+@pytest.fixture
+async def cache(client, name):
+    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
+
+
+@pytest.fixture
+def at(daemon):
+    """The daemon, in a command."""
+    return ("--address", daemon.address)
 
 
 @pytest.fixture

@@ -178,6 +178,11 @@ class DaemonProcess:
         self.stop()
         self.start()
 
+    def crash(self) -> None:
+        """Kills the daemon, and starts it."""
+        self.kill()
+        self.start()
+
     def assert_healthy_log(self) -> None:
         trouble = [line for line in self.log.splitlines() if any(word in line for word in _TROUBLE)]
         assert not trouble, self.log

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from tests import devices
 from tests.integration.daemon import DaemonProcess
@@ -26,6 +29,17 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def kvtierd(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs ``kvtierd`` to its end, which must come by itself."""
     return _run([sys.executable, "-m", "kvtierd.main", *map(str, arguments)], env)
+
+
+def cut_short(daemon: DaemonProcess, seconds: float, end: signal.Signals) -> int:
+    """Starts a daemon, signals it after so long, and returns its exit status."""
+    process = subprocess.Popen(
+        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.send_signal(end)
+    return process.wait(PATIENCE_S)
 
 
 def refused(daemon: DaemonProcess, *flags: str | Path, status: int = 1) -> str:

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import zmq
 
-from kvtier import CacheOptions, Tier, connect, event_hashes
+from kvtier import CacheOptions, Tier, event_hashes
 from kvtier.bridge import Options
 from kvtier.bridge.publisher import END
 from kvtier.bridge.vllm import MEDIA
 from kvtier.types import tiers_of
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.vllm_reader import Router
 
@@ -149,8 +149,7 @@ async def cache(client):
 async def some_life(cache, name):
     """Blocks stored, moved both ways, evicted for lack of room and dropped."""
     for number in range(6):
-        keys = chain(f"{name}/{number}", 6)
-        await cache.put(keys, blocks(keys))
+        await put_chain(cache, f"{name}/{number}", 6)
     await cache.move(chain(f"{name}/5", 6), Tier.DISK)
     await cache.get(chain(f"{name}/0", 6))
     await cache.drop(chain(f"{name}/1", 1))
@@ -163,8 +162,7 @@ async def test_the_daemon_is_killed_and_the_router_ends_up_right(daemon, client,
         await some_life(cache, "before")
         await assert_knows(follower, cache)
         for number in range(2):
-            daemon.kill()
-            await asyncio.to_thread(daemon.start)
+            await asyncio.to_thread(daemon.crash)
             cache = await client.open_cache(NAME, SPEC)
             await some_life(cache, f"after {number}")
             await assert_knows(follower, cache)
@@ -177,8 +175,7 @@ async def test_the_daemon_is_killed_and_the_router_ends_up_right(daemon, client,
 async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_daemon):
     """The daemon holds few events, and logs none: what the bridge slept through is gone."""
     daemon = start_daemon("--event-ring-bytes", "16KiB", "--event-log-bytes", "0", device=16, host=32, disk=64)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache(NAME, SPEC)
+    async with opened_cache(daemon.address, NAME) as (_, cache):
         with bridge(daemon) as process:
             follower = process.follower()
             await some_life(cache, "before")

@@ -18,16 +18,6 @@ from tests.integration.waiting import eventually, patient
 QUARTER = ("--default-budget", "25%")
 
 
-async def test_a_cache_without_budgets_leaves_room_for_three_more(start_fresh):
-    daemon = start_fresh(*QUARTER, device=8, host=16)
-    async with await patient(daemon.address) as client:
-        for name in ("one", "two", "three", "four"):
-            cache = await client.open_cache(name, SPEC)
-            assert (cache.slots(Tier.DEVICE), cache.slots(Tier.HOST)) == (2, 4)
-        with pytest.raises(TierFull):
-            await client.open_cache("five", SPEC)
-
-
 async def test_what_is_given_out_is_told_by_statistics_status_and_metrics(start_fresh):
     daemon = start_fresh(*QUARTER, *LISTEN, host=16, disk=32)
     shown = kvtier("status", "--address", daemon.address).stdout

@@ -25,9 +25,9 @@ from kvtier import (
 )
 from kvtier.abi.words import TIERS
 from kvtierd.config import Config
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import cache_stats, last_event
-from tests.integration.waiting import eventually, heard, patient
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
@@ -36,12 +36,6 @@ KEYS = chain("kept", 6)
 @pytest.fixture
 def daemon(start_daemon):
     return start_daemon(**SLOTS)
-
-
-@pytest.fixture
-async def other(daemon):
-    async with await patient(daemon.address) as other:
-        yield other
 
 
 async def put(client, name, budgets=None):
@@ -209,8 +203,7 @@ async def test_a_writer_with_all_that_it_may_have_leaves_a_way_for_reads_from_di
     daemon = start_daemon("--max-reserved-fraction", str(share), host=slots, disk=slots)
     async with await patient(daemon.address) as greedy, await patient(daemon.address) as reader:
         cache, theirs = [await each.open_cache("shared", SPEC) for each in (greedy, reader)]
-        keys = chain("on disk", 4)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "on disk", 4)
         await cache.move(keys, Tier.DISK)
         async with cache.reserve(int(share * slots), tier=Tier.HOST):
             assert_bytes(keys, await theirs.get(keys, timeout=5))
@@ -219,8 +212,7 @@ async def test_a_writer_with_all_that_it_may_have_leaves_a_way_for_reads_from_di
 
 async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("shared", SPEC)
+    async with opened_cache(daemon.address, "shared", wait=PATIENCE_S) as (_, cache):
         keys = chain("streamed", 4)
         async with cache.reserve(1, tier=Tier.HOST):
             with pytest.raises(TierFull, match="max_reserved_fraction") as over:

@@ -15,12 +15,12 @@ from kvtier import BlockResult, DeadlineExceeded, Tier, arena
 from kvtier.errors import LeaseError
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
-from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import attached, commit_request
 from tests.integration.seeing import cache_stats, edge_stats, state, tier_stats
 from tests.integration.stuck import stuck_disk
 from tests.integration.touching import write_into
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
 KEYS = chain("repeated", 2)
@@ -179,8 +179,7 @@ async def test_it_ends_with_slots_that_stayed_blank_too(client, small_cache):
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_all_others_are_released_beside_one_that_has_not_answered(client, small_cache, cancelled):
     """Whichever of the two the daemon hears first."""
-    keys = chain("others", 2)
-    await small_cache.put(keys, blocks(keys))
+    keys = await put_chain(small_cache, "others", 2)
     for turns in range(12):
         others = [await small_cache.acquire(keys) for _ in range(2)]
         lease = await small_cache.reserve(1, Tier.HOST)
@@ -205,8 +204,7 @@ async def test_what_a_given_up_call_got_comes_back_from_a_daemon_that_hangs(star
     """The answer is lost, and while the daemon hangs no attempt to give back what was granted can succeed."""
     monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
     daemon = start_daemon(host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(KEYS, blocks(KEYS))
         granted, send = asyncio.Event(), arena.send
 
@@ -231,8 +229,7 @@ async def test_what_a_given_up_call_got_comes_back_from_a_daemon_that_hangs(star
 async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon):
     """It was refused: what nobody had waited for any more was still leased when the daemon came to the close."""
     daemon = start_daemon(host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("mine", SPEC)
+    async with opened_cache(daemon.address, "mine", wait=PATIENCE_S) as (client, cache):
         daemon.pause()
         reserving = asyncio.ensure_future(cache.reserve(2, Tier.HOST))
         await passes()

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 
 from kvtier import BlockResult, Cursor, Event, EventType, Mirror, MirrorState
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import blocks, chain
 from tests.integration.seeing import last_event
 from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 KEYS = chain("cancelled", 4)
 OK = [BlockResult.OK] * len(KEYS)
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
 
 
 async def cancelled(step):

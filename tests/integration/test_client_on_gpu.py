@@ -37,10 +37,10 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.memory.gpu import PASSED, Gpu
 from tests.fake_cuda import load_fake
 from tests.forking import in_child
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, opened_cache, sizes
 from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import PATIENCE_S, eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually
 
 KEYS = chain("on gpu", 3)
 OTHERS = chain("others", 3)
@@ -141,8 +141,7 @@ async def test_the_device_is_found_whatever_its_number_here(short_dir, monkeypat
     daemon.start()
     use(load_fake(devices=2), monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         memory: Any = cache.arena.memory(Tier.DEVICE)
         assert memory.gpu.driver.ordinal == 0
         await cache.put(KEYS, blocks(KEYS))
@@ -169,8 +168,7 @@ async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on
     use(load_fake(**settings), monkeypatch)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    async with await connect(daemon.address) as client:
-        maker = await client.open_cache(name, SPEC, budgets=BUDGETS, mapped=False)
+    async with opened_cache(daemon.address, name, budgets=BUDGETS, mapped=False) as (client, maker):
         assert await maker.put(KEYS, blocks(KEYS), tier=Tier.HOST) == OK
         cache = await client.open_cache(name, SPEC, write=write)
         assert list(cache.unmapped) == [Tier.DEVICE]
@@ -322,8 +320,7 @@ async def test_a_get_compares_generations_when_the_bytes_have_come(daemon, name,
     """Its copies begin when its slots are another owner's already."""
     hold = tmp_path / "hold"
     fake = use(load_fake(hold=hold), monkeypatch)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
+    async with opened_cache(daemon.address, name, budgets=BUDGETS) as (_, cache):
         assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
         await asyncio.to_thread(hold.touch)
         try:
@@ -407,8 +404,7 @@ async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_d
     supervised = supervised_gpu_daemon(short_dir, BUDGETS)
     supervised.start()
     try:
-        async with await patient(supervised.address) as client:
-            cache = await client.open_cache("c", SPEC)
+        async with opened_cache(supervised.address, "c", wait=PATIENCE_S) as (client, cache):
             kernels, lease = Kernels(fake, cache), await cache.reserve(3, Tier.DEVICE)
             kernels.write(lease, KEYS)
             await asyncio.to_thread(supervised.kill)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, CacheOptions, Cause, Event, InvalidArgument, Tier
+from kvtier import BlockResult, CacheOptions, Cause, Event, Tier
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, patient
@@ -95,12 +95,3 @@ async def test_they_outlive_the_daemon(short_dir, ending, tier):
         for verify in (True, False):
             assert_bytes(keys[: 3 if tier is Tier.DISK else 2], await cache.get(keys, verify=verify))
     assert daemon.stop() == 0
-
-
-async def test_bad_words(client, raw, name):
-    with pytest.raises(InvalidArgument, match=r"options.checksum.*always.*commit or disk"):
-        await opened(client, name, CacheOptions(checksum="always"))
-    cache = await opened(client, name, CacheOptions())
-    with pytest.raises(InvalidArgument, match=r"options\.checksum"):
-        await opened(client, name, COMMIT)
-    assert isinstance(cache.info.options, CacheOptions)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import subprocess
+import signal
 
 import pytest
 
 from kvtier import Cursor, Tier
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.load import Load
 from tests.integration.seeing import cache_stats
-from tests.integration.starting import environment
+from tests.integration.starting import cut_short
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.trial import kill_under_load
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually, patient
 from tests.integration.witness import Witness
 
 SEED = int(os.environ.get("KVTIER_SEED") or (1 if os.environ.get("CI") else random.SystemRandom().getrandbits(32)))
@@ -32,29 +32,18 @@ async def test_kills_under_load(start_fresh):
     print(await kill_under_load(start_fresh, 4, SEED))
 
 
-def start_and_kill_after(daemon, seconds):
-    process = subprocess.Popen(
-        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    process.kill()
-    process.wait()
-
-
 async def test_kills_while_it_starts(start_daemon):
     """Whatever a start was at when it died, the next one finds all blocks, and ids above all that came before."""
     rng = random.Random(SEED)
     daemon = start_daemon(device=8, host=8, disk=64)
     keys = chain("survivor", 40)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(keys, blocks(keys))
         await cache.move(keys, Tier.DISK)
         before = await client.stats()
         daemon.kill()
         for _ in range(8):
-            await asyncio.to_thread(start_and_kill_after, daemon, rng.uniform(0.05, 0.6))
+            await asyncio.to_thread(cut_short, daemon, rng.uniform(0.05, 0.6), signal.SIGKILL)
         await asyncio.to_thread(daemon.start)
         after = await client.stats()
         assert before.epoch < after.epoch <= before.epoch + 9
@@ -72,11 +61,9 @@ async def test_kills_while_caches_are_made(start_daemon):
         for number in range(count):
             opening = asyncio.create_task(client.open_cache(f"c{number}", SPEC, budgets=each))
             await asyncio.sleep(rng.uniform(0, 0.03))
-            daemon.kill()
-            await asyncio.to_thread(daemon.start)
+            await asyncio.to_thread(daemon.crash)
             cache = await opening
-            keys = chain(f"c{number}", 8)
-            await cache.put(keys, blocks(keys))
+            keys = await put_chain(cache, f"c{number}", 8)
             assert_bytes(keys, await cache.get(keys))
         assert [cache.name for cache in await client.caches()] == [f"c{number}" for number in range(count)]
 

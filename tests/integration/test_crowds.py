@@ -23,7 +23,7 @@ from kvtier.errors import RetryableError
 from kvtier.v1 import blocks_pb2, events_pb2, session_pb2
 from tests import packets
 from tests.integration import http2
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to, refusal
 from tests.integration.scraping import port_of, scrape
 from tests.integration.waiting import PATIENCE_S, eventually, patient
@@ -48,8 +48,7 @@ async def test_a_reader_of_no_answers_has_descriptors_of_one_in_flight(client, r
     for _ in range(asked):
         raw.socket.send(question)
     await eventually(lambda: in_flight(raw.socket.sock), bool)
-    keys = chain(name, 4)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, name, 4)
     assert_bytes(keys, await cache.get(keys))
     of_one = in_flight(raw.socket.sock)
     for _ in range(asked):  # whoever reads gets all of them
@@ -105,8 +104,7 @@ async def test_too_many_descriptors_in_flight_are_told_as_such(start_fresh):
             (problem,) = (await client.stats()).problems
             assert "memory cannot be mapped" in problem
         cache = await client.open_cache("c", SPEC)
-        keys = chain("c", 2)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "c", 2)
         assert_bytes(keys, await cache.get(keys))
         assert (await client.stats()).problems == ()
 
@@ -195,15 +193,13 @@ async def test_idle_connections_without_a_session_give_way(start_fresh, crowd, l
     daemon.stop()
     daemon.within = ["prlimit", f"--nofile={limit}:{limit}"]
     daemon.start()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         with ExitStack() as stack:
             for _ in range(crowd):  # with others in the backlog, all descriptors of the daemon
                 with suppress(BlockingIOError, TimeoutError):
                     stack.enter_context(http2.connected(daemon.address))
             await eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")), lambda count: count < 200)
-            keys = chain("c", 2)
-            await cache.put(keys, blocks(keys))
+            keys = await put_chain(cache, "c", 2)
             assert_bytes(keys, await cache.get(keys))
             async with await patient(daemon.address) as other:  # somebody new comes in
                 assert (await other.stats()).problems == ()

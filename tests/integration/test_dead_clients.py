@@ -20,7 +20,7 @@ from kvtier import BlockResult, Tier, TierFull
 from kvtier.arena import MappedArena
 from kvtier.v1 import admin_pb2, session_pb2
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, put_chain, sizes
 from tests.integration.raw import close_all
 from tests.integration.seeing import session_of, tier_stats
 from tests.integration.touching import bytes_in, write_into
@@ -111,8 +111,7 @@ async def test_a_kicked_writer_that_goes_on_writes_into_nobodys_blocks(client, d
         assert (report.leases, report.slots) == (1, 3)
         stats = await tier_stats(client, cache.name, Tier.HOST)
         assert (stats.orphaned, stats.blank, stats.free) == (3, 0, 3)
-        keys = chain("stored after the kick", 6)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        keys = await put_chain(cache, "stored after the kick", 6, tier=Tier.HOST)
         with pytest.raises(TierFull) as full:
             await cache.reserve(4, Tier.HOST)
         assert (session, writer.pid) in [(holder.session_id, holder.pid) for holder in full.value.holders]
@@ -153,8 +152,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(cl
     assert [(one.session_id, one.pid, one.slots) for one in full.value.holders] == [
         (raw.welcome.session_id, os.getpid(), 3)
     ]
-    crowd = chain("crowd", 12)
-    await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
+    await put_chain(cache, "crowd", 12, tier=Tier.HOST)
     assert (await tier_stats(client, cache.name, Tier.HOST)).orphaned == 3
     assert_bytes(keys[:1], [bytes_in(arena.view(Tier.HOST, 0, reserved.slots[0], write=False))])
     assert list(arena.generations(Tier.DEVICE, 0, np.array(read.slots))) == list(read.generations)

@@ -18,7 +18,7 @@ from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.words import TIERS
 from kvtier.memory.gpu import Gpu
 from tests.fake_cuda import load_fake
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, put_chain, sizes
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, supervised_gpu_daemon
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually, patient
@@ -85,8 +85,7 @@ async def test_caches_on_two_gpus_move_blocks_to_the_shared_host_and_disk(daemon
         assert [cache.info.device for cache in caches] == [FIRST, SECOND]
 
         async def moved(cache, number):
-            keys = chain(f"{cache.name} {number}", 2)
-            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+            keys = await put_chain(cache, f"{cache.name} {number}", 2, tier=Tier.DEVICE)
             for src, dst in permutations(TIERS, 2):
                 await cache.move(keys, src)
                 assert await cache.move(keys, dst) == [BlockResult.OK] * 2, (src, dst)
@@ -204,8 +203,7 @@ async def test_a_restart_finds_both_caches_on_their_gpus(supervised, short_dir, 
     async with await patient(supervised.address) as client:
         caches = await on_both(client, budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk), mapped=False)
         for cache in caches:
-            keys = chain(cache.name, DEVICE)
-            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+            keys = await put_chain(cache, cache.name, DEVICE, tier=Tier.DEVICE)
         places = [await cache.locate(chain(cache.name, DEVICE)) for cache in caches]
         written(short_dir, f"{SECOND}={DEVICE}", f"cuda={DEVICE}")
         await asyncio.to_thread(supervised.kill if end == "kill" else supervised.upgrade)
@@ -227,8 +225,7 @@ async def test_a_cache_whose_gpu_is_gone_moves_to_another_one_and_stays_there(su
         cache = await client.open_cache(
             "c", SPEC, budgets=sizes(device=2, host=4, disk=8), device="cuda:1", mapped=False
         )
-        keys = chain("c", 2)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        keys = await put_chain(cache, "c", 2, tier=Tier.HOST)
         for devices in ([f"cuda:0={DEVICE}"], [f"cuda:0={DEVICE}", f"cuda:1={2 * DEVICE}"]):
             written(short_dir, *devices)
             await asyncio.to_thread(supervised.upgrade)
@@ -253,8 +250,7 @@ async def test_a_cache_whose_gpu_is_gone_takes_no_room_from_one_that_is_there(su
                 device=device,
                 mapped=False,
             )
-            keys = chain(name, 2)
-            await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+            keys = await put_chain(cache, name, 2, tier=Tier.DEVICE)
         written(short_dir, f"cuda:0={DEVICE}")
         await asyncio.to_thread(supervised.upgrade)
         again, keys = await client.open_cache(there, mapped=False), chain(there, 2)
@@ -308,8 +304,7 @@ async def test_a_gpu_that_is_not_listed_any_more_is_the_one_that_is_missing(supe
     async with await patient(supervised.address) as client:
         caches = await on_both(client, budgets=BUDGETS, mapped=False)
         for cache in caches:
-            keys = chain(cache.name, 2)
-            await cache.put(keys, blocks(keys), tier=Tier.HOST)
+            keys = await put_chain(cache, cache.name, 2, tier=Tier.HOST)
             await cache.put(chain(f"{cache.name} device", 2), blocks(chain(f"{cache.name} device", 2)))
     assert supervised.stop() == 0
     supervised.plain.variables["CUDA_VISIBLE_DEVICES"] = SECOND
@@ -320,7 +315,6 @@ async def test_a_gpu_that_is_not_listed_any_more_is_the_one_that_is_missing(supe
         assert any(problem.startswith(f"GPU {FIRST} (cuda:1) is lost") for problem in (await client.stats()).problems)
         with pytest.raises(TierOffline):
             await first.move(chain("cuda-0", 2), Tier.DEVICE)
-        keys = chain("more", 2)
-        await second.put(keys, blocks(keys), tier=Tier.DEVICE)
+        keys = await put_chain(second, "more", 2, tier=Tier.DEVICE)
         assert_bytes(keys, await second.get(keys, tier=Tier.DEVICE))
     assert supervised.stop() == 0

@@ -16,12 +16,12 @@ import sys
 
 import pytest
 
-from kvtier import BlockResult, CacheOptions, CallerError, Cause, Event, EventType, Tier, connect
+from kvtier import BlockResult, CacheOptions, CallerError, Cause, Event, EventType, Tier
 from kvtier.events import BlockTokens
 from kvtier.wire import split_keys
 from kvtierd.tiers.disk.records import decode_records
 from tests.fake_cuda import FAKES
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats, last_event, tier_stats
 from tests.integration.stored import flip_in_record, stored_in
@@ -46,8 +46,7 @@ async def cache(client):
     """Three chains, only on disk."""
     cache = await client.open_cache("c", SPEC)
     for name in NAMES:
-        keys = chain(name, LENGTH)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, name, LENGTH)
         assert set(await cache.move(keys, Tier.DISK)) == {BlockResult.OK}
     return cache
 
@@ -169,11 +168,9 @@ async def test_a_power_cut_may_undo_the_last_transaction_unless_each_is_synced(s
     daemon.variables = {"LD_PRELOAD": str(library), "KVTIER_TEST_SYNCS": str(notes)}
     await asyncio.to_thread(daemon.start)
     try:
-        async with await connect(daemon.address) as client:
-            cache = await client.open_cache("c", SPEC)
+        async with opened_cache(daemon.address, "c") as (_, cache):
             for name in ("one", "two"):
-                keys = chain(name, 4)
-                await cache.put(keys, blocks(keys))
+                keys = await put_chain(cache, name, 4)
                 assert set(await cache.move(keys, Tier.DISK)) == {BlockResult.OK}
                 written = notes.read_text()
                 assert "s" in written
@@ -206,16 +203,14 @@ async def test_a_slab_cut_short_under_a_running_daemon_is_a_miss(daemon, client,
     stats = await client.stats()
     assert any("disk>device is not in use" in problem for problem in stats.problems), stats.problems
     # Memory is as good as ever.
-    fresh = chain("fresh", 4)
-    await cache.put(fresh, blocks(fresh))
+    fresh = await put_chain(cache, "fresh", 4)
     assert_bytes(fresh, await cache.get(fresh))
 
 
 async def test_writes_that_fail_leave_their_blocks_where_they_are(daemon, client, cache):
     """The far half of the slab cannot be written: what is there stays, what comes is kept in memory or dropped."""
     limit_files(daemon, len(NAMES) * LENGTH * SLOT_BYTES)
-    keys = chain("late", 6)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "late", 6)
     for _ in range(3):
         results = await cache.move(keys, Tier.DISK)
         assert set(results) <= {BlockResult.FAILED, BlockResult.NO_ROOM}
@@ -225,15 +220,13 @@ async def test_writes_that_fail_leave_their_blocks_where_they_are(daemon, client
     assert any("device>disk is not in use" in problem for problem in stats.problems), stats.problems
     # More than memory holds: something is dropped, nothing waits for the disk for ever.
     for number in range(8):
-        more = chain(f"more {number}", 4)
-        await cache.put(more, blocks(more), timeout=PATIENCE_S)
+        more = await put_chain(cache, f"more {number}", 4, timeout=PATIENCE_S)
         assert_bytes(more, await cache.get(more))
     for name in NAMES:
         assert_bytes(chain(name, LENGTH), await cache.get(chain(name, LENGTH)))
     # The disk has recovered: blocks go down again, and after a while all is well.
     limit_files(daemon)
-    last = chain("last", 2)
-    await cache.put(last, blocks(last))
+    last = await put_chain(cache, "last", 2)
     await eventually(lambda: cache.move(last, Tier.DISK), lambda results: set(results) == {BlockResult.OK})
     await eventually(client.stats, lambda stats: not stats.problems)
 
@@ -247,8 +240,7 @@ async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon, cl
     # A slot is RETIRING while its record is deleted once more, and free when that is on the disk.
     free = SLOTS["disk"] - (len(NAMES) - 1) * LENGTH
     await eventually(lambda: tier_stats(client, "c", Tier.DISK), lambda disk: disk.free == free)
-    await asyncio.to_thread(daemon.kill)
-    await asyncio.to_thread(daemon.start)
+    await asyncio.to_thread(daemon.crash)
     await heard(client)
     for name in NAMES:
         assert (await cache.match(chain(name, LENGTH))).blocks == (0 if name == "hurt" else LENGTH)
@@ -272,8 +264,7 @@ async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon, client, c
 
 @pytest.mark.long
 async def test_a_hanging_disk_shows_in_health(daemon, client, cache):
-    keys = chain("in memory", 4)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "in memory", 4)
     with stuck_disk(daemon, "c"):
         moving = asyncio.create_task(cache.move(keys, Tier.DISK))
         stats = await eventually(client.stats, lambda stats: stats.problems, within=3 * PATIENCE_S)
@@ -293,8 +284,7 @@ IN_MEMORY = chain("in memory", 4)
 
 async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon):
     daemon = start_daemon("--tier-grace-seconds", "0.2", device=8, host=8, disk=DISK_SLOTS)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(KEYS, blocks(KEYS))
         assert set(await cache.move(KEYS, Tier.DISK)) == {BlockResult.OK}
         await cache.put(IN_MEMORY, blocks(IN_MEMORY))
@@ -310,15 +300,13 @@ async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon)
         # Memory is as good as ever, and only the top of what is more than it holds is kept.
         assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
         for number in range(4):
-            more = chain(f"more {number}", 6)
-            await cache.put(more, blocks(more))
+            more = await put_chain(cache, f"more {number}", 6)
             assert_bytes(more, await cache.get(more))
         # Mended: empty, whole, and in use.
         limit_files(daemon)
         await eventually(client.stats, lambda now: not now.problems)
         assert slab(daemon).stat().st_blocks * 512 >= DISK_SLOTS * SLOT_BYTES
-        again = chain("again", 4)
-        await cache.put(again, blocks(again))
+        again = await put_chain(cache, "again", 4)
         assert set(await cache.move(again, Tier.DISK)) == {BlockResult.OK}
         assert_bytes(again, await cache.get(again))
 

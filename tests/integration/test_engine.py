@@ -6,7 +6,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,15 @@ def daemon(start_daemon):
     return start_daemon(host=4096, disk=4096)
 
 
+@contextmanager
+def warm(address: Any, layout: Layout = PLAIN, **settings: Any) -> Iterator[Engine]:
+    """An engine that has computed and saved the prompt."""
+    with engine(address, layout, **settings) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        yield toy
+
+
 def held(daemon) -> int:
     with Client(daemon.address) as client:
         return len(client.leases())
@@ -60,21 +70,16 @@ def test_a_new_engine_goes_on_where_the_last_one_ended(daemon, layout, settings)
 
 @LAYOUTS
 def test_what_was_saved_outlives_the_daemon(daemon, layout):
-    with engine(daemon.address, layout) as first:
-        first.run(PROMPT)
-        first.settle()
+    with warm(daemon.address, layout):
         with Client(daemon.address) as client:
             wait_until(lambda: sum(edge.blocks for edge in client.stats().caches[0].edges) >= 10 * len(layout.groups))
-        daemon.kill()
-        daemon.start()
+        daemon.crash()
     with engine(daemon.address, layout) as second:
         assert second.run(PROMPT).loaded == 10
 
 
 def test_a_stopped_daemon_costs_nothing(daemon):
-    with engine(daemon.address) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy:
         daemon.pause()
         try:
             started = time.monotonic()
@@ -91,9 +96,7 @@ def test_a_reset_is_carried_out_whatever_hinders_it(daemon, hindrance):
     """By this engine, or by the next one before it offers anything."""
     chain = KeyChain.of_tokens(TOKENS)
     chain.extend(PROMPT)
-    with engine(daemon.address) as toy, Client(daemon.address, wait=PATIENCE_S) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy, Client(daemon.address, wait=PATIENCE_S) as client:
         cache, lease = client.open_cache(toy.planner.leader.name), None
         wait_until(lambda: client.stats().caches[0].groups[0].tiers[-1].ready == 10)
         if hindrance == "killed":
@@ -119,9 +122,7 @@ def test_a_reset_is_carried_out_whatever_hinders_it(daemon, hindrance):
 
 
 def test_a_block_that_leaves_is_named_and_not_offered_again(daemon):
-    with engine(daemon.address) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy, Client(daemon.address) as client:
         run = toy.begin(PROMPT)
         assert run.loaded == 10
         client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
@@ -160,9 +161,7 @@ def test_pages_that_are_taken_away_are_not_read_afterwards(daemon, way):
 
 
 def test_a_pinned_hit_stays_until_it_is_loaded(daemon):
-    with engine(daemon.address, pin=True, pin_wait=5) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, pin=True, pin_wait=5) as toy, Client(daemon.address) as client:
         run = toy.begin(PROMPT)
         assert run.loaded == 10
         cache = client.open_cache(toy.planner.leader.name)
@@ -173,9 +172,7 @@ def test_a_pinned_hit_stays_until_it_is_loaded(daemon):
 
 
 def test_a_load_that_costs_more_than_to_compute_is_not_offered(daemon):
-    with engine(daemon.address, recompute_seconds_per_block=1e-9) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, recompute_seconds_per_block=1e-9) as toy:
         assert toy.run(PROMPT).loaded == 10  # nothing has been measured yet
         assert toy.run(PROMPT).loaded == 0
         assert toy.planner.stats()["not offered: to recompute is cheaper"] == 1
@@ -208,9 +205,7 @@ def test_without_a_daemon_the_engine_runs_alone_or_refuses(tmp_path):
 
 
 def test_a_page_of_which_a_part_is_taken_is_loaded_whole(daemon):
-    with engine(daemon.address) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy:
         assert toy.planner.offer("x", toy.chain(PROMPT), 0, total_tokens=len(PROMPT)) == 10 * TOKENS
         toy.planner.allocated("x", {0: toy.pages(0, 11)}, 10 * TOKENS - 1)
         (load,) = toy.planner.step().loads
@@ -218,9 +213,7 @@ def test_a_page_of_which_a_part_is_taken_is_loaded_whole(daemon):
 
 
 def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
-    with engine(daemon.address) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy:
         chain = toy.chain(PROMPT)
         assert toy.planner.offer("x", chain, 0, total_tokens=8 * TOKENS) == 7 * TOKENS
         assert toy.planner.offer("x", chain, 4 * TOKENS, total_tokens=8 * TOKENS) == 3 * TOKENS
@@ -260,9 +253,7 @@ def test_a_chain_grows_as_the_keys_of_the_whole():
 
 
 def test_a_hold_that_comes_too_late_is_given_back(daemon):
-    with engine(daemon.address, pin=True, pin_wait=0) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, pin=True, pin_wait=0) as toy, Client(daemon.address) as client:
         for number in range(20):
             toy.planner.offer(f"x{number}", toy.chain(PROMPT), 0, total_tokens=len(PROMPT))
             toy.planner.aborted(f"x{number}")
@@ -311,9 +302,7 @@ def test_a_step_that_was_planned_before_a_load_failed_saves_nothing(daemon):
 
 
 def test_a_failed_load_is_not_laid_to_the_next_owner_of_its_pages(daemon):
-    with engine(daemon.address, async_blocks=1) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, async_blocks=1) as toy, Client(daemon.address) as client:
         run = toy.begin(PROMPT)
         client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
         toy.begin_step()
@@ -323,9 +312,7 @@ def test_a_failed_load_is_not_laid_to_the_next_owner_of_its_pages(daemon):
 
 
 def test_of_a_hybrid_all_pages_fail_together(daemon):
-    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
         run = toy.begin(PROMPT)
         client.open_cache(toy.planner.leader.name).in_group(1).drop([run.chain.key(8)])
         toy.begin_step()
@@ -362,9 +349,7 @@ def test_a_closed_mover_touches_no_file_of_others(daemon):
 
 
 def test_what_one_group_has_lost_is_saved_again(daemon):
-    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
         window = client.open_cache(toy.planner.leader.name).in_group(1)
         window.drop([toy.chain(PROMPT).key(9)])
         assert toy.run(PROMPT).loaded == 9
@@ -442,9 +427,7 @@ def test_a_daemon_that_goes_costs_a_load_from_disk_one_hiccup(daemon, go, begun)
 
 
 def test_an_engine_loads_from_disk_again_once_the_daemon_goes_on(daemon):
-    with engine(daemon.address) as toy, Client(daemon.address) as client:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy, Client(daemon.address) as client:
         only_on_disk(client, toy, PROMPT)
         daemon.pause()
         try:
@@ -467,9 +450,7 @@ def mover(toy: Engine, kind: type[Mover] = Mover) -> Mover:
 
 
 def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):
-    with engine(daemon.address, **PATIENT) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, **PATIENT) as toy:
         daemon.pause()
         worker = mover(toy)
         try:
@@ -500,9 +481,7 @@ def test_a_load_that_the_engine_waits_for_overtakes_the_others(daemon):
             assert load.sync or gate.wait(60)
             super()._load(load, *rest)
 
-    with engine(daemon.address) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address) as toy:
         worker = mover(toy, Slow)
         try:
             worker.open()

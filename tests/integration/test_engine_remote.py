@@ -11,7 +11,7 @@ import pytest
 
 from kvtier import BlockResult, Client
 from tests.engine.toy import PLAIN, TOKENS, Run, engine, wait_until
-from tests.integration.test_engine import HYBRID, LAYOUTS, OTHER, PROMPT
+from tests.integration.test_engine import HYBRID, LAYOUTS, OTHER, PROMPT, warm
 from tests.integration.test_lmcache import KEYS, OBJECTS, PIECES, SIZES, Adapter
 
 SOON_S = 5.0
@@ -186,9 +186,7 @@ def test_what_costs_more_than_to_compute_stays_in_the_store(host, computed):
 def test_a_store_that_hangs_costs_a_request_its_wait_and_the_scheduler_nothing(start_fresh, monkeypatch):
     with hanging(monkeypatch) as url:
         daemon = start_fresh("--remote", f'{{"url": "{url}"}}', host=4096, disk=4096)
-        with engine(daemon.address, remote_wait=0.5) as toy:
-            toy.run(PROMPT)
-            toy.settle()
+        with warm(daemon.address, remote_wait=0.5) as toy:
             longer = [*PROMPT, *range(4 * TOKENS)]
             runs = [request(toy, f"x{number}", [*longer, number]) for number in range(100)]
             started = time.monotonic()
@@ -217,9 +215,7 @@ def test_an_engine_that_ends_meanwhile_leaves_nothing(host, waits, caplog):
 
 def test_a_daemon_that_stops_costs_a_request_its_wait(host):
     daemon = host()
-    with engine(daemon.address, remote_wait=0.5) as toy:
-        toy.run(PROMPT)
-        toy.settle()
+    with warm(daemon.address, remote_wait=0.5) as toy:
         daemon.pause()
         try:
             started = time.monotonic()

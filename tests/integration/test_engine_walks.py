@@ -147,16 +147,9 @@ def walks(daemon: DaemonProcess, layout: Layout, seed: int) -> None:
     go(daemon, layout, seed, rough=seed % 2 == 1, **settings(layout, seed))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_page_is_right_or_named(start_daemon, layout, seed):
-    walks(start_daemon(host=512, disk=1024), LAYOUTS[layout], seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 40))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_walks(start_daemon, layout, seed):
     walks(start_daemon(host=512, disk=1024), LAYOUTS[layout], seed)
 
 

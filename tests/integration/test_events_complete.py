@@ -18,7 +18,7 @@ import pytest
 from kvtier import BlockResult, CacheOptions, Cause, EventType, WritePolicy
 from kvtier.abi.words import TIERS
 from kvtier.client import WHY_GONE
-from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
 from tests.integration.books import Books, moved
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
@@ -122,8 +122,7 @@ async def test_what_a_commit_does(books, cache):
     for tier in (DEVICE, HOST):
         keys = await put(cache, f"in {tier}", 2, tier=tier)
         await books.agree(cache)
-        child = chain("more", 1)
-        await cache.put(child, blocks(child), parent=keys[-1], tier=tier, priorities=80)
+        child = await put_chain(cache, "more", 1, parent=keys[-1], tier=tier, priorities=80)
         await books.agree(cache)
         assert await cache.put(child, blocks(child), parent=keys[-1], tier=tier) == [BlockResult.EXISTS]
         await books.agree(cache)
@@ -194,8 +193,7 @@ async def test_a_reset_and_what_it_leaves(books, cache):
     for tier in TIERS:
         await move(cache, await put(cache, f"in {tier}", 2), tier)
     keys = await put(cache, "held", 1)
-    more = chain("important", 1)
-    await cache.put(more, blocks(more), parent=keys[0], priorities=90)
+    await put_chain(cache, "important", 1, parent=keys[0], priorities=90)
     async with cache.acquire(keys):
         await cache.reset(force=True)
         await books.agree(cache)
@@ -271,8 +269,7 @@ async def test_a_disk_that_is_given_up(start_fresh):
         await hold(cache, both, DEVICE)
         only = await put(cache, "only there", 4)
         await move(cache, only, DISK)
-        child = chain("under it, in memory", 1)
-        await cache.put(child, blocks(child), parent=both[-1])
+        await put_chain(cache, "under it, in memory", 1, parent=both[-1])
         await books.agree(cache)
         limit_files(daemon, SLOT_BYTES)
         os.truncate(slab(daemon), 0)
@@ -327,8 +324,7 @@ async def test_memory_that_is_taken_over(short_dir, cause):
             cache = await client.open_cache("c", SPEC)
             for tier in (DEVICE, HOST):
                 (parent,) = await put(cache, f"in {tier}", tier=tier)
-                child = chain(f"raises it in {tier}", 1)
-                await cache.put(child, blocks(child), parent=parent, tier=tier, priorities=80)
+                await put_chain(cache, f"raises it in {tier}", 1, parent=parent, tier=tier, priorities=80)
             await move(cache, await put(cache, "on disk", 2), DISK)
             await books.agree(cache)
             before = sum(1 for _ in [block async for block in cache.blocks()])

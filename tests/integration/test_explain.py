@@ -14,9 +14,9 @@ from kvtier.abi.words import TIERS
 from kvtier.cli.explain import GONE, UNKNOWN
 from kvtier.client import CopyState, why_gone
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.test_cli import kvtier
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually
 
 
 @pytest.fixture
@@ -50,8 +50,7 @@ def steps(told):
 
 
 async def test_a_block_in_three_tiers(daemon, client, cache):
-    keys = chain(cache.name, 3)
-    await cache.put(keys, blocks(keys), priorities=50)
+    keys = await put_chain(cache, cache.name, 3, priorities=50)
     await cache.move(keys[:2], Tier.DISK)
     async with cache.acquire(keys[:2], Tier.HOST):
         pass
@@ -80,8 +79,7 @@ async def test_a_block_in_three_tiers(daemon, client, cache):
 
 
 async def test_leases_and_pins_hold_it(daemon, client, cache):
-    keys = chain("held elsewhere", 1)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "held elsewhere", 1)
     await cache.pin(keys, Tier.DEVICE)
     with Actor(
         "hold", address=daemon.address, cache=cache.name, reserve={}, acquire={"DEVICE": ["held elsewhere", 1]}
@@ -99,8 +97,7 @@ async def test_leases_and_pins_hold_it(daemon, client, cache):
 
 
 async def test_a_retention_that_ended_is_in_its_past(client, cache):
-    keys = chain(cache.name, 1)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 1)
     await cache.set_retention(keys, 90, 0.05)
     told = await eventually(
         lambda: client.explain(keys[0]), lambda told: steps(told)[-1][:2] == (EventType.UPDATED, Cause.EXPIRED)
@@ -110,8 +107,7 @@ async def test_a_retention_that_ended_is_in_its_past(client, cache):
 
 
 async def test_dropped_by_call_and_with_its_ancestor(daemon, client, cache):
-    keys = chain(cache.name, 2)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 2)
     await cache.drop(keys[:1])
     root, leaf = [await client.explain(key) for key in keys]
     assert [told.state for told in (root, leaf)] == ["gone", "gone"]
@@ -145,14 +141,6 @@ async def test_several_keys_begin_alike(daemon, client, cache):
     assert (await client.explain(beginning)).keys == tuple(twins), "by the log alone"
 
 
-async def test_looking_is_no_use(client, cache):
-    keys = chain(cache.name, 1)
-    await cache.put(keys, blocks(keys))
-    await client.explain(keys[0])
-    stats = next(each for each in (await client.stats()).caches if each.name == cache.name)
-    assert (stats.hits_device, stats.queried) == (0, 0)
-
-
 async def test_what_is_asked_wrongly_is_refused(daemon, client, cache):
     for wrong in (b"abc", "no hex at all"):
         with pytest.raises(InvalidArgument, match="key = "):
@@ -164,8 +152,7 @@ async def test_what_is_asked_wrongly_is_refused(daemon, client, cache):
 
 
 async def test_a_page_for_people(daemon, client, cache):
-    keys = chain(cache.name, 2)
-    await cache.put(keys, blocks(keys), priorities=[35, 70])
+    keys = await put_chain(cache, cache.name, 2, priorities=[35, 70])
     await cache.move(keys, Tier.HOST)
     await cache.move(keys, Tier.DISK)
     page = shown(daemon, keys[0])
@@ -176,8 +163,7 @@ async def test_a_page_for_people(daemon, client, cache):
 
 async def test_its_past_outlives_the_daemon(start_daemon):
     daemon = start_daemon(host=4, disk=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         stays, goes = chain("stays", 1), chain("goes", 1)
         for keys in (stays, goes):
             await cache.put(keys, blocks(keys))

@@ -72,8 +72,7 @@ async def test_a_block_comes_back_from_the_disk_alone(start_for):
         await cache.put(KEYS, content(FLAT, 0, KEYS))
         await cache.move(KEYS[5:6], Tier.DISK)
         assert [row.key async for row in cache.blocks() if row.residency & Tier.DISK.bit] == [KEYS[5]]
-    daemon.kill()
-    daemon.start()
+    daemon.crash()
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("kept", FLAT)
         assert_content(FLAT, 0, KEYS[5:6], await cache.get(KEYS[5:]))

@@ -16,7 +16,7 @@ import pytest
 from kvtier import BlockResult, RetryableError, Tier, TierOffline
 from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, sizes
 from tests.integration.on_gpu import (
     device_generations,
     fake_gpu,
@@ -26,7 +26,7 @@ from tests.integration.on_gpu import (
 )
 from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S, patient
 
 MIB = 1 << 20
 DEVICE, HOST = 4, 8
@@ -135,8 +135,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gp
             with raw.socket.descriptors(opened.cache_id, write=True) as fds:
                 generations = device_generations(fds[attach.CONTROL])
         assert [int(generation) % 2 for generation in generations] == [0, 0, 1, 1]
-        async with await patient(supervised.address) as client:
-            cache = await client.open_cache("c", SPEC)
+        async with opened_cache(supervised.address, "c", wait=PATIENCE_S) as (_, cache):
             await cache.put(on_host, blocks(on_host), tier=Tier.HOST)
             config.write_text(f'device = ["{changed}={nbytes}"]')
             await asyncio.to_thread(supervised.upgrade)
@@ -178,8 +177,7 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=16))
     daemon.start()
     keys = chain("kept", 3)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         await cache.put(keys, blocks(keys), tier=Tier.HOST)
         await cache.move(keys, Tier.DISK)
     daemon.stop()
@@ -205,16 +203,6 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
         assert_bytes(keys, await cache.get(keys, tier=Tier.DEVICE))
     daemon.terminate()
     assert daemon.ended() == 0
-
-
-async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir):
-    slots = 16 * MIB // SPEC.record_bytes(0)
-    with supervised_gpu_daemon(short_dir, {}, ["--device", "cuda=50%"], gpu={"memory": 32 * MIB}) as supervised:
-        async with await patient(supervised.address) as client:
-            assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
-            await asyncio.to_thread(supervised.kill)
-            assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
-        assert "not adopted" not in supervised.log
 
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

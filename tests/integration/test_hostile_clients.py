@@ -29,7 +29,7 @@ from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, session_pb2
 from kvtier.wire import tier_to_wire
 from tests import packets
 from tests.integration.actors import Actor
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to, refusal
 from tests.integration.seeing import cache_stats
@@ -42,8 +42,7 @@ Code = grpc.StatusCode
 async def bystander(client, name):
     """Another client with a cache of its own; whatever happened, its bytes are right in the end."""
     cache = await client.open_cache(f"{name[:100]}.bystander", SPEC, budgets=sizes(device=4, host=4, disk=16))
-    keys = chain("bystander", 8)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "bystander", 8)
     yield cache
     assert_bytes(keys, await cache.get(keys))
     more = chain("afterwards", 8)
@@ -94,19 +93,6 @@ async def mapped(raw, name):
 
 
 # -- with its memory ---------------------------------------------------------------------------------------------------
-Mapped = tuple[int, dict[str, int]]
-
-
-@pytest.mark.parametrize("segment", (attach.CONTROL, attach.HOST, attach.DEVICE))
-@pytest.mark.parametrize("change", [lambda size: 0, lambda size: size - 4096, lambda size: size + 4096])
-async def test_a_segment_changes_its_size_for_nobody(bystander, mapped, segment, change):
-    fd = mapped[1][segment]
-    size = os.fstat(fd).st_size
-    with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
-        os.ftruncate(fd, change(size))
-    assert os.fstat(fd).st_size == size
-
-
 async def test_what_was_given_read_only_stays_so(bystander, mapped, raw):
     cache_id, fds = mapped
     with raw.socket.descriptors(cache_id, write=False) as read_only:
@@ -148,8 +134,7 @@ async def test_a_spoilt_cache_is_its_own_loss(client, bystander, mapped, raw, na
         assert set(await own.move(keys, tier)) == {BlockResult.OK}
     spoilt = await own.get(keys)
     assert len(spoilt) == 3
-    fresh = chain(f"{name} fresh", 2)
-    await own.put(fresh, blocks(fresh))
+    fresh = await put_chain(own, f"{name} fresh", 2)
     assert_bytes(fresh, await own.get(fresh))
     assert (await client.stats()).problems == ()
 
@@ -168,8 +153,7 @@ async def test_slots_scribbled_while_they_are_copied_hurt_nobody_else(client, by
     thread = asyncio.create_task(asyncio.to_thread(scribble_on))
     try:
         for index in range(8):
-            keys = chain(f"{name} {index}", 4)
-            await own.put(keys, blocks(keys))
+            keys = await put_chain(own, f"{name} {index}", 4)
             await own.move(keys, Tier.DISK)
             assert len(await own.get(keys)) <= 4
     finally:
@@ -266,8 +250,7 @@ async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
 
 async def test_too_many_connections_are_turned_away(start_daemon):
     daemon = start_daemon("--max-sessions", "8", host=4)  # half of them for one user
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("mine", SPEC)
+    async with opened_cache(daemon.address, "mine") as (_, cache):
         keys = chain("mine", 2)
         with ExitStack() as stack:
             silent = [stack.enter_context(AttachSocket(daemon.address)) for _ in range(100)]
@@ -346,11 +329,6 @@ async def test_methods_that_are_not_there(bystander, untyped):
         assert (await refusal(untyped(method, b""))).code is Code.UNIMPLEMENTED
 
 
-async def test_a_message_beyond_all_measure(bystander, untyped):
-    fault = await refusal(untyped("/kvtier.v1.Blocks/Match", bytes(65 << 20)))
-    assert fault.code is Code.RESOURCE_EXHAUSTED
-
-
 async def test_many_keys_of_which_none_is_stored_hold_nobody_up(client, bystander, mapped, raw):
     cache_id, _ = mapped
     keys = b"".join(chain("none", 16_384))
@@ -422,8 +400,7 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
 async def test_a_writer_stopped_in_the_middle_of_a_slot_holds_that_slot_and_nobody_up(daemon, client, name):
     slots = 8
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=slots, disk=32))
-    keys = chain("before", 4)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "before", 4)
     with Actor("write_half", address=daemon.address, cache=name) as writer:
         slot = writer.says()["slot"]
         writer.signal(signal.SIGSTOP)
@@ -465,8 +442,7 @@ async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon):
     daemon = start_daemon(host=8)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = await client.open_cache("c", SPEC)
-        keys = chain("odd", 4)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "odd", 4)
         assert_bytes(keys, await cache.get(keys))
         assert cache.reads.calls == 0
         await raw.open("c")

@@ -12,10 +12,10 @@ from kvtier.abi import attach
 from kvtier.v1 import admin_pb2, blocks_pb2, session_pb2
 from kvtier.wire import tier_to_wire
 from tests import packets
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import attached
 from tests.integration.stuck import stuck_disk
-from tests.integration.waiting import patient
+from tests.integration.waiting import PATIENCE_S, patient
 
 MOVE = "/kvtier.v1.Blocks/Move"
 STATS = "/kvtier.v1.Admin/Stats"
@@ -24,10 +24,8 @@ STATS = "/kvtier.v1.Admin/Stats"
 async def test_a_client_needs_grpc_only_for_streams(start_fresh):
     daemon = start_fresh(host=64)
     os.unlink(attach.socket_path(daemon.address, attach.RPC_SOCKET))
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("c", 8)
-        await cache.put(keys, blocks(keys))
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
+        keys = await put_chain(cache, "c", 8)
         async with cache.acquire(keys, min_blocks=8) as lease:
             assert lease.blocks == 8
         assert_bytes(keys, await cache.get(keys))
@@ -36,8 +34,7 @@ async def test_a_client_needs_grpc_only_for_streams(start_fresh):
 
 async def test_what_is_too_long_for_a_packet_goes_over_grpc(start_fresh):
     daemon = start_fresh(host=4096)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         keys = chain("c", 3000)  # 96 kB in a request, and more in a listing
         await cache.put(keys, blocks(keys))
         assert [block.key async for block in cache.blocks()] == keys
@@ -83,8 +80,7 @@ async def test_half_a_call_ends_the_connection(daemon, raw, client, packet):
 async def movable(client, raw):
     """Stores four blocks. The request that moves them to disk."""
     cache = await client.open_cache("c", SPEC)
-    keys = chain("c", 4)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "c", 4)
     opened = await raw.open("c")
     request = blocks_pb2.MoveRequest(
         cache_id=opened.cache_id, to=tier_to_wire(Tier.DISK), keys=b"".join(keys), timeout_ns=60 * 10**9
@@ -137,8 +133,7 @@ async def test_who_reads_no_answers_keeps_nobody_waiting(raw, client, name):
         else:
             sent += 1
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=4, disk=4))
-    keys = chain(name, 2)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, name, 2)
     assert_bytes(keys, await cache.get(keys))
     raw.socket.sock.settimeout(30)
     assert {answer(raw).number for _ in range(sent)} == set(range(sent))

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from kvtier import Event, EventType, Gap, KvtierError, Mirror, MirrorState
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import last_event
 from tests.integration.steering import Steering
 from tests.integration.test_watch_restart import up_to
@@ -23,8 +23,7 @@ async def beyond(client, cursor):
     cache = await client.open_cache("c", SPEC)
     number = 0
     while (await last_event(client)).id <= cursor.id:
-        keys = chain(f"after {number}", 4)
-        await cache.put(keys, blocks(keys))
+        await put_chain(cache, f"after {number}", 4)
         number += 1
 
 
@@ -59,27 +58,28 @@ async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch, passed
     steering = Steering().installed(monkeypatch)
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
-    async with await patient(daemon.address) as client:
+    async with (
+        opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache),
+        Mirror(client, ["c"], heartbeat_s=0.1) as mirror,
+    ):
+        await cache.put(keys, blocks(keys))
+        await mirror.synced(await last_event(client), timeout=PATIENCE_S)
+        old = mirror.cursor
+        assert old is not None
+        steering.hold()
+        await eventually(lambda: steering.holding, lambda watches: watches == 1)
+        await without_state(daemon)
+        if passed:
+            await beyond(client, old)
+        assert mirror.longest_prefix(keys) == 6, "it has not looked yet"
+        steering.go_to(None)
+        await eventually(lambda: mirror.resyncs, lambda resyncs: resyncs == 1)
+        assert mirror.longest_prefix(keys) == 0
         cache = await client.open_cache("c", SPEC)
-        async with Mirror(client, ["c"], heartbeat_s=0.1) as mirror:
-            await cache.put(keys, blocks(keys))
-            await mirror.synced(await last_event(client), timeout=PATIENCE_S)
-            old = mirror.cursor
-            assert old is not None
-            steering.hold()
-            await eventually(lambda: steering.holding, lambda watches: watches == 1)
-            await without_state(daemon)
-            if passed:
-                await beyond(client, old)
-            assert mirror.longest_prefix(keys) == 6, "it has not looked yet"
-            steering.go_to(None)
-            await eventually(lambda: mirror.resyncs, lambda resyncs: resyncs == 1)
-            assert mirror.longest_prefix(keys) == 0
-            cache = await client.open_cache("c", SPEC)
-            await cache.put(keys[:2], blocks(keys[:2]))
-            await mirror.synced(await last_event(client), timeout=PATIENCE_S)
-            assert (mirror.longest_prefix(keys), mirror.state) == (2, MirrorState.EXACT)
-            await steering.assert_agrees(mirror, cache)
+        await cache.put(keys[:2], blocks(keys[:2]))
+        await mirror.synced(await last_event(client), timeout=PATIENCE_S)
+        assert (mirror.longest_prefix(keys), mirror.state) == (2, MirrorState.EXACT)
+        await steering.assert_agrees(mirror, cache)
 
 
 @pytest.mark.parametrize("lost", ["disk", "disk/caches/c"])

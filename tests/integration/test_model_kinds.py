@@ -47,8 +47,7 @@ async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec)
                 assert_prefix(spec, group.group, await group.get(KEYS, tier=tier))
         for group in groups:
             await group.move(KEYS, Tier.DISK)
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
+        await asyncio.to_thread(daemon.restart)
         await heard(client)
         for group in groups:
             (span,) = (await group.match(KEYS)).groups
@@ -85,15 +84,6 @@ async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(sta
                 assert (tier.slots, tier.slot_bytes) == (slots, VSWA.record_bytes(group))
                 assert (tier.tokens, tier.bytes) == (slots * 16, slots * VSWA.record_bytes(group))
             assert cache.in_group(group).slots(Tier.HOST) == SLOTS["host"]
-
-
-async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for):
-    """Windows of 64 and 100 tokens keep 5 and 8 blocks of 16, the full group one for each."""
-    daemon = start_for(VSWA, device=64)
-    async with await patient(daemon.address) as client:
-        whole = 40 * VSWA.record_bytes(1) + 5 * VSWA.record_bytes(0) + 8 * VSWA.record_bytes(2)
-        cache = await client.open_cache("model", VSWA, budgets={Tier.DEVICE: whole})
-        assert [cache.in_group(group).slots(Tier.DEVICE) for group in groups_of(VSWA)] == [5, 40, 8]
 
 
 async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for):

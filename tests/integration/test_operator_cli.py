@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvtier import LeaseLost, Tier
-from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
+from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
 
@@ -21,18 +21,12 @@ async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=16))
 
 
-@pytest.fixture
-def at(daemon):
-    return ("--address", daemon.address)
-
-
 async def where(cache, keys):
     return [place.residency for place in await cache.locate(keys)]
 
 
 async def test_move_by_key_and_all(at, cache):
-    keys = chain(cache.name, 3)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 3)
     done = answer("move", cache.name, "host", keys[2].hex(), *at)
     assert (done["verb"], done["blocks"], done["done"], done["not_done"]) == ("move", 1, 1, [])
     assert await where(cache, keys) == [1, 1, 2]
@@ -56,8 +50,7 @@ async def test_what_could_not_be_moved_is_named(at, cache):
 
 
 async def test_leases_say_who_holds_what(at, client, cache):
-    keys = chain(cache.name, 2)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 2)
     async with cache.acquire(keys), cache.reserve(3, Tier.HOST):
         read, written = answer("leases", "--cache", cache.name, *at)
         assert (read["tier"], read["held_blocks"], read["blank_slots"]) == ("device", 2, 0)
@@ -89,8 +82,7 @@ async def test_a_hanging_client_is_kicked(at, client, cache):
 
 
 async def test_cache_ls(at, cache):
-    keys = chain(cache.name, 3)
-    await cache.put(keys, blocks(keys))
+    await put_chain(cache, cache.name, 3)
     (info,) = [each for each in answer("cache", "ls", *at) if each["name"] == cache.name]
     assert (info["model"], info["blocks"], info["sessions"]) == (SPEC.model, 3, 1)
     assert info["fingerprint"] == SPEC.fingerprint().hex()
@@ -131,8 +123,7 @@ def test_the_doctor_finds_the_daemon_and_what_it_was_given(daemon):
 
 
 async def test_drop_says_what_goes_before_it_goes(at, cache):
-    keys = chain(cache.name, 4)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 4)
     dry = answer("drop", cache.name, keys[1].hex(), "--dry-run", *at)
     assert (dry["dry_run"], dry["done"], dry["dropped"]) == (True, 1, 3)
     assert (await cache.match(keys)).blocks == 4
@@ -147,8 +138,7 @@ async def test_drop_says_what_goes_before_it_goes(at, cache):
 
 
 async def test_what_is_pinned_stays_until_it_is_unpinned(at, cache):
-    keys = chain(cache.name, 3)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 3)
     await cache.pin([keys[0], keys[2]], Tier.DEVICE)
     await cache.pin(keys[:1], Tier.DEVICE)
     assert answer("drop", cache.name, keys[1].hex(), "--dry-run", *at, status=1)["not_done"][0]["result"] == "held"
@@ -176,8 +166,7 @@ async def test_reset_forgets_all_or_what_it_can(at, cache):
 
 async def test_a_cache_is_removed(daemon, at, client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, disk=16))
-    keys = chain(name, 3)
-    await cache.put(keys, blocks(keys))
+    await put_chain(cache, name, 3)
     assert "open" in kvtier("cache", "rm", name, *at, status=1).stderr
     await cache.close()
     dry = answer("cache", "rm", name, "--dry-run", *at)

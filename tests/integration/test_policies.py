@@ -8,9 +8,9 @@ import pytest
 
 from kvtier import BlockResult, CacheOptions, Cause, Event, EventType, InvalidArgument, Tier, WritePolicy, connect
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import cache_stats
-from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.waiting import PATIENCE_S
 
 KEYS = chain("policies", 6)
 THROUGH = CacheOptions(write_policy=WritePolicy.THROUGH)
@@ -31,14 +31,12 @@ async def reached_disk(client, cache, keys):
 
 async def test_what_was_written_through_survives_a_kill(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("through", SPEC, options=THROUGH)
+    async with opened_cache(daemon.address, "through", options=THROUGH) as (client, cache):
         assert await cache.put(KEYS, blocks(KEYS)) == [BlockResult.OK] * len(KEYS)
         await reached_disk(client, cache, set(KEYS))
         daemon.kill()
     daemon.start()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("through", SPEC)
+    async with opened_cache(daemon.address, "through") as (_, cache):
         assert cache.info.options.write_policy is WritePolicy.THROUGH
         assert_bytes(KEYS, await cache.get(KEYS))
 
@@ -70,20 +68,9 @@ async def test_only_edges_that_lead_down_have_a_threshold(client, name):
         assert refused.value.field.startswith("options.thresholds[0]")
 
 
-async def test_a_cache_is_written_through_where_the_daemon_says_so(start_daemon):
-    daemon = start_daemon("--write-policy", "through", host=8, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("through", 3)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
-        both = Tier.HOST.bit | Tier.DISK.bit
-        await eventually(lambda: cache.locate(keys), lambda places: {place.residency for place in places} == {both})
-
-
 async def test_a_threshold_keeps_blocks_from_going_down(start_daemon):
     daemon = start_daemon("--demotion-threshold", "101", host=4, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         for name in ("a", "b"):
             await cache.put(chain(name, 4), blocks(chain(name, 4)), tier=Tier.HOST)
         assert (await cache.match(chain("a", 4))).blocks == 0
@@ -92,8 +79,7 @@ async def test_a_threshold_keeps_blocks_from_going_down(start_daemon):
 async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon):
     """Nobody can map a slot of it, so nothing can be put there; it is a valid subset all the same."""
     daemon = start_daemon(disk=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("disk", SPEC)
+    async with opened_cache(daemon.address, "disk") as (client, cache):
         assert cache.tiers == (Tier.DISK,)
         keys = chain("nowhere", 2)
         for call in (cache.reserve(1), cache.acquire(keys), cache.put(keys, blocks(keys))):
@@ -112,8 +98,7 @@ async def test_only_what_is_worth_it_goes_down(start_daemon, priority, kept):
         cheap = [chain(f"cheap {index}", 2) for index in range(2)]
         for keys in cheap:
             await cache.put(keys, blocks(keys), priorities=priority)
-        crowd = chain("crowd", 4)
-        await cache.put(crowd, blocks(crowd), priorities=100)
+        await put_chain(cache, "crowd", 4, priorities=100)
         assert [(await cache.match(keys)).blocks for keys in cheap] == ([2, 2] if kept else [0, 0])
         if not kept:
             gone: list[bytes] = []
@@ -124,20 +109,3 @@ async def test_only_what_is_worth_it_goes_down(start_daemon, priority, kept):
                     assert event.cause is Cause.CAPACITY
                     gone += event.keys
             assert [gone.index(keys[1]) < gone.index(keys[0]) for keys in cheap] == [True, True], "leaves first"
-
-
-async def test_the_least_recently_used_of_a_priority_goes_first(start_daemon):
-    daemon = start_daemon(host=6)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("order", SPEC)
-        first, second, third = (chain(f"order {index}", 2) for index in range(3))
-        for keys in (first, second, third):
-            await cache.put(keys, blocks(keys))
-        await cache.get(first)
-        fourth = chain("order 3", 2)
-        await cache.put(fourth, blocks(fourth))
-        assert [(await cache.match(keys)).blocks for keys in (first, second, third, fourth)] == [2, 0, 2, 2]
-        # And of a chain its tail, so that what is left can be used.
-        fifth = chain("order 4", 1)
-        await cache.put(fifth, blocks(fifth))
-        assert [(await cache.match(keys)).blocks for keys in (first, third, fourth, fifth)] == [2, 1, 2, 1]

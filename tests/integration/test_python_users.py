@@ -180,8 +180,7 @@ async def test_what_is_no_block_is_named(cache):
 
 async def test_a_lease_lost_is_no_lease_forgotten(daemon, client, cache):
     lease = await cache.reserve(1, tier=Tier.HOST)
-    daemon.kill()
-    daemon.start()
+    daemon.crash()
     while client.session_id and cache.session_number == lease.binding.session:
         await client.caches(timeout=10)
     with pytest.raises(LeaseLost):

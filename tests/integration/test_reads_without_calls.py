@@ -11,7 +11,7 @@ import pytest
 
 from kvtier import BlockResult, Client, InvalidArgument, Tier, buffers, errors
 from kvtier.wire import ReadCounts
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.stuck import stuck_disk
@@ -40,8 +40,7 @@ async def spread(cache, name):
 
 async def test_lookups_say_what_the_daemon_says(cache, client):
     keys = await spread(cache, "lookups")
-    async with await patient(client.address) as other:  # its calls tell nothing of ours
-        raw = await other.open_cache(cache.name, SPEC)
+    async with opened_cache(client.address, cache.name, wait=PATIENCE_S) as (_, raw):
         raw.arena.stale = True
         for part in (keys, keys[:5], keys[9:], keys[:1], keys[8:10], chain("strangers", 3)):
             before = raw.reads.calls
@@ -122,8 +121,7 @@ async def test_what_is_wrong_is_refused_though_nothing_is_called(cache):
 
 
 async def test_blocks_are_copied_to_where_the_caller_wants_them(cache):
-    keys = chain("out", 4)
-    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    keys = await put_chain(cache, "out", 4, tier=Tier.HOST)
     out = np.zeros((4, BLOCK_BYTES), np.uint8)
     for into in (out, list(out), out.reshape(4, 2, -1), out.view(np.int16)):
         out[:] = 0

@@ -16,12 +16,12 @@ from kvtier import (
 )
 from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
-from tests.integration.waiting import eventually, heard, patient
+from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 ON_DISK = chain("on disk", 20)
@@ -31,11 +31,6 @@ IN_MEMORY = chain("in memory", 5)
 @pytest.fixture
 def daemon(start_daemon):
     return start_daemon(**SLOTS)
-
-
-async def restart(daemon):
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
 
 
 async def filled(client):
@@ -51,7 +46,7 @@ async def filled(client):
 async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
     async with await patient(daemon.address) as client:
         cache = await filled(client)
-        await restart(daemon)
+        await asyncio.to_thread(daemon.restart)
         await heard(client)
         assert (await cache.match(ON_DISK)).residency == bytes([Tier.DISK.bit]) * len(ON_DISK)
         assert (await cache.match(IN_MEMORY)).blocks == 0
@@ -66,7 +61,7 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
 async def test_budgets_and_spec_are_remembered(daemon):
     async with await patient(daemon.address) as client:
         await client.open_cache("small", SPEC, budgets=sizes(device=2, host=3, disk=4))
-    await restart(daemon)
+    await asyncio.to_thread(daemon.restart)
     async with await patient(daemon.address) as client:
         (info,) = await client.caches()
         assert [tier.slots for tier in info.groups[0].tiers] == [2, 3, 4]
@@ -80,7 +75,7 @@ async def test_generations_never_restart(daemon):
         cache = await filled(client)
         old, slots = cache.arena, np.arange(SLOTS["device"])
         before = old.generations(Tier.DEVICE, cache.group, slots)
-        await restart(daemon)
+        await asyncio.to_thread(daemon.restart)
         await heard(client)
         await cache.match(ON_DISK)
         assert cache.arena is not old
@@ -114,15 +109,13 @@ async def test_leases_die_with_their_daemon(daemon, cleanly):
 async def test_put_and_get_outlive_any_number_of_restarts(daemon):
     """One client, never told to reconnect, one chain after another while the daemon comes and goes."""
     rounds = 3
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S, budgets=sizes(**SLOTS)) as (client, cache):
         done = asyncio.Event()
 
         async def work():
             count = 0
             while not done.is_set():
-                keys = chain(f"work {count}", 4)
-                await cache.put(keys, blocks(keys))
+                keys = await put_chain(cache, f"work {count}", 4)
                 found = await cache.get(keys)
                 assert_bytes(keys[: len(found)], found)
                 count += 1
@@ -130,7 +123,7 @@ async def test_put_and_get_outlive_any_number_of_restarts(daemon):
 
         worker = asyncio.create_task(work())
         for _ in range(rounds):
-            await restart(daemon)
+            await asyncio.to_thread(daemon.restart)
             await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.stored >= 8)  # in this life
         done.set()
         assert await worker > rounds
@@ -146,8 +139,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     assert "--disk-bytes" in said and "stored cache c" in said
     daemon.sizes = full | sizes(device=2, host=3)
     daemon.start()
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         assert [cache.slots(tier) for tier in TIERS] == [2, 3, SLOTS["disk"]]
         assert_bytes(ON_DISK, await cache.get(ON_DISK))
 
@@ -195,8 +187,7 @@ async def matches(client, name):
 async def test_it_stays_forgotten_over_a_kill(start_daemon, forget, settled):
     """``settled``: all of it is on disk before; else some of it is still being written."""
     daemon = start_daemon(host=32, disk=256)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         for keys in CHAINS:
             await cache.put(keys, blocks(keys))
             if settled:

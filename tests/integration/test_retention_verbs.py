@@ -14,21 +14,15 @@ from kvtier import (
     Retention,
     Tier,
     TokenRange,
-    connect,
 )
 from kvtier.errors import StillHeld
 from kvtier.events import Event
 from kvtier.wire import split_keys
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache
 
 OK = BlockResult.OK
 KEYS = chain("retention", 4)
 TOKENS = SPEC.tokens_per_block
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
 
 
 async def priorities(cache):
@@ -136,16 +130,12 @@ async def test_a_reset_is_refused_with_the_holders(cache):
 async def test_a_retention_outlives_the_daemon(start_daemon):
     """And what was changed after a block got to disk does, too."""
     daemon = start_daemon(device=4, host=8, disk=16)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("kept", SPEC)
+    async with opened_cache(daemon.address, "kept") as (_, cache):
         await cache.put(KEYS, blocks(KEYS), priorities=[70, 60, 50, 40])
         await cache.move(KEYS, Tier.DISK)
         await cache.set_retention(KEYS[3:], [90], [3600.0])
-    daemon.terminate()
-    assert daemon.ended() == 0
-    daemon.start()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("kept", SPEC)
+    daemon.restart()
+    async with opened_cache(daemon.address, "kept") as (_, cache):
         assert list((await priorities(cache)).values()) == [90, 90, 90, 90]
         await cache.drop(KEYS[3:])
         assert list((await priorities(cache)).values()) == [70, 60, 50]

@@ -20,7 +20,7 @@ from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import NOBODY, Actor
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import AttachSocket, attached, refusal
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -117,8 +117,7 @@ async def test_who_joins_a_lease_needs_the_right_that_it_takes(daemon):
 
 async def test_a_block_is_explained_as_far_as_one_may_see(daemon):
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        shared = await client.open_cache("shared", SPEC)
+    async with opened_cache(daemon.address, "shared") as (client, shared):
         async with shared.acquire(chain("stored", 1), Tier.HOST):
             writer = ended(daemon, [NOBODY], ("explain", ""), ("explain", "mine"), ("explain", "shared"))
             watcher = ended(daemon, [READERS], ("explain", ""), ("explain", "secret"))
@@ -258,8 +257,7 @@ def revoking(start_daemon, tmp_path):
 
 
 async def stored(client, cache, name):
-    keys = chain(name, 2)
-    await (await client.open_cache(cache, SPEC, budgets=sizes(host=4))).put(keys, blocks(keys), tier=Tier.HOST)
+    keys = await put_chain((await client.open_cache(cache, SPEC, budgets=sizes(host=4))), name, 2, tier=Tier.HOST)
     return keys
 
 
@@ -398,8 +396,7 @@ async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daem
 async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon):
     """Least of all what says where they are: others read by that, without asking anybody."""
     daemon = open_up(start_daemon("--allow", ALLOWED, device=2, host=8))
-    async with await connect(daemon.address) as client:
-        theirs = await client.open_cache("theirs", SPEC, budgets=sizes(host=4))
+    async with opened_cache(daemon.address, "theirs", budgets=sizes(host=4)) as (client, theirs):
         ours = await client.open_cache("ours", SPEC, budgets=sizes(host=4))
         keys = chain("theirs", 3)
         for cache in (theirs, ours):
@@ -431,6 +428,5 @@ async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(st
 
 async def works(client):
     cache = await client.open_cache("mine", SPEC)
-    keys = chain("mine", 2)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, "mine", 2)
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))

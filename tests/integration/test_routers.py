@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from kvtier import CacheOptions, Cause, Event, EventType, Tier
+from kvtier import CacheOptions, Cause, Event, EventType, Tier, WritePolicy
 from kvtier.types import tiers_of
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.waiting import PATIENCE_S, patient
 
 
@@ -29,10 +29,11 @@ async def test_a_watch_that_can_show_nothing_says_so(start_daemon, name):
 
 async def test_the_daemon_s_defaults_are_those_of_new_caches(start_daemon, name):
     """Who routes sets them, not who opens caches."""
-    daemon = start_daemon("--event-hash", "v1_block_key", "--keep-tokens", host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
-        assert (cache.info.options.event_hash, cache.info.options.keep_tokens) == ("v1_block_key", True)
+    daemon = start_daemon("--event-hash", "v1_block_key", "--keep-tokens", "--write-policy", "through", host=8)
+    async with opened_cache(daemon.address, name, wait=PATIENCE_S, budgets=sizes(host=4)) as (client, cache):
+        options = cache.info.options
+        assert (options.event_hash, options.keep_tokens) == ("v1_block_key", True)
+        assert options.write_policy is WritePolicy.THROUGH
         prompt = cache.prompt(range(SPEC.tokens_per_block))
         await cache.put(prompt.keys, blocks([prompt.keys]), prompt=prompt)
         async with client.watch(oldest=True, caches=[name], types=[EventType.STORED]) as watch:
@@ -63,8 +64,7 @@ async def until_quiet(on):
 async def test_an_eviction_says_which_tier_was_left_though_nothing_was_copied(start_daemon, name):
     daemon = start_daemon(device=4, host=8, disk=64)
     first, second = chain("first", 4), chain("second", 4)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets=sizes(host=4, disk=32))
+    async with opened_cache(daemon.address, name, wait=PATIENCE_S, budgets=sizes(host=4, disk=32)) as (client, cache):
         await cache.put(first, blocks(first), tier=Tier.HOST)
         assert all(result == 0 for result in await cache.move(first, Tier.DISK))
         await cache.get(first, tier=Tier.HOST)  # in both tiers now
@@ -80,11 +80,9 @@ async def test_an_eviction_says_which_tier_was_left_though_nothing_was_copied(st
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 async def test_a_block_that_is_forgotten_says_where_it_was(start_daemon, name, tier):
     daemon = start_daemon(device=8, host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets=sizes(**{str(tier): 4}))
+    async with opened_cache(daemon.address, name, wait=PATIENCE_S, budgets=sizes(**{str(tier): 4})) as (client, cache):
         for number in range(2):
-            keys = chain(f"{number}", 4)
-            await cache.put(keys, blocks(keys), tier=tier)
+            await put_chain(cache, f"{number}", 4, tier=tier)
         gone = await evictions(client, name)
         assert {(event.type, event.moved_from, event.moved_to) for event in gone} == {(EventType.REMOVED, tier, None)}
         assert f"{tier} → gone" in watch(daemon, "--cache", name).stdout

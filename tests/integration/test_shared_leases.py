@@ -26,12 +26,12 @@ from kvtier import (
 )
 from kvtier.v1 import blocks_pb2
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.seeing import session_of, tier_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_dead_clients import break_connection
 from tests.integration.touching import bytes_in, write_into
-from tests.integration.waiting import eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
 HOST = 8
@@ -42,12 +42,6 @@ CROWD = chain("crowd", 2 * HOST)
 @pytest.fixture
 async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(host=HOST))
-
-
-@pytest.fixture
-async def other(daemon):
-    async with await patient(daemon.address) as client:
-        yield client
 
 
 @pytest.fixture
@@ -127,8 +121,7 @@ async def test_a_schedulers_death_gives_nothing_away_under_its_workers(client, d
 async def test_a_restarted_daemon_honours_the_slots_while_one_holder_lives(short_dir, dies):
     """Its owner table has one word a slot: with one of two owners in it, the slot would go with that one."""
     with SupervisedDaemon(short_dir, sizes(host=HOST)) as daemon:
-        async with await patient(daemon.address) as client:
-            cache = await client.open_cache("c", SPEC)
+        async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
             with Actor("plan", address=daemon.address, cache="c", leases=[3]) as scheduler:
                 planned = scheduler.says()
                 with Actor("work", address=daemon.address, cache="c", tickets=planned["tickets"]) as worker:
@@ -204,8 +197,7 @@ async def test_a_reader_hands_on_what_it_reads(client, cache, theirs):
     joined = await theirs.join(ticket)
     assert (joined.keys, joined.blocks, joined.prefix_length, joined.matched) == (tuple(KEYS), 3, 4, 4)
     await lease.release()
-    crowd = chain("crowd", HOST - 3)
-    await cache.put(crowd, blocks(crowd))
+    await put_chain(cache, "crowd", HOST - 3)
     assert joined.unchanged()
     assert_bytes(KEYS[:3], [bytes_in(joined.view(index)) for index in range(3)])
     await joined.release()

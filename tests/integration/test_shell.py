@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvtier import Tier
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, put_chain, sizes
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier
 from tests.integration.waiting import patient
@@ -30,11 +30,6 @@ def put(*arguments, data, status=0):
 
 def get(*arguments):
     return subprocess.run([*KVTIER, "get", *arguments], check=True, capture_output=True, timeout=DEADLINE_S).stdout
-
-
-@pytest.fixture
-def at(daemon):
-    return ("--address", daemon.address)
 
 
 @pytest.fixture
@@ -113,8 +108,7 @@ def test_the_connection_is_named_before_the_verb_or_after_it(daemon, at, short_d
 
 async def test_yaml_says_what_json_says(at, client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4))
-    keys = chain(name, 2)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, name, 2)
     async with cache.acquire(keys):
         for command in (
             ["cache", "ls"],
@@ -143,8 +137,7 @@ async def test_eighty_columns_hold_every_table_and_a_pipe_cuts_nothing(start_fre
     daemon = start_fresh(device=8, host=8, disk=16)
     async with await patient(daemon.address) as client:
         cache = await client.open_cache(LONG, SPEC, budgets=sizes(device=8, host=8, disk=16))
-        keys = chain("eighty", 3)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, "eighty", 3)
         async with cache.acquire(keys):
             for command in (["status"], ["cache", "ls"], ["leases"], ["top", "--once"]):
                 arguments = (*command, "--address", daemon.address)

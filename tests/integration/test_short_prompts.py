@@ -20,10 +20,6 @@ EITHER: tuple[Keys, ...] = (NONE, [])
 NOTHING: dict[int, list[Any]] = {group: [] for group in groups_of(VSWA)}
 
 
-def test_it_has_no_keys():
-    assert NONE == b""
-
-
 @pytest.fixture
 def daemon(start_for):
     return start_for(VSWA, device=8, host=8, disk=8)

@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 import signal
-import subprocess
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,10 +15,10 @@ import pytest
 
 from kvtier import BlockResult, DaemonUnavailable, Tier, connect
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats
-from tests.integration.starting import environment
+from tests.integration.starting import cut_short
 from tests.integration.stuck import stuck_disk
 from tests.integration.test_crash import SEED
 from tests.integration.waiting import PATIENCE_S, eventually, patient
@@ -68,8 +67,7 @@ async def test_a_stop_with_everything_going_on(start_daemon):
         frozen.says()
         frozen.signal(signal.SIGSTOP)
         disk = stack.enter_context(stuck_disk(daemon, "c"))
-        in_the_way = chain("in the way", 3)
-        await cache.put(in_the_way, blocks(in_the_way))
+        await put_chain(cache, "in the way", 3)
         held = await (await holder.open_cache("c", SPEC)).reserve(1)
         waiting = asyncio.create_task(three_blank_slots(cache))
         await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.waiting == 1)
@@ -92,10 +90,8 @@ async def three_blank_slots(cache):
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGINT, 50)])
 async def test_signals(daemon, number, times):
     """Either one asks for a clean stop, and so does the next; impatience does not make it less clean."""
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("kept", 4)
-        await cache.put(keys, blocks(keys))
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
+        keys = await put_chain(cache, "kept", 4)
         await cache.move(keys, Tier.DISK)
         for _ in range(times):
             os.kill(daemon.pid, number)
@@ -114,8 +110,7 @@ async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir):
     daemon = DaemonProcess(short_dir, sizes(**SLOTS), ["--shutdown-seconds", "0.5"])
     daemon.start()
     kept, hanging = chain("kept", 4), chain("hanging", 4)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(kept, blocks(kept))
         await cache.move(kept, Tier.DISK)
         await cache.put(hanging, blocks(hanging))
@@ -139,13 +134,12 @@ async def test_stops_while_it_starts(daemon):
     """A signal that comes before there is anything to stop is not lost, and does no harm."""
     rng = random.Random(SEED)
     keys = chain("kept", 20)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (_, cache):
         await cache.put(keys, blocks(keys))
         await cache.move(keys, Tier.DISK)
     daemon.stop()
     for _ in range(6):
-        status = await asyncio.to_thread(start_and_stop_after, daemon, rng.uniform(0.0, 0.5))
+        status = await asyncio.to_thread(cut_short, daemon, rng.uniform(0.0, 0.5), signal.SIGTERM)
         assert status in (0, -signal.SIGTERM)
     daemon.start()
     async with await patient(daemon.address) as client:
@@ -154,19 +148,8 @@ async def test_stops_while_it_starts(daemon):
         assert_bytes(keys, await cache.get(keys))
 
 
-def start_and_stop_after(daemon, seconds):
-    process = subprocess.Popen(
-        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    process.terminate()
-    return process.wait(PATIENCE_S)
-
-
 async def test_nobody_is_let_in_while_it_stops(daemon):
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await cache.put(chain("in the way", 4), blocks(chain("in the way", 4)))
         with stuck_disk(daemon, "c") as disk:
             moving = asyncio.create_task(cache.move(chain("in the way", 4), Tier.DISK))

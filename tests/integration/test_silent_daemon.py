@@ -16,7 +16,7 @@ import pytest
 
 from kvtier import BlockResult, Client, Planes, Tier, connect
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain
 from tests.integration.daemon import DaemonProcess
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.stuck import stuck_disk
@@ -76,8 +76,7 @@ def daemon(start_daemon):
 
 async def fill(daemon):
     """A chain of which the first half is in mapped memory and the whole on disk."""
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         await cache.put(KEYS, blocks(KEYS))
         await cache.move(KEYS, Tier.DISK)
         async with cache.acquire(MAPPED, Tier.HOST):
@@ -98,8 +97,7 @@ async def all_is_given_back(client, cache):
 
 async def test_every_call_ends_at_its_deadline(daemon):
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
 
         async def call(verb):
             with pytest.raises(DeadlineExceeded):
@@ -156,8 +154,7 @@ async def test_a_call_that_waits_in_a_daemon_that_falls_silent_ends(daemon):
     """One that waits for room, in a daemon that is alive, goes on."""
     async with await connect(daemon.address, patience=IMPATIENCE_S) as client:
         cache = await client.open_cache("c", SPEC)
-        keys = chain("full", SLOTS)
-        await cache.put(keys, blocks(keys))
+        await put_chain(cache, "full", SLOTS)
         with stuck_disk(daemon, "c"):
             reserving = asyncio.ensure_future(cache.reserve(SLOTS, timeout=60).take())
             async with await connect(daemon.address) as other:
@@ -171,8 +168,7 @@ async def test_a_call_that_waits_in_a_daemon_that_falls_silent_ends(daemon):
 
 
 async def test_a_watch_that_cannot_begin_says_so(daemon):
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
         with paused(daemon):
             began = time.monotonic()
             begun = client.watch(heartbeat_s=0.01).__aenter__()
@@ -186,8 +182,7 @@ async def test_a_watch_that_cannot_begin_says_so(daemon):
 async def test_a_release_is_not_lost(daemon, asked):
     """Whether or not the client knows by then that nobody answers."""
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
         written, trimmed = await cache.reserve(2), await cache.acquire(MAPPED)
         async with cache.acquire(MAPPED):
             with paused(daemon):
@@ -207,27 +202,24 @@ async def test_a_release_is_not_lost(daemon, asked):
 async def test_slots_of_a_commit_that_nobody_heard_are_not_blank(daemon):
     """They may be blocks, which whoever fills them anew would change for all readers."""
     keys = chain("unheard", 2)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        async with cache.reserve(2) as lease:
-            with pytest.raises(InvalidArgument):
-                await lease.commit(keys[:1], parent=keys[0])
-            assert lease.blank == [0, 1]
-            with paused(daemon), pytest.raises(DeadlineExceeded):
-                await lease.commit(keys[:1], timeout=TIMEOUT_S)
-            assert lease.blank == [1]
-            with pytest.raises(ValueError, match="read-only"):
-                lease.view(0)[0][:] = 0
-            await heard(client)
-            assert await lease.commit(keys[1:]) == [BlockResult.OK]
+    async with opened_cache(daemon.address, "c") as (client, cache), cache.reserve(2) as lease:
+        with pytest.raises(InvalidArgument):
+            await lease.commit(keys[:1], parent=keys[0])
+        assert lease.blank == [0, 1]
+        with paused(daemon), pytest.raises(DeadlineExceeded):
+            await lease.commit(keys[:1], timeout=TIMEOUT_S)
+        assert lease.blank == [1]
+        with pytest.raises(ValueError, match="read-only"):
+            lease.view(0)[0][:] = 0
+        await heard(client)
+        assert await lease.commit(keys[1:]) == [BlockResult.OK]
 
 
 @pytest.mark.parametrize("how", AWAY)
 async def test_a_hit_that_cannot_be_loaded_is_offered_once(daemon, how):
     go, come_back = AWAY[how]
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
         await asyncio.to_thread(go, daemon)
         try:
             if how == "killed":
@@ -259,8 +251,7 @@ async def test_a_read_that_a_dying_daemon_is_not_told_of_costs_nothing(daemon):
     await fill(daemon)
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
         daemon.pause()
         assert_bytes(MAPPED, await cache.get(MAPPED))
         with pytest.raises(DeadlineExceeded):  # before it, the daemon is told
@@ -273,8 +264,7 @@ async def test_a_read_that_a_dying_daemon_is_not_told_of_costs_nothing(daemon):
 
 async def test_a_get_of_which_nothing_can_be_read_says_so_once(daemon):
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         with paused(daemon):
             with pytest.raises(DeadlineExceeded):
                 await cache.get(ON_DISK, timeout=TIMEOUT_S)
@@ -331,8 +321,7 @@ async def test_several_groups_count_what_is_mapped(start_for):
 async def test_mapped_blocks_are_loaded_into_pages_and_found_stored_without_the_daemon(daemon):
     """Also from the middle of a chain, and without a lease: nothing of it waits for a call."""
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (client, cache):
         plane = np.zeros((8, 3, BLOCK_BYTES // 3), np.uint8)
         planes = Planes([plane[:, part] for part in range(3)])
         with paused(daemon):
@@ -378,8 +367,7 @@ async def test_all_groups_are_loaded_into_pages_without_the_daemon(start_for):
 
 async def test_a_caller_in_a_hurry_does_not_make_the_daemon_unreachable(daemon):
     await fill(daemon)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         with pytest.raises(RetryableError):
             await cache.acquire(ON_DISK, timeout=1e-6)
         assert await cache.prefix_length(KEYS) == 8
@@ -390,8 +378,7 @@ async def test_a_daemon_that_makes_no_room_in_time_is_heard(daemon):
     """It is the daemon's own answer, so nobody takes the daemon for silent."""
     async with await connect(daemon.address, patience=IMPATIENCE_S) as client:
         cache = await client.open_cache("c", SPEC)
-        keys = chain("full", SLOTS)
-        await cache.put(keys, blocks(keys))
+        await put_chain(cache, "full", SLOTS)
         with stuck_disk(daemon, "c"):
             with pytest.raises(DeadlineExceeded, match="no room was made in time"):
                 await cache.reserve(SLOTS, timeout=2)

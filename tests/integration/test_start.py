@@ -16,7 +16,7 @@ import pytest
 from kvtier import RetryableError, Tier, connect
 from kvtier.v1 import session_pb2
 from kvtier.wire import ReadCounts
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, chain, opened_cache, put_chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.manager import NotifySocket
 from tests.integration.raw import AttachSocket
@@ -82,10 +82,8 @@ def test_a_reload_begins_and_ends_with_a_word(daemon, manager):
 async def test_a_stuck_lane_starves_the_watchdog(daemon, manager):
     """The loop goes on serving, so nothing else would ever tell the manager."""
     daemon.start()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("stuck", SPEC)
-        keys = chain("stuck", 4)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    async with opened_cache(daemon.address, "stuck") as (_, cache):
+        keys = await put_chain(cache, "stuck", 4, tier=Tier.HOST)
         with stuck_disk(daemon, "stuck") as disk:
             moving = asyncio.create_task(cache.move(keys, Tier.DISK))
             await asyncio.to_thread(starved, manager)
@@ -153,10 +151,8 @@ def trapped(tmp_path, monkeypatch):
 
 async def test_a_daemon_serves_without_them(trapped, start_daemon):
     daemon = start_daemon(device=4, host=4, disk=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        keys = chain("imports", 3)
-        await cache.put(keys, blocks(keys))
+    async with opened_cache(daemon.address, "c") as (_, cache):
+        keys = await put_chain(cache, "imports", 3)
         assert_bytes(keys, await cache.get(keys))
     assert not trapped.exists()
 
@@ -181,10 +177,8 @@ def leave(daemon, free):
 
 async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_again(start_daemon):
     daemon = start_daemon(host=4, disk=4)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("mine", SPEC)
-        keys = chain("mine", 2)
-        await cache.put(keys, blocks(keys))
+    async with opened_cache(daemon.address, "mine") as (_, cache):
+        keys = await put_chain(cache, "mine", 2)
         before = descriptors(daemon)
         limits = leave(daemon, free=1)  # for the connection, and none for the pidfd
         with AttachSocket(daemon.address) as sock:
@@ -195,8 +189,7 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
         with pytest.raises(RetryableError, match="no file descriptor left for a session, its limit is"):
             await connect(daemon.address)
         assert_bytes(keys, await cache.get(keys))
-        more = chain("more", 2)
-        await cache.put(more, blocks(more))
+        more = await put_chain(cache, "more", 2)
         await eventually(lambda: descriptors(daemon), lambda now: now <= before)
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
         async with await connect(daemon.address) as other:
@@ -215,12 +208,10 @@ def foreign(short_dir):
 
 
 async def test_all_goes_by_calls_and_leases_there(foreign):
-    async with await connect(foreign.address) as client:
-        cache = await client.open_cache("llama", SPEC)
+    async with opened_cache(foreign.address, "llama") as (_, cache):
         assert cache.mapped
         assert cache.lookups == "calls: the daemon keeps no key index on its kind of machine"
-        keys = chain("there", 12)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        keys = await put_chain(cache, "there", 12, tier=Tier.HOST)
         assert (await cache.match(keys)).blocks == 12
         assert await cache.prefix_length([*keys, *chain("not there", 2)]) == 12
         assert all(place.residency for place in await cache.locate(keys[-4:]))

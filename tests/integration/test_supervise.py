@@ -22,7 +22,7 @@ from kvtier import (
     WritePolicy,
 )
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.books import Books
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats
@@ -103,8 +103,7 @@ async def test_a_block_can_be_found_on_host_and_disk(short_dir):
             await cache.move(keys, Tier.DISK)
             async with cache.acquire(keys, tier=Tier.HOST):
                 pass
-            alone = chain("host alone", 3)
-            await cache.put(alone, blocks(alone), tier=Tier.HOST)
+            alone = await put_chain(cache, "host alone", 3, tier=Tier.HOST)
             await asyncio.to_thread(daemon.kill)
             await heard(client)
             assert {place.residency for place in await cache.locate(keys)} == {Tier.HOST.bit | Tier.DISK.bit}
@@ -146,8 +145,7 @@ async def test_all_window_groups_survive_a_kill(short_dir):
 
 @pytest.mark.parametrize("end", ["releases", "dies"])
 async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_go(daemon, end):
-    async with await patient(daemon.address) as watching:
-        cache = await watching.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (watching, cache):
         async with await patient(daemon.address) as writer:
             with Actor("hold", address=daemon.address, cache="c", reserve={"HOST": 2}, acquire={}) as actor:
                 slots = set(actor.says()["slots"]["HOST"])

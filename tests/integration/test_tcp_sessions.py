@@ -308,8 +308,7 @@ async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(start
         daemon.resume()
         await heard(client)
         assert (await cache.match(KEYS)).blocks == len(KEYS)
-        await asyncio.to_thread(daemon.stop)
-        await asyncio.to_thread(daemon.start)
+        await asyncio.to_thread(daemon.restart)
         await heard(client)
         assert (await cache.match(KEYS)).blocks == 0
         assert client.epoch == link.welcome.epoch

@@ -97,13 +97,9 @@ def unsupervised(home, seed, *, parts, turns, ends, seconds, flags=()):
     """Memory is lost with the daemon, but for those who have mapped it; what is on disk comes back."""
     daemon = DaemonProcess(home, SIZES, flags)
 
-    def kill():
-        daemon.kill()
-        daemon.start()
-
     daemon.start()
     try:
-        report = torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
+        report = torture(daemon.address, daemon.crash, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
         assert_right(report)
         settle(daemon.address)
     finally:

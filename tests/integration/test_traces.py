@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from kvtier import Client, InvalidArgument, Tier, connect
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache
 from tests.integration.collector import collecting
 from tests.integration.starting import refused, tree
 from tests.integration.waiting import eventually
@@ -29,8 +29,7 @@ def collector(monkeypatch):
 
 async def test_calls_and_moves_become_spans(collector, start_fresh):
     daemon = start_fresh("--traces", collector.endpoint, host=8, disk=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         await cache.put(KEYS, blocks(KEYS))
         await cache.move(KEYS, Tier.DISK)
         async with cache.acquire([*KEYS, *chain("absent", 2)]) as lease:
@@ -75,8 +74,7 @@ async def test_streams_become_spans(collector, start_fresh):
 
 async def test_a_refused_call_says_why(collector, start_fresh):
     daemon = start_fresh("--traces", collector.endpoint, host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         with pytest.raises(InvalidArgument):
             await cache.reserve(9).__aenter__()
     (span,) = collector.call("Blocks.Reserve")
@@ -113,8 +111,7 @@ async def test_a_collector_that_is_away_costs_one_warning_and_the_spans(monkeypa
     with collecting() as collector:  # its port is free afterwards
         port = int(collector.endpoint.rpartition(":")[2])
     daemon = start_fresh("--traces", collector.endpoint, host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c") as (_, cache):
         for _ in range(100):  # more than the queue has room for
             await cache.drop(KEYS)
         await eventually(lambda: daemon.log, lambda log: "traces are lost" in log)

@@ -17,8 +17,17 @@ from kvtier.errors import FAILED_WRITE
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
-from tests.integration.actors import Actor
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import (
+    BLOCK_BYTES,
+    SPEC,
+    assert_bytes,
+    block,
+    blocks,
+    chain,
+    opened_cache,
+    put_chain,
+    sizes,
+)
 from tests.integration.models import MLA, assert_content, content
 from tests.integration.raw import attached, refusal
 from tests.integration.seeing import cache_stats, tier_stats
@@ -82,8 +91,7 @@ async def test_blocks_larger_than_a_chunk(start_for):
 
 
 async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed):
-    keys = chain("views", 1)
-    await streamed.put(keys, blocks(keys))
+    keys = await put_chain(streamed, "views", 1)
     with pytest.raises(errors.CallerError, match="not mapped") as refused:
         await streamed.reserve(1)
     assert refused.value.reason == "CANNOT_MAP"
@@ -104,8 +112,7 @@ async def test_many_put_and_get_while_blocks_are_evicted(client, name):
 
     async def one(number):
         for turn in range(6):
-            keys = chain(f"evict-{number}-{turn}", 3)
-            await streamed.put(keys, blocks(keys))
+            keys = await put_chain(streamed, f"evict-{number}-{turn}", 3)
             found = await streamed.get(keys)
             assert_bytes(keys[: len(found)], found)
 
@@ -291,8 +298,7 @@ async def test_a_put_ends_with_its_session_and_writes_no_slot_of_anybody_elses(d
         call = await begun(raw, client, opened.cache_id, name)
         await client.kick(raw.welcome.session_id)
         # Its slots are given to somebody else, who writes them, while its stream goes on.
-        other = chain("other", 2)
-        await cache.put(other, blocks(other))
+        other = await put_chain(cache, "other", 2)
         await call.write(part(0, HALF, ALL[HALF:]))
         await call.done_writing()
         assert (await refusal(call)).code is Code.UNAUTHENTICATED
@@ -320,18 +326,6 @@ async def test_a_put_ends_when_its_session_breaks_off_and_can_be_repeated(raw, c
     assert (await put_refused(raw, [other])).detail.field == "seq"
 
 
-async def test_a_killed_sender_leaves_nothing(daemon, client, name):
-    cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
-    begin, chunk = header(cache.info.cache_id, KEYS), part(0, 0, ALL[:HALF])
-    sent = [message.SerializeToString().hex() for message in (begin, chunk)]
-    with Actor("send_half", address=daemon.address, cache=name, messages=sent) as actor:
-        actor.says()
-        await eventually(lambda: tier_stats(client, name, Tier.HOST), lambda seen: seen.held == 2)
-        actor.kill()
-        await nothing_held(client, name)
-    assert (await cache.match(KEYS)).blocks == 0
-
-
 async def test_a_reader_that_leaves_midway_holds_nothing(raw, client, name):
     opened = await raw.open(name, budgets=sizes(host=4))
     await (await client.open_cache(name, SPEC)).put(KEYS, blocks(KEYS))
@@ -349,6 +343,5 @@ async def test_a_session_that_ends_in_the_middle_of_a_message_is_no_trouble_to_t
     """A refused get is left after its first message, and its client hangs up at once. The log is read at the end."""
     daemon = start_daemon(host=8)
     for number in range(40):
-        async with await connect(daemon.address) as client:
-            cache = await client.open_cache("c", SPEC, mapped=False)
+        async with opened_cache(daemon.address, "c", mapped=False) as (_, cache):
             assert await cache.get(chain(f"nowhere {number}", 1)) == []

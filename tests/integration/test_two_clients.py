@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-
-import pytest
 
 from kvtier import BlockResult, Tier, TierFull, connect
-from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
 
 OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
 MOST_TURNS = 40
-
-
-@pytest.fixture
-async def other(daemon):
-    async with await connect(daemon.address) as client:
-        yield client
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
-
-
-async def test_a_full_tier_says_at_once_who_holds_it(client, daemon, cache):
-    with Actor("hold", address=daemon.address, cache=cache.name, reserve={"DEVICE": 3}, acquire={}) as holder:
-        session = holder.says()["session"]
-        started = time.monotonic()
-        with pytest.raises(TierFull) as refused:
-            await cache.reserve(2, Tier.DEVICE, timeout=30)
-        assert time.monotonic() - started < 5, "waited for what could not come"
-        full = refused.value
-        assert (full.tier, full.wanted, full.free) == (Tier.DEVICE, 2, 1)
-        (named,) = full.holders
-        assert (named.session_id, named.pid, named.slots) == (session, holder.pid, 3)
-        assert "tests.integration.actors" in named.command
-        # What is left is still to be had, and everything is when the holder is gone.
-        await (await cache.reserve(1, Tier.DEVICE)).release()
-        holder.kill()
-        await eventually(lambda: tier_stats(client, cache.name, Tier.DEVICE), lambda stats: stats.free == 4)
-        await (await cache.reserve(4, Tier.DEVICE)).release()
 
 
 async def test_who_asks_first_is_served_first(start_daemon):

@@ -18,11 +18,6 @@ KEYS = chain("verbs", 4)
 DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
 
 
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
-
-
 async def put(cache, keys, tier=Tier.DEVICE):
     assert await cache.put(keys, blocks(keys), tier=tier) == [OK] * len(keys)
 
@@ -100,17 +95,6 @@ async def test_reserve_fills_and_commits_a_chain_of_one_call(cache):
     assert [listed[key].parent for key in KEYS] == [None, *KEYS[:-1]]
     # A parent is worth as much as its children.
     assert [listed[key].priority for key in KEYS] == [40] * 4
-
-
-async def test_a_blank_slot_goes_back_by_release(client, cache):
-    lease = await cache.reserve(3)
-    held = await tier_stats(client, cache.name, Tier.DEVICE)
-    assert (held.blank, held.held, held.free) == (3, 3, 5)
-    await lease.release()
-    after = await tier_stats(client, cache.name, Tier.DEVICE)
-    assert (after.blank, after.held, after.free) == (0, 0, 8)
-    with pytest.raises(LeaseError):
-        await lease.release()
 
 
 async def test_commit_answers_for_each_block(client, cache):
@@ -242,16 +226,6 @@ async def test_a_put_whose_parent_is_evicted_starts_again_at_the_first_missing_b
     await cache.put(later, blocks(later))
     assert await cache.put(keys, blocks(keys)) == [OK] * 4
     assert_bytes(keys, await cache.get(keys))
-
-
-async def test_move_up_is_a_prefetch_and_down_a_demotion(cache):
-    await put(cache, KEYS, Tier.HOST)
-    assert await cache.move([*KEYS, *chain("absent", 1)], Tier.DEVICE) == [OK] * 4 + [BlockResult.NOT_FOUND]
-    assert set((await cache.match(KEYS)).residency) == {DEVICE}
-    assert await cache.move(KEYS, Tier.DISK) == [OK] * 4
-    assert set((await cache.match(KEYS)).residency) == {DISK}
-    assert await cache.move(KEYS, Tier.DISK) == [OK] * 4
-    assert_bytes(KEYS, await cache.get(KEYS))
 
 
 async def test_a_move_that_finds_no_room_says_so(client, cache):

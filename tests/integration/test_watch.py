@@ -10,7 +10,6 @@ import pytest
 from kvtier import (
     Cause,
     Cursor,
-    CursorCompacted,
     Event,
     EventType,
     Gap,
@@ -21,7 +20,7 @@ from kvtier import (
 )
 from kvtier.abi.words import TIERS
 from kvtier.v1 import events_pb2
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, put_chain, sizes
 from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import refusal
 from tests.integration.residency import ResidencyTable, snapshot
@@ -174,8 +173,7 @@ async def test_a_watch_without_a_start_begins_when_it_is_entered(client, cache):
 
 
 async def test_reservations_and_lookups_are_no_events(client, cache):
-    keys = chain(cache.name, 2)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, cache.name, 2)
     start = await last_event(client)
     async with cache.reserve(2), cache.acquire(keys):
         await cache.match(keys)
@@ -230,8 +228,7 @@ async def _snapshot(client, name):
 async def _traffic(cache, count, who="traffic"):
     """Chains of two, some extended, read and dropped again; every number of them is the same each time."""
     for index in range(count):
-        keys = chain(f"{who} {index}", 2)
-        await cache.put(keys, blocks(keys))
+        keys = await put_chain(cache, f"{who} {index}", 2)
         if index % 3 == 0:
             await cache.get(chain(f"{who} {index // 2}", 2))
         if index % 5 == 0:
@@ -245,28 +242,6 @@ async def _quiet(client, cache):
         lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
     )
     return await last_event(client)
-
-
-async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon):
-    flags = ("--event-ring-bytes", "2KiB", "--event-log-bytes", "0")
-    daemon = start_daemon(*flags, host=8)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("short", SPEC)
-        for index in range(40):
-            keys = chain(f"short {index}", 2)
-            await cache.put(keys, blocks(keys))
-        end = await _quiet(client, cache)
-        async with client.watch(oldest=True) as watch:
-            await until(watch, end)  # what is serialised later would push out what is the oldest now
-        with pytest.raises(CursorCompacted) as refused:
-            await anext(client.watch(since=Cursor(end.epoch, 1)))
-        oldest = refused.value.oldest
-        assert 1 < oldest <= end.id
-        async with client.watch(since=Cursor(end.epoch, oldest - 1)) as watch:
-            events = await until(watch, end)
-        assert [event.event_id for event in events] == list(range(oldest, end.id + 1))
-        async with client.watch(oldest=True) as watch:
-            assert [event.event_id for event in await until(watch, end)] == list(range(oldest, end.id + 1))
 
 
 def filtered(packed):

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 import pytest
 
 from kvtier import CacheOptions, Tier, connect, event_hashes
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, blocks, opened_cache, put_chain, sizes
 from tests.integration.seeing import last_event
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
-from tests.integration.waiting import PATIENCE_S, patient
+from tests.integration.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -31,8 +31,7 @@ async def cache(client, name):
 
 
 async def stored(cache, name, count=2):
-    keys = chain(f"{cache.name} {name}", count)
-    await cache.put(keys, blocks(keys))
+    keys = await put_chain(cache, f"{cache.name} {name}", count)
     return keys
 
 
@@ -234,8 +233,7 @@ def test_no_daemon_at_the_start_has_a_status_of_its_own(short_dir):
 @pytest.mark.parametrize("unclean", [False, True], ids=["restarted", "killed"])
 async def test_a_restart_is_reported_and_survived(start_daemon, unclean):
     daemon = start_daemon(host=8, disk=32)
-    async with await patient(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache):
         await stored(cache, "before")
         with watching(daemon, "-o", "json", "--oldest") as process, watching(daemon, "--oldest") as people:
             while (await next_line(process))["type"] != "stored":

@@ -41,13 +41,11 @@ def daemon(start_daemon):
 
 
 async def cleanly(daemon):
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
+    await asyncio.to_thread(daemon.restart)
 
 
 async def uncleanly(daemon):
-    daemon.kill()
-    await asyncio.to_thread(daemon.start)
+    await asyncio.to_thread(daemon.crash)
 
 
 BOTH = pytest.mark.parametrize("restart", [cleanly, uncleanly])

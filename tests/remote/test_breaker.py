@@ -245,22 +245,6 @@ async def test_a_probe_asks_for_another_object_each_time() -> None:
     assert it.guarded.problem is None
 
 
-async def test_a_store_that_was_silent_is_found_to_be_back() -> None:
-    it = Setup()
-    it.store.mood = asyncio.Event()
-    for _ in range(FAILURES):
-        calling = asyncio.create_task(it.get())
-        await asyncio.sleep(0)
-        it.now += 30.0
-        calling.cancel()
-        await asyncio.wait([calling])
-    assert it.guarded.problem
-    it.store.mood = None
-    it.now += 2 * LAST_BACKOFF_S
-    await it.guarded.probe()
-    assert it.guarded.problem is None
-
-
 async def test_a_probe_asks_for_an_object_that_came_before_too() -> None:
     it = Setup()
     await it.guarded.get(["good"], [memoryview(bytearray(100))])
@@ -300,6 +284,10 @@ async def test_calls_that_were_given_up_are_failures_by_their_time() -> None:
         await asyncio.wait([calling])
     assert it.guarded.problem == "get: no answer within 30 s"
     assert not await it.reaches()
+    it.store.mood = None
+    it.now += 2 * LAST_BACKOFF_S
+    await it.guarded.probe()
+    assert it.guarded.problem is None, "a store that was silent is found to be back"
 
 
 async def test_a_probe_finds_out_that_it_is_back() -> None:

@@ -7,12 +7,9 @@ import random
 import uuid
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from kvtierd.core.ids import GroupId, Key, Traits
 from kvtierd.tiers.remote.base import ABSENT, RemoteRefused, RemoteStore
-from kvtierd.tiers.remote.objects import BadObject, GroupPrefix, decode, encode, object_bytes
 
 MIB = 1 << 20
 
@@ -144,31 +141,3 @@ async def test_a_name_may_have_512_bytes(store: RemoteStore) -> None:
     punctuated = f"{root}/a cache's (name)+=,;@$&!~._-"
     await store.put([longest, punctuated], [some_bytes(5), some_bytes(6)])
     assert list(await store.get([longest, punctuated], buffers([9, 9]))) == [5, 6]
-
-
-@pytest.mark.parametrize("fault", ["whole", "flipped", "truncated", "longer", "another's", "empty"])
-async def test_a_block_proves_itself(store: RemoteStore, fault: str) -> None:
-    place = GroupPrefix(uuid.uuid4().hex, bytes(range(32)), GroupId(3))
-    key, other = Key(random.randbytes(32)), Key(random.randbytes(32))
-    payload = np.frombuffer(some_bytes(300_000), np.uint8)
-    whole = encode(place, key, other, Traits(35), [payload[:100_000], payload[100_000:]])
-    flipped = bytearray(whole)
-    flipped[random.randrange(len(flipped))] ^= 1 << random.randrange(8)
-    stored: dict[str, bytes | bytearray] = {
-        "whole": whole,
-        "flipped": flipped,
-        "truncated": whole[: random.randrange(1, len(whole))],
-        "longer": whole + b"x",
-        "another's": encode(place, other, None, Traits(35), [payload]),
-        "empty": b"\0",
-    }
-    await store.put([place.name(key)], [bytes(stored[fault])])
-    (read,) = buffers([object_bytes(payload.nbytes)])
-    (nbytes,) = await store.get([place.name(key)], [read])
-    if fault != "whole":
-        with pytest.raises(BadObject):
-            decode(place, key, payload.nbytes, read[:nbytes])
-        return
-    remembered, found = decode(place, key, payload.nbytes, read[:nbytes])
-    assert remembered.parent == other
-    assert found == payload.data

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import connect
-from tests.integration.blocks import SPEC, assert_bytes, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, chain, opened_cache, sizes
 from tests.integration.starting import kvtierd, message
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import KEYS
@@ -86,8 +86,7 @@ async def test_a_link_in_a_directory_is_not_followed(start_fresh, tmp_path):
     store.mkdir()
     (store / "c").symlink_to(outside)
     daemon = start_fresh(*remote(store.as_uri()), host=32)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=ROOMY)
+    async with opened_cache(daemon.address, "c", budgets=ROOMY) as (client, cache):
         keys = chain("some", 4)
         await put(cache, keys)
         await eventually(lambda: failures(client), bool)
@@ -112,8 +111,7 @@ async def test_one_object_that_is_no_file_costs_its_own_block(start_fresh, tmp_p
         make(objects[key])
     await store.close()
     reader = start_fresh(*remote(tmp_path.as_uri(), timeout_seconds=2), host=32)
-    async with await connect(reader.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=ROOMY)
+    async with opened_cache(reader.address, "c", budgets=ROOMY) as (client, cache):
         for _ in range(4):
             assert await cache.get(keys) == []
         assert_bytes(others, await cache.get(others))

@@ -51,6 +51,19 @@ def opened(name):
     return opened
 
 
+@pytest.fixture
+def elsewhere(start, opened, store):
+    """Stores chains through another host."""
+
+    async def elsewhere(*chains):
+        async with opened(start()) as (_, cache):
+            for keys in chains:
+                await put(cache, keys)
+                await store.has(keys)
+
+    return elsewhere
+
+
 async def test_what_one_host_stores_another_reads(start, opened, store):
     keys = chain("shared", 4)
     async with opened(start()) as (client, cache):
@@ -100,11 +113,9 @@ async def test_only_the_rest_is_written(start, opened, store):
         assert (await counts())["there already"] == 3
 
 
-async def test_only_the_rest_comes(start, opened, store):
+async def test_only_the_rest_comes(start, opened, elsewhere):
     keys = chain("rest", 6)
-    async with opened(start()) as (_, cache):
-        await put(cache, keys)
-        await store.has(keys)
+    await elsewhere(keys)
     async with opened(start()) as (client, other):
         before = await fetched(client)
         await put(other, keys[:2])
@@ -115,21 +126,17 @@ async def test_only_the_rest_comes(start, opened, store):
             assert len(lease.slots) == 6
 
 
-async def test_blocks_of_a_prefetch_come_too(start, opened, store):
+async def test_blocks_of_a_prefetch_come_too(start, opened, elsewhere):
     keys = chain("prefetch", 3)
-    async with opened(start()) as (_, cache):
-        await put(cache, keys)
-        await store.has(keys)
+    await elsewhere(keys)
     async with opened(start()) as (_, other):
         await other.move(keys, Tier.HOST)
         assert (await other.match(keys)).blocks == 3
 
 
-async def test_callers_at_once_share_a_fetch(start, opened, store):
+async def test_callers_at_once_share_a_fetch(start, opened, elsewhere):
     keys = chain("at once", 8)
-    async with opened(start()) as (_, cache):
-        await put(cache, keys)
-        await store.has(keys)
+    await elsewhere(keys)
     async with opened(start()) as (client, other):
         before, bytes_before = await fetched(client), await read_bytes(client)
         for rows in await asyncio.gather(*(other.get(keys) for _ in range(6))):
@@ -220,11 +227,9 @@ def _swapped(data, other):
 
 
 @pytest.mark.parametrize("damage", [_flipped, _truncated, _lengthened, _swapped])
-async def test_a_damaged_object_is_a_miss_and_an_event(start, opened, store, damage):
+async def test_a_damaged_object_is_a_miss_and_an_event(start, opened, store, elsewhere, damage):
     keys = chain("damaged", 4)
-    async with opened(start()) as (_, cache):
-        await put(cache, keys)
-        await store.has(keys)
+    await elsewhere(keys)
     await store.write({keys[2]: damage(await store.read(keys[2]), await store.read(keys[1]))})
     async with opened(start()) as (client, other):
         async with client.watch() as watch:
@@ -238,12 +243,9 @@ async def test_a_damaged_object_is_a_miss_and_an_event(start, opened, store, dam
 
 
 @pytest.mark.parametrize("across", [False, True])
-async def test_what_is_dearer_than_to_compute_is_not_fetched(start, opened, store, across):
+async def test_what_is_dearer_than_to_compute_is_not_fetched(start, opened, elsewhere, across):
     first, second = chain("first", 2), chain("second", 2)
-    async with opened(start()) as (_, cache):
-        await put(cache, first)
-        await put(cache, second)
-        await store.has([*first, *second])
+    await elsewhere(first, second)
     async with opened(start(fresh=True)) as (client, other):
         verbs = other.across if across else other
         async with verbs.acquire(first, recompute_seconds_per_block=1e-9) as lease:
@@ -258,11 +260,9 @@ async def test_what_is_dearer_than_to_compute_is_not_fetched(start, opened, stor
                 await verbs.acquire(second, recompute_seconds_per_block=wrong)
 
 
-async def test_the_synchronous_client_asks_the_store(start, opened, store, name):
+async def test_the_synchronous_client_asks_the_store(start, opened, elsewhere, name):
     keys = chain("sync", 4)
-    async with opened(start()) as (_, cache):
-        await put(cache, keys)
-        await store.has(keys)
+    await elsewhere(keys)
     daemon = start()
     async with opened(daemon):
         with Client(daemon.address) as client:

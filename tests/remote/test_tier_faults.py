@@ -219,8 +219,7 @@ async def test_an_outage_is_made_up_for_after_a_restart(start, store, proxy):
         assert "unwritten 6" in kvtier("status", "--address", daemon.address).stdout
         await cache.move(keys, Tier.DISK)
     await eventually(lambda: "takes no blocks" in daemon.log, bool)
-    daemon.kill()
-    daemon.start()
+    daemon.crash()
     async with opened(daemon, budgets) as (client, cache):
         await store.has(keys)
         await eventually(lambda: unwritten(client), lambda blocks: blocks == 0)
@@ -256,8 +255,7 @@ async def test_a_store_that_is_away_is_told_later(start, store, proxy, verb):
         command = {"reset": ["reset", "c"], "drop": ["drop", "c", keys[0].hex()], "rm": ["cache", "rm", "c", "--force"]}
         said = kvtier(*command[verb], "--yes", "--address", daemon.address).stdout
         assert "kept in the store, which does not answer" in said
-        daemon.kill()
-        daemon.start()
+        daemon.crash()
         proxy.heal()
         await eventually(lambda: other.match(keys), lambda found: not found.blocks)
         await assert_missed(other, keys)
@@ -400,8 +398,7 @@ async def test_a_daemon_ends_in_the_middle_of_a_fetch(start, store, proxy, end):
         if end == "clean":
             daemon.restart()
         else:
-            daemon.kill()
-            daemon.start()
+            daemon.crash()
         assert time.monotonic() - started < 60, "it waited for the store"
         proxy.heal()
         with contextlib.suppress(KvtierError):

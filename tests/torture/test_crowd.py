@@ -17,7 +17,7 @@ import pytest
 from kvtier import KvtierError, connect
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, socket_path
 from kvtier.v1 import events_pb2
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import attached
 from tests.integration.waiting import eventually
 from tests.torture.runs import scaled
@@ -45,8 +45,7 @@ async def test_a_crowd_is_served_beside_others_and_leaves_nothing(start_fresh, f
     daemon = start_fresh(device=32, host=64, disk=128)
     times: dict[str, list[float]] = {"alone": [], "in a crowd": []}
     visits = Counter[str]()
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("bystander", SPEC, budgets=sizes(device=8, host=16, disk=32))
+    async with opened_cache(daemon.address, "bystander", budgets=sizes(device=8, host=16, disk=32)) as (client, cache):
         await client.open_cache("crowd", SPEC, budgets=CROWDED)
         await crowded_calls(cache, [])
         fds = len(os.listdir(f"/proc/{daemon.pid}/fd"))
@@ -80,8 +79,7 @@ async def test_a_crowd_without_rights_costs_others_little(start_fresh, found, ki
     daemon = start_fresh(host=64)
     asked = [sys.executable, "-m", "tests.torture.crowds", kind, str(scaled(size, 10)), daemon.address]
     times: dict[str, list[float]] = {"before": [], "during": [], "after": []}
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("bystander", SPEC)
+    async with opened_cache(daemon.address, "bystander") as (_, cache):
         await small_calls(cache, [])
         before = during = after = anonymous_mb(daemon.pid)
         for _ in range(ROUNDS):
@@ -135,8 +133,7 @@ async def crowd(address, visits):
             try:
                 async with await connect(address, timeout=20) as client:
                     cache = await client.open_cache("crowd", SPEC)
-                    keys = chain(f"crowd/{number}", 4)
-                    await cache.put(keys, blocks(keys))
+                    keys = await put_chain(cache, f"crowd/{number}", 4)
                     found = await cache.get(keys)
                     assert_bytes(keys[: len(found)], found)
                 visits["served"] += 1

@@ -19,6 +19,7 @@ import pytest
 from kvtier import Client, InvalidArgument
 from kvtier.connectors import trtllm
 from tests.integration.daemon import DaemonProcess
+from tests.integration.test_engine import held as held_leases
 from tests.integration.waiting import eventually
 from tests.trtllm.executor import Answer, Executor, Request, State
 from tests.trtllm.interface import Ranks, standing_in
@@ -80,6 +81,16 @@ def llm_args(model: Model, **cache: Any) -> SimpleNamespace:
     )
 
 
+def computed(
+    daemon: DaemonProcess, model: Model, way: Mapping[str, Any], **how: Any
+) -> tuple[Executor, Sequence[Request]]:
+    """An engine that has ended, and the requests that it has answered."""
+    with engine(daemon, model, way, reuse=False, seed=1, **how) as first:
+        cold = ask(first)
+        first.run()
+    return first, cold
+
+
 def full_blocks(model: Model, requests: Sequence[Request]) -> int:
     """Tokens that need not be computed where all of it is stored: full blocks before the last token."""
     return sum((each.prompt - 1) // model.tokens_per_block * model.tokens_per_block for each in requests)
@@ -99,18 +110,11 @@ def unwritten(daemon: DaemonProcess) -> int:
         return sum(group.blocks - group.tiers[-1].ready for group in groups)
 
 
-def leased(daemon: DaemonProcess) -> int:
-    with Client(daemon.address) as client:
-        return len(client.leases())
-
-
 @both_models
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, ranks):
-    with engine(daemon, model, way, ranks=ranks, reuse=False, seed=1) as first:
-        cold = ask(first)
-        first.run()
+    first, cold = computed(daemon, model, way, ranks=ranks)
     with engine(daemon, model, way, ranks=ranks, reuse=False, seed=2) as second:
         warm = ask(second)
         second.run()
@@ -152,9 +156,7 @@ def test_an_engine_with_a_cache_of_its_own_takes_the_rest_from_kvtier(daemon, mo
 def test_the_engine_takes_any_range_of_an_offer(daemon, way, seed):
     """It asks before its own cache has the front of what it takes in the end, and has no pages for the rest."""
     draw = random.Random(seed)
-    with engine(daemon, V2, way, seed=1, reuse=False) as first:
-        cold = ask(first)
-        first.run()
+    first, cold = computed(daemon, V2, way)
     with engine(daemon, V2, way, seed=2 + seed, pages=16) as second:
         warm = ask(second)
         second.answers = {
@@ -198,12 +200,9 @@ def test_pages_of_rejected_drafts_are_not_believed(daemon, model, way):
 
 
 async def test_blocks_outlive_the_daemon(daemon):
-    with engine(daemon, V2, ASYNC, reuse=False, seed=1) as first:
-        cold = ask(first)
-        first.run()
+    _, cold = computed(daemon, V2, ASYNC)
     await eventually(lambda: unwritten(daemon), lambda blocks: blocks == 0)
-    daemon.kill()
-    daemon.start()
+    daemon.crash()
     with engine(daemon, V2, ASYNC, reuse=False, seed=2) as second:
         warm = ask(second)
         second.run()
@@ -231,7 +230,7 @@ async def test_what_another_host_has_computed_is_there_for_the_next_request(star
         second.run()
     assert outputs(again) == outputs(cold)
     assert second.computed - before == sum(each.prompt for each in again) - full_blocks(V1, again)
-    await eventually(lambda: leased(hosts[1]), lambda leases: leases == 0)
+    await eventually(lambda: held_leases(hosts[1]), lambda leases: leases == 0)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +238,7 @@ async def test_what_another_host_has_computed_is_there_for_the_next_request(star
 )
 async def test_an_engine_goes_on_without_the_daemon(daemon, way, stop):
     """From an offer on, which stands. The engine waits for an answer once, not once a request."""
-    with engine(daemon, V1, way, reuse=False, seed=1) as first:
-        cold = ask(first)
-        first.run()
+    _, cold = computed(daemon, V1, way)
     with engine(daemon, V1, {**way, "pin_wait": 0.5}, reuse=False, seed=2) as second:
         offer = second.scheduler.get_num_new_matched_tokens
 
@@ -263,15 +260,13 @@ async def test_an_engine_goes_on_without_the_daemon(daemon, way, stop):
         again = ask(second)
         second.run()
     assert outputs(again) == outputs(cold)
-    await eventually(lambda: leased(daemon), lambda leases: leases == 0)
+    await eventually(lambda: held_leases(daemon), lambda leases: leases == 0)
 
 
 @both_ways
 @pytest.mark.parametrize("pin", [True, False], ids=["pinned", "not-pinned"])
 def test_an_offer_stands_where_it_is_pinned_and_else_the_engine_ends(daemon, way, pin):
-    with engine(daemon, V1, way, reuse=False, seed=1) as first:
-        cold = ask(first)
-        first.run()
+    _, cold = computed(daemon, V1, way)
     way = way if pin else {**way, "pin": False}
     with engine(daemon, V1, way, reuse=False, seed=2) as second, Client(daemon.address) as client:
         offer = second.scheduler.get_num_new_matched_tokens
@@ -302,9 +297,7 @@ ABORTS: Final = [
 @pytest.mark.parametrize(("model", "state"), ABORTS, ids=[f"{'v2' if m.index else 'v1'}-{s.name}" for m, s in ABORTS])
 async def test_an_abort_leaves_nothing(daemon, model, state):
     elsewhere = {"cache": "other"} if state is State.SAVING else {}  # where all is stored nothing is saved
-    with engine(daemon, model, ASYNC | elsewhere, reuse=False, seed=1) as first:
-        cold = ask(first)
-        first.run()
+    _, cold = computed(daemon, model, ASYNC | elsewhere)
     aborted: list[Request] = []
     reached = threading.Event()
 
@@ -325,7 +318,7 @@ async def test_an_abort_leaves_nothing(daemon, model, state):
         pairs = zip(asked, cold, strict=True)
         assert all(new.output == old.output for new, old in pairs if new not in aborted)
         await eventually(lambda: held(daemon), lambda slots: slots == 0)
-    await eventually(lambda: leased(daemon), lambda leases: leases == 0)
+    await eventually(lambda: held_leases(daemon), lambda leases: leases == 0)
 
 
 def test_what_an_adapter_computes_is_left_alone(daemon):
@@ -352,7 +345,7 @@ async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
         )
         with Client(daemon.address) as client:
             assert [cache.blocks for cache in client.stats().caches] == [0]
-    await eventually(lambda: leased(daemon), lambda leases: leases == 0)
+    await eventually(lambda: held_leases(daemon), lambda leases: leases == 0)
 
 
 @pytest.mark.parametrize(

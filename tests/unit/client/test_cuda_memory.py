@@ -37,7 +37,7 @@ from kvtier.errors import DaemonError
 from kvtier.memory import arrays
 from kvtier.memory.gpu import PASSED, Gpu, all_of, fence_over, joined, passage, passing
 from kvtier.memory.tiers import CannotMap, CudaMemory, map_device
-from tests.fake_cuda import load_fake
+from tests.fake_cuda import load_fake, until
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.unit.tiers.arena_helpers import parts
 
@@ -193,10 +193,7 @@ def test_a_mapping_that_is_garbage_ends_when_the_default_stream_is_done(fake: Mo
     gc.collect()
     assert fake.fake_left()["mappings"] == 2
     go.set()
-    deadline = time.monotonic() + 30
-    while fake.fake_left()["mappings"] == 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+    until(lambda: fake.fake_left()["mappings"] < 2)
     assert ctypes.string_at(made.address, nbytes) == b"\7" * nbytes
     made.close()
 

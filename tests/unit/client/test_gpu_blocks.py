@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
@@ -31,7 +29,7 @@ from kvtier.memory.gpu import Gpu
 from kvtier.memory.planes import Planes
 from kvtier.memory.tiers import CpuMemory
 from kvtier.types import Tier
-from tests.fake_cuda import load_fake
+from tests.fake_cuda import load_fake, until
 from tests.fakes.cuda.bindings._settings import Failure
 
 POOL_BYTES = (6000, 160)
@@ -97,13 +95,6 @@ def there_and_back(host: CpuMemory, driver: Driver) -> None:
     host.read(0, order, buffers.writable(out, SLOTS, BLOCK_BYTES, host.reach))
     assert np.array_equal(found, blocks)
     assert np.array_equal([each.bytes for each in out], blocks)
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 def locks(fake: ModuleType) -> int:

@@ -18,7 +18,6 @@ from tests.integration.waiting import eventually
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(6)]
-DENIED = grpc.StatusCode.PERMISSION_DENIED
 BROKEN = grpc.StatusCode.UNAVAILABLE
 
 Step = events_pb2.WatchBatch | grpc.StatusCode | asyncio.Event | None
@@ -146,19 +145,6 @@ async def test_ids_that_concern_others_move_the_cursor_at_once(daemon: FakeDaemo
     async with Mirror(client, ["c"], heartbeat_s=3600) as mirror:
         await mirror.synced(Cursor(1, 40), timeout=10)
         assert (mirror.cursor, mirror.lag) == (Cursor(1, 40), 5)
-
-
-async def test_a_right_that_is_missing_is_told_until_it_is_there(
-    daemon: FakeDaemon, client: kvtier.AsyncClient
-) -> None:
-    gate = asyncio.Event()
-    play(daemon, [slice_of(KEYS[:2]), end(5), DENIED], [DENIED], [gate, slice_of(KEYS), end(9), None])
-    async with Mirror(client, ["c"]) as mirror:
-        await daemon.until(lambda: len(daemon.calls["Watch"]) == 3)
-        assert isinstance(mirror.problem, kvtier.PermissionDenied)
-        gate.set()
-        await mirror.synced(timeout=10)
-        assert mirror.problem is None
 
 
 @pytest.mark.parametrize("told", [2, None], ids=["as its daemon tells", "as there is a bound for all"])

@@ -145,17 +145,6 @@ async def test_a_stream_without_even_heartbeats_is_given_up_and_resumed(
     assert len(daemon.hellos) == 2
 
 
-async def test_a_cancelled_watcher_is_just_cancelled(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
-    play(daemon, [batch(5, 5), None])
-    async with client.watch(since=Cursor(1, 4)) as watch:
-        await take(watch, 1)
-        waiting = asyncio.create_task(take(watch, 1))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-
 async def test_a_cancelled_step_loses_neither_its_stream_nor_an_item(
     daemon: FakeDaemon, client: kvtier.AsyncClient
 ) -> None:

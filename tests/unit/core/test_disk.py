@@ -88,15 +88,6 @@ def test_a_bad_slot_whose_deletion_failed_is_deleted_and_stays_out_of_use() -> N
     assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
 
 
-def test_some_slots_are_freed_ahead_of_need() -> None:
-    recovered = [(name, None, 35) for name in "abcdefgh"]
-    bench = Bench(device=1, disk=8, policy=Policy(reserve_shift=2), recovered=recovered)
-    bench.put("x")
-    bench.reserve(DEVICE, 1)
-    bench.land()
-    assert bench.states(DISK) == {SlotState.READY: 6, SlotState.FREE: 2}
-
-
 def test_what_is_moved_to_disk_finds_the_slots_that_the_move_before_it_freed_ahead() -> None:
     recovered = [(name, None, 35) for name in "abcdefgh"]
     bench = Bench(device=4, disk=8, policy=Policy(reserve_shift=2), recovered=recovered)

@@ -7,13 +7,9 @@ from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
 
 
-def on_host(bench: Bench, chain: str) -> None:
-    bench.put(chain, HOST)
-
-
 def test_promotion_from_host_frees_the_source() -> None:
     bench = Bench(device=1, host=1)
-    on_host(bench, "a")
+    bench.put("a", HOST)
     (ticket,) = bench.acquire("a")
     assert bench.in_flight() == [("a", HOST, DEVICE, Cause.DEMAND)]
     assert bench.where("a") == {HOST}
@@ -25,7 +21,7 @@ def test_promotion_from_host_frees_the_source() -> None:
 
 def test_promotion_from_host_keeps_a_leased_source() -> None:
     bench = Bench(device=1, host=1)
-    on_host(bench, "a")
+    bench.put("a", HOST)
     bench.acquire("a", tier=HOST, session=BOB)
     bench.acquire("a")
     bench.land()
@@ -42,7 +38,7 @@ def test_promotion_from_disk_keeps_the_source() -> None:
 
 def test_two_who_want_the_same_block_share_one_copy() -> None:
     bench = Bench(device=1, host=1)
-    on_host(bench, "a")
+    bench.put("a", HOST)
     (first,) = bench.acquire("a")
     (second,) = bench.acquire("a", session=BOB)
     assert len(bench.in_flight()) == 1
@@ -55,7 +51,7 @@ def test_two_who_want_the_same_block_share_one_copy() -> None:
 def test_room_above_may_take_room_below_that_the_promotion_frees() -> None:
     """Device and host are full of each other's wants: one block must go down before the other can come up."""
     bench = Bench(device=1, host=1, disk=1)
-    on_host(bench, "a")
+    bench.put("a", HOST)
     bench.put("b")
     (ticket,) = bench.acquire("a")
     bench.land()
@@ -66,7 +62,7 @@ def test_room_above_may_take_room_below_that_the_promotion_frees() -> None:
 
 def test_a_failed_promotion_shortens_the_answer_and_leaves_the_source() -> None:
     bench = Bench(device=2, host=2)
-    on_host(bench, "ab")
+    bench.put("ab", HOST)
     (ticket,) = bench.acquire("ab")
     bench.land(failed="b")
     assert len(bench.grants[ticket].only.slots) == 1
@@ -76,7 +72,7 @@ def test_a_failed_promotion_shortens_the_answer_and_leaves_the_source() -> None:
 
 def test_a_failed_root_is_a_refusal() -> None:
     bench = Bench(device=2, host=2)
-    on_host(bench, "ab")
+    bench.put("ab", HOST)
     (ticket,) = bench.acquire("ab")
     bench.land(failed="a")
     assert bench.refusals[ticket].reason.value == "too_short"

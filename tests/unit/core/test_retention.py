@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvtierd.core.events import Cause, EventType
@@ -36,11 +38,12 @@ def test_the_last_hold_counts() -> None:
     assert bench.priority("a") == 35
 
 
-def test_an_acquire_starts_the_clock_anew() -> None:
+@pytest.mark.parametrize("use", [Bench.touch, Bench.tell_read])
+def test_a_use_starts_the_clock_anew(use: Callable[[Bench, str], None]) -> None:
     bench = Bench(device=1)
     bench.put("a", priority=80, duration_ms=1000)
     bench.pass_ms(900)
-    bench.touch("a")
+    use(bench, "a")
     bench.pass_ms(900)
     assert bench.priority("a") == 80
     bench.pass_ms(100)

@@ -27,9 +27,9 @@ def bench(request: pytest.FixtureRequest) -> Bench:
     return build(request.param)
 
 
-def build(shape: str) -> Bench:
+def build(shape: str, host: int = 310, disk: int = 0) -> Bench:
     """A tree of 300 blocks in memory, under a policy of small slices."""
-    bench = Bench(host=310, policy=Policy(blocks_a_call=SLICE))
+    bench = Bench(host=host, disk=disk, policy=Policy(blocks_a_call=SLICE))
     grant = bench.blank(HOST, len(NAMES))
     bench.commit(grant, [(name, parent, 35) for name, parent in zip(NAMES, SHAPES[shape], strict=True)])
     bench.end()
@@ -104,13 +104,12 @@ def test_the_priority_of_a_fan_is_that_of_its_highest_child() -> None:
 
 
 def test_a_drop_of_the_root(bench: Bench) -> None:
-    drop: Drop | None = None
-    while drop is None or drop.report is None:
-        before = len(bench.core.windows[GROUP].state.index)
-        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
-        bench.apply(outcome)
-        assert before - len(bench.core.windows[GROUP].state.index) <= SLICE
-    assert (drop.report.dropped, bench.stored()) == (300, "")
+    before, report = 300, None
+    for drop in dropping(bench):
+        left = len(bench.core.windows[GROUP].state.index)
+        assert before - left <= SLICE
+        before, report = left, drop.report
+    assert report is not None and (report.dropped, bench.stored()) == (300, "")
 
 
 def test_a_dry_run_counts_what_is_under_two_keys_once(bench: Bench) -> None:
@@ -122,12 +121,7 @@ def test_a_dry_run_counts_what_is_under_two_keys_once(bench: Bench) -> None:
 
 
 def test_a_move_to_disk_takes_no_more_ancestors_along_than_a_call_may() -> None:
-    bench = Bench(host=310, disk=310, policy=Policy(blocks_a_call=SLICE))
-    bench.commit(
-        bench.blank(HOST, 300), [(name, above, 35) for name, above in zip(NAMES, SHAPES["chain"], strict=True)]
-    )
-    bench.end()
-    bench.rest()
+    bench = build("chain", disk=310)
     bench.move(NAMES[SLICE], DISK)
     bench.land()
     assert bench.where(NAMES[SLICE]) == {HOST}, "it and its ancestors are one too many"
@@ -138,34 +132,37 @@ def test_a_move_to_disk_takes_no_more_ancestors_along_than_a_call_may() -> None:
     assert bench.where(NAMES[SLICE]) == {DISK}
 
 
+def dropping(bench: Bench) -> Iterator[Drop]:
+    """A drop of the root, slice by slice."""
+    drop: Drop | None = None
+    while drop is None or drop.report is None:
+        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        bench.apply(outcome)
+        yield drop
+
+
+def until_it_goes(bench: Bench, slices: Iterator[Drop]) -> None:
+    while len(bench.stored()) == 300:
+        next(slices)
+
+
 def test_who_gets_hold_of_a_part_while_it_goes_keeps_it_with_all_that_it_stands_on() -> None:
     bench = build("chain")
-    drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now)
-    bench.apply(outcome)
-    while len(bench.stored()) == 300:
-        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
-        bench.apply(outcome)
+    until_it_goes(bench, slices := dropping(bench))
     _, outcome = bench.core.acquire(BOB, [GROUP], HOST, [ChainRequest(keys(NAMES[:200]))], bench.now)
     bench.apply(outcome)
-    while drop.report is None:
-        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
-        bench.apply(outcome)
-    assert drop.report.results == (BlockResult.HELD,)
-    assert (drop.report.dropped, bench.stored()) == (100, NAMES[:200])
+    report = [*slices][-1].report
+    assert report is not None and report.results == (BlockResult.HELD,)
+    assert (report.dropped, bench.stored()) == (100, NAMES[:200])
 
 
 def test_what_is_stored_below_while_it_goes_goes_too() -> None:
     bench = build("chain")
-    drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now)
-    bench.apply(outcome)
-    while len(bench.stored()) == 300:
-        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
-        bench.apply(outcome)
+    until_it_goes(bench, slices := dropping(bench))
     bench.put("x", HOST, under=NAMES[100])
-    while drop.report is None:
-        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
-        bench.apply(outcome)
-    assert (drop.report.results, bench.stored()) == ((BlockResult.OK,), "")
+    report = [*slices][-1].report
+    assert report is not None and report.results == (BlockResult.OK,)
+    assert bench.stored() == ""
 
 
 def test_bytes_lost_at_the_root_of_a_large_tree(bench: Bench) -> None:
@@ -284,11 +281,7 @@ def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) ->
 
 
 def test_nothing_goes_down_on_top_of_bytes_that_are_lost() -> None:
-    bench = Bench(host=300, disk=310, policy=Policy(blocks_a_call=SLICE))
-    grant = bench.blank(HOST, len(NAMES))
-    bench.commit(grant, [(name, parent, 35) for name, parent in zip(NAMES, SHAPES["chain"], strict=True)])
-    bench.end()
-    bench.rest()
+    bench = build("chain", host=300, disk=310)
     bench.lose_bytes(ROOT, HOST)
     waiting = bench.reserve(HOST, 100)
     assert not bench.moves

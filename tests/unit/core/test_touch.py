@@ -58,17 +58,6 @@ def test_a_read_counts_as_a_use_on_disk() -> None:
     assert bench.core.take_disk_uses() == {GROUP: keys("ba")}
 
 
-def test_a_read_starts_the_clock_of_a_retention_anew() -> None:
-    bench = Bench(device=2)
-    bench.put("a", priority=80, duration_ms=1000)
-    bench.pass_ms(900)
-    bench.tell_read("a")
-    bench.pass_ms(900)
-    assert bench.priority("a") == 80
-    bench.pass_ms(100)
-    assert bench.priority("a") == 35
-
-
 def test_what_a_call_counts_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "TOUCHED_A_CALL", 2)
     bench = Bench(device=4)

@@ -60,3 +60,5 @@ async def test_nothing_is_held_when_everybody_has_gone(tmp_path: Path, seed: int
         assert all(count.held == 0 for count in stats.tiers.values())
         ours = [problem for problem in house.engine.problems() if "cache" in problem and "order of use" not in problem]
         assert not ours
+        used = {edge for edge, counters in house.engine.manager(CACHE).stats().edges.items() if counters.blocks}
+        assert {(DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, DEVICE)} <= used

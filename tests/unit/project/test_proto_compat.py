@@ -13,16 +13,11 @@ def shop():
     """A small package with everything a proto can hold: fields, a nested message, an enum and a stream."""
     file = FileDescriptorProto(package="shop.v1")
     order = file.message_type.add(name="Order")
-    order.field.add(
-        name="id", number=1, type=FieldDescriptorProto.TYPE_UINT64, label=FieldDescriptorProto.LABEL_OPTIONAL
-    )
-    order.field.add(
-        name="note", number=2, type=FieldDescriptorProto.TYPE_STRING, label=FieldDescriptorProto.LABEL_OPTIONAL
-    )
     line = order.nested_type.add(name="Line")
-    line.field.add(
-        name="price", number=1, type=FieldDescriptorProto.TYPE_SINT32, label=FieldDescriptorProto.LABEL_OPTIONAL
-    )
+    fields = ((order, "id", "UINT64"), (order, "note", "STRING"), (line, "price", "SINT32"))
+    for message, name, kind in fields:
+        number, type_ = len(message.field) + 1, FieldDescriptorProto.Type.Value(f"TYPE_{kind}")
+        message.field.add(name=name, number=number, type=type_, label=FieldDescriptorProto.LABEL_OPTIONAL)
     colour = file.enum_type.add(name="Colour")
     colour.value.add(name="RED", number=0)
     colour.value.add(name="BLUE", number=1)

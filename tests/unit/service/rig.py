@@ -32,6 +32,7 @@ from kvtierd.config import Config
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
 from tests import packets
+from tests.integration.raw import commit_request
 
 SPEC = CacheSpec.single("model", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=128)
 """One page a block."""
@@ -144,14 +145,7 @@ class Client:
     async def put(self, cache: int, keys: Sequence[bytes], tier: int = DEVICE, *, release: bool = True) -> int:
         """Stores a chain (its bytes are whatever the slots hold). Returns the lease."""
         reserved = await self.reserve(cache, len(keys), tier)
-        commit = blocks_pb2.CommitRequest(
-            cache_id=cache,
-            lease_id=reserved.lease_id,
-            slots=reserved.slots,
-            keys=b"".join(keys),
-            parents=parents_of(keys),
-        )
-        done = await self.call(self.blocks.Commit, commit)
+        done = await self.call(self.blocks.Commit, commit_request(cache, reserved, keys))
         assert set(done.results) == {common_pb2.BLOCK_RESULT_OK}
         if release:
             await self.release(cache, reserved.lease_id)

@@ -15,7 +15,7 @@ from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, session_pb2
 from kvtierd.service import server
 from kvtierd.service.daemon import Daemon
 from tests import packets
-from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, refusal, running
+from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, refusal, running
 
 Code = grpc.StatusCode
 PATIENCE_S = 30.0
@@ -64,39 +64,6 @@ async def test_a_lease_says_what_is_held_by_whom_since_when(operator: Client, en
         assert lease.command
     await engine.release(cache, written)
     assert [lease.lease_id for lease in await leases(operator)] == [blank.lease_id]
-
-
-async def test_leases_of_one_cache_or_one_session(operator: Client, engine: Client) -> None:
-    small: dict[int, int] = {DEVICE: 4 * SPEC.record_bytes(0)}
-    one, two = await engine.open("one", small), await engine.open("two", small)
-    await operator.open("one", small)
-    await engine.reserve(one, 1)
-    await engine.reserve(two, 1)
-    await operator.reserve(one, 1)
-    mine = operator.welcome.session_id
-    assert [lease.cache for lease in await leases(operator)] == ["one", "two", "one"]
-    assert [lease.session_id for lease in await leases(operator, "one")] == [engine.welcome.session_id, mine]
-    assert [lease.cache for lease in await leases(operator, session_id=mine)] == ["one"]
-    assert await leases(operator, session_id=999) == []
-    for name, code in (("three", Code.NOT_FOUND), ("no/name", Code.INVALID_ARGUMENT)):
-        refused, detail = await operator.refusal(operator.admin.Leases, admin_pb2.LeasesRequest(cache=name))
-        assert (refused, detail.field, detail.value) == (code, "cache", name)
-
-
-async def test_a_kicked_session_is_gone_with_all_that_it_read(operator: Client, engine: Client) -> None:
-    cache = await engine.open()
-    await operator.open()
-    await engine.put(cache, chain(2), release=False)
-    kicked = engine.welcome.session_id
-    assert await kick(operator, kicked, dry_run=True) == (1, 2)
-    assert [lease.held_blocks for lease in await leases(operator)] == [2], "a dry run changed something"
-    assert await kick(operator, kicked) == (1, 2)
-    assert await leases(operator) == []
-    assert await engine.socket.receive() == b"", "its attach connection is still open"
-    code, detail = await engine.refusal(engine.admin.Stats, admin_pb2.StatsRequest())
-    assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
-    refused, detail = await operator.refusal(operator.admin.Kick, admin_pb2.KickRequest(session_id=kicked))
-    assert (refused, detail.reason, detail.field) == (Code.NOT_FOUND, "NO_SUCH_SESSION", "session_id")
 
 
 async def test_slots_that_a_kicked_process_may_write_stay_out_of_use_until_it_lets_go(

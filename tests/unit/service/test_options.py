@@ -18,6 +18,7 @@ from kvtierd.service.errors import CallRefused
         ({"write_policy": 77}, "options.write_policy"),
         ({"eviction": "random"}, "options.eviction"),
         ({"event_hash": "md5"}, "options.event_hash"),
+        ({"checksum": "always"}, "options.checksum"),
     ],
 )
 def test_what_cannot_be_done_is_refused(values: dict[str, Any], field: str) -> None:

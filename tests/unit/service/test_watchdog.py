@@ -114,21 +114,15 @@ def test_variables_are_taken_away_so_that_no_child_speaks_for_the_daemon() -> No
     assert watchdog_interval_s(environment) is None
 
 
-def test_what_was_meant_for_another_process_is_not_ours() -> None:
+def test_what_was_meant_for_another_process_is_not_ours_and_no_descriptors_have_no_names() -> None:
     assert watchdog_interval_s({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}) is None
     assert passed_fds({"LISTEN_FDS": "1", "LISTEN_PID": "1", "LISTEN_FDNAMES": "x"}) == ()
+    assert passed_fds({"LISTEN_FDS": "0", "LISTEN_PID": str(os.getpid()), "LISTEN_FDNAMES": ""}) == ()
 
 
-@pytest.mark.parametrize("usec", ["0", "-1", "soon"])
-def test_an_interval_that_makes_no_sense_is_refused(usec: str) -> None:
-    with pytest.raises(ValueError):
-        watchdog_interval_s({"WATCHDOG_USEC": usec})
-
-
-def test_names_that_do_not_go_with_the_descriptors_are_refused() -> None:
+def test_what_makes_no_sense_is_refused() -> None:
+    for usec in ("0", "-1", "soon"):
+        with pytest.raises(ValueError):
+            watchdog_interval_s({"WATCHDOG_USEC": usec})
     with pytest.raises(ValueError, match="2 names for 1 descriptors"):
         passed_fds({"LISTEN_FDS": "1", "LISTEN_FDNAMES": "a:b"})
-
-
-def test_no_descriptors_are_no_names() -> None:
-    assert passed_fds({"LISTEN_FDS": "0", "LISTEN_PID": str(os.getpid()), "LISTEN_FDNAMES": ""}) == ()

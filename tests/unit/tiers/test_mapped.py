@@ -11,7 +11,7 @@ from kvtierd.core.ids import SlotId, Tier
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.mapped import HostStore, StandInDevice
-from tests.unit.tiers.arena_helpers import GROUP, POOL_BYTES, make_arena, mapped_segments
+from tests.unit.tiers.arena_helpers import GROUP, POOL_BYTES, make_arena
 
 SLOTS = {Tier.DEVICE: 4, Tier.HOST: 6}
 
@@ -54,15 +54,3 @@ def test_a_freed_and_poisoned_slot_reads_wrong_in_every_part(store: MemoryStore)
     assert not np.array_equal(kept[0], large) and not np.array_equal(kept[1], small)
     others = [slot for slot in range(SLOTS[store.tier]) if slot != 1]
     assert all(reads_as(store, slot, block(slot)) for slot in others)
-
-
-def test_a_view_outlives_store_and_arena() -> None:
-    arena = make_arena("outlived")
-    host, device = HostStore(arena), StandInDevice(arena)
-    write(host, 0, block(7))
-    view = host.parts(GROUP, SlotId(0))
-    for part in (host, device, arena):
-        part.close()
-    assert all(map(np.array_equal, view, block(7)))
-    del view, part
-    assert mapped_segments("outlived") == 0

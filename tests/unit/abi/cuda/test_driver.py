@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from types import ModuleType
 
 import cuda.bindings
@@ -17,7 +16,7 @@ import pytest
 from kvtier.abi.cuda.driver import BATCH, Address, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaMissing, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
-from tests.fake_cuda import fake_environment, load_fake
+from tests.fake_cuda import fake_environment, load_fake, until
 
 SIZE = 3 << 20
 
@@ -53,11 +52,6 @@ def settle(driver, stream):
     driver.record(event, stream)
     until(lambda: driver.done(event))
     driver.drop_event(event)
-
-
-def until(true):
-    while not true():
-        time.sleep(0.0002)
 
 
 def test_a_long_batch_is_made_in_several_calls(fake, driver, memory):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.driver import Address, Driver
 from kvtier.abi.cuda.page_locks import CHUNK_BYTES, Chunk
 from kvtierd.mover.cuda.plan import SegmentLocks, chunks_of, in_turn
-from tests.fake_cuda import load_fake
+from tests.fake_cuda import load_fake, until
 
 PAGE = 4096
 
@@ -42,13 +41,6 @@ class Slow(Driver):
     def register(self, address: Address, nbytes: int) -> None:
         assert self.may.acquire(timeout=30)
         super().register(address, nbytes)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 @pytest.fixture
