@@ -289,23 +289,23 @@ class _RawFile:
 
     def write(self, place: int) -> None:
         for first in self._parts:
-            self._each(os.pwritev, place + first, _SYNC_BLOCKS)
+            self._each(os.pwritev, place, first, _SYNC_BLOCKS)
             os.fdatasync(self._fd)
 
     def write_all(self, places: Iterable[int]) -> None:
         """Writes a batch to each place, and syncs once."""
         for place in places:
-            self._each(os.pwritev, place, BATCH)
+            self._each(os.pwritev, place, 0, BATCH)
         os.fdatasync(self._fd)
 
     async def read(self) -> None:
         """Reads a random batch, a thread a part."""
         place = random.choice(self.places)
-        parts = (asyncio.to_thread(self._each, os.preadv, place + first, _SYNC_BLOCKS) for first in self._parts)
+        parts = (asyncio.to_thread(self._each, os.preadv, place, first, _SYNC_BLOCKS) for first in self._parts)
         await asyncio.gather(*parts)
 
-    def _each(self, call: Callable[..., int], place: int, blocks: int) -> None:
-        call(self._fd, [self._rows[:blocks].data], place * self._rows.shape[1])
+    def _each(self, call: Callable[..., int], place: int, first: int, blocks: int) -> None:
+        call(self._fd, [self._rows[first : first + blocks].data], (place + first) * self._rows.shape[1])
 
 
 async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> list[Result]:
