@@ -41,9 +41,9 @@ stubs: .venv/.stamp .venv-stubs/.stamp
 	$(PYTHON) .ci/stubs.py
 	$(PYTHON) .ci/proto_compat.py --update
 
-.venv-docs/.stamp: .ci/requirements-docs.txt .ci/venv.sh
+.venv-docs/.stamp: constraints-dev.txt .ci/venv.sh
 	@echo "kvtier: installing into .venv-docs"
-	@bash .ci/venv.sh .venv-docs -r .ci/requirements-docs.txt
+	@bash .ci/venv.sh .venv-docs -c constraints-dev.txt mkdocs 'mkdocstrings[python]'
 	@touch $@
 
 .PHONY: docs

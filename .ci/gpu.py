@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -31,9 +30,7 @@ SITE: Final = ROOT / "build" / "gpu-site"
 OUT: Final = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-hour")
 PYTHON: Final = "3.12"
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
-HOSTS: Final = frozenset({"torch", "numpy"})
-"""Packages that the host has, as it has NVIDIA's bindings."""
-TOOLS: Final = frozenset({"hypothesis", "pytest", "pytest-asyncio"})
+TOOLS: Final = ("hypothesis", "pytest", "pytest-asyncio")
 DEVICE: Final = os.environ.get("KVTIER_TEST_DEVICE") or "cuda:0"
 FAKE: Final = DEVICE == "fake"
 MARK: Final = "KVTIER_GPU_STEP"
@@ -43,6 +40,8 @@ GOALS: Final = {64 << 10: 0.85, 1 << 20: 0.95}
 LEAST_S: Final = 4.0
 """With less time no step is started."""
 _GRACE_S: Final = 5.0
+_TIMED_OUT: Final = (124, 137)
+"""Exit statuses of ``timeout``: the command ended after the interrupt, or had to be killed."""
 _TOLD: Final = 4000
 """Characters of a step's output that are told if it fails."""
 
@@ -59,36 +58,27 @@ class Step:
 
 
 _EDGES: Final = "tests/integration/test_edges.py tests/integration/test_transfer.py"
+_KEPT: Final = "tests/gpu/test_pool_kept.py tests/gpu/test_processes.py tests/integration/test_dead_clients.py"
+_RACES: Final = "tests/gpu/test_races.py tests/integration/test_torture.py tests/gpu/test_sanitizer.py"
 STEPS: Final = (
     Step("host", 20, "what the host can do", "tests/gpu/test_host.py"),
     Step("bench-short", 60, "the speed of copies", "tests/gpu/test_bench.py -k short"),
     Step("bytes", 120, "right bytes over every edge", f"tests/gpu/test_kernels.py tests/gpu/test_memory.py {_EDGES}"),
-    Step(
-        *("pool", 90, "a pool that outlives engine and daemon"),
-        "tests/gpu/test_pool_kept.py tests/gpu/test_processes.py tests/integration/test_dead_clients.py",
-    ),
-    Step(
-        *("races", 120, "right bytes under chaos"),
-        "tests/gpu/test_races.py tests/integration/test_torture.py tests/gpu/test_sanitizer.py",
-    ),
+    Step("pool", 90, "a pool that outlives engine and daemon", _KEPT),
+    Step("races", 120, "right bytes under chaos", _RACES),
     Step("bench", 150, "the speed of copies", "tests/gpu/test_bench.py -k long"),
 )
-
-
-def wanted() -> list[str]:
-    """Requirements of the client, the daemon and the tests that the host does not have."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    runs, tests = ([*project["dependencies"], *project["optional-dependencies"][each]] for each in ("daemon", "dev"))
-    named = {re.split(r"[\[<>=]", each)[0]: each for each in [*tests, *runs]}
-    return [each for name, each in sorted(named.items()) if (each in runs or name in TOOLS) and name not in HOSTS]
 
 
 def carry() -> int:
     shutil.rmtree(WHEELS, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--implementation=cp"]
     command += [f"--python-version={PYTHON}", *(f"--platform={each}" for each in PLATFORMS)]
-    command += ["-c", str(ROOT / "constraints-dev.txt"), "-d", str(WHEELS), *wanted()]
-    return subprocess.run(command, check=False).returncode
+    command += ["-c", str(ROOT / "constraints-dev.txt"), "-d", str(WHEELS), f"{ROOT}[daemon]", *TOOLS]
+    status = subprocess.run(command, check=False).returncode
+    for host_has in WHEELS.glob("numpy-*"):  # its torch may not load another
+        host_has.unlink()
+    return status
 
 
 def why_not() -> str:
@@ -101,12 +91,6 @@ def why_not() -> str:
     if (status := driver.cuInit(0)) or (status := driver.cuDeviceGetCount(ctypes.byref(count))) or not count.value:
         return f"the NVIDIA driver finds no device it can use (status {status})"
     return ""
-
-
-def last_run() -> str:
-    """Returns the line about the last run on a GPU in docs/benchmarks.md."""
-    found = re.search(r"^Last run on a GPU: (.+?)$", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
-    return found[1] if found else "docs/benchmarks.md does not say"
 
 
 def carried() -> list[str]:
@@ -158,7 +142,7 @@ def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, log.open("ab") as out:
         status = _status(step, limit_s, Path(folder) / "junit.xml", out)
         found = _found(Path(folder) / "junit.xml")
-    failed = "" if status == 0 else f"killed after {limit_s:.0f} s" if status is None else f"failed: status {status}"
+    failed = f"killed after {limit_s:.0f} s" if status in _TIMED_OUT else f"failed: status {status}" if status else ""
     if not failed and "passed" not in found["tests"].values():
         failed = "failed: nothing was tested"
     said = log.read_bytes()[at:][-_TOLD:].decode(errors="replace")
@@ -166,33 +150,21 @@ def run(step: Step, limit_s: float, log: Path) -> dict[str, Any]:
     return {"verdict": failed or "passed", "seconds": seconds, **found, **({"output": said} if failed else {})}
 
 
-def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int | None:
-    """Returns the exit status. After the limit, interrupts pytest, which shows where it hangs, and returns None."""
+def _status(step: Step, limit_s: float, junit: Path, log: IO[bytes]) -> int:
+    """Returns the exit status. After the limit, interrupts pytest, which shows where it hangs."""
     mark = f"{step.name}-{os.getpid()}"
     tests = [each for each in step.tests.split() if not (FAKE and each.startswith("tests/integration"))]
     # tests/limits.py ends a test that hangs, and not the run with it.
     options = ["-v", "-m", "not long", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
     options += [f"--junitxml={junit}", "-o", "junit_family=xunit1"]
-    process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", "pytest", *tests, *options],
-        cwd=ROOT,
-        env=environment() | {MARK: mark},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    timeout = ["timeout", "--foreground", "--signal=INT", f"--kill-after={_GRACE_S}", str(limit_s)]
+    command = [*timeout, sys.executable, "-X", "faulthandler", "-m", "pytest", *tests, *options]
+    env = environment() | {MARK: mark}
     try:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(limit_s)
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-        return None
+        return subprocess.run(
+            command, check=False, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        ).returncode
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         end_all(mark)
 
 
@@ -239,49 +211,44 @@ def judged(figure: dict[str, Any]) -> dict[str, Any]:
 # All steps. -----------------------------------------------------------------------------------------------------------
 
 
-def chosen(steps: Sequence[Step], first: str, only: str) -> list[Step]:
-    """Returns the steps from ``first`` on, or the step ``only``, after the first step, which describes the host."""
-    names = [step.name for step in steps]
-    if unknown := {first, only} - {"", *names}:
-        sys.exit(f"gpu: there is no step {', '.join(unknown)}: they are {', '.join(names)}")
-    at = names.index(only or first or names[0])
-    return [*steps[: bool(at)], *steps[at : at + 1 if only else None]]
+def chosen(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
+    """Returns the named steps, or all, after the first step, which describes the host."""
+    known = [step.name for step in steps]
+    if unknown := sorted({*names} - {*known}):
+        sys.exit(f"gpu: there is no step {', '.join(unknown)}: they are {', '.join(known)}")
+    return [step for step in steps if not names or step.name in (known[0], *names)]
 
 
-def hour(steps: Sequence[Step], budget_s: float, kept: Mapping[str, Any], out: Path, began: float) -> int:
-    """Runs the steps and writes the report after each, with the steps kept of earlier calls. Returns 0 if all passed.
+def hour(steps: Sequence[Step], budget_s: float, out: Path, began: float) -> int:
+    """Runs the steps and writes the report after each. Returns 0 if all passed.
 
     A step has its own limit, but at most half of the time left: a step that hangs leaves time to others.
     """
-    when, device, failed = datetime.now(UTC).isoformat(timespec="seconds"), "", list[str]()
-    report: dict[str, Any] = {"fake": FAKE, "when": when, "steps": dict(kept), "go_on": ""}
+    failed, left_out, when = list[str](), list[str](), datetime.now(UTC).isoformat(timespec="seconds")
+    report: dict[str, Any] = {"fake": FAKE, "when": when, "commit": commit(), "steps": {}, "left_out": left_out}
     for step in steps:
         left = budget_s - _GRACE_S - (time.monotonic() - began)
         limit_s = min(step.limit_s, left if step is steps[-1] else left / 2)
         if limit_s < min(LEAST_S, step.limit_s):
-            report["go_on"] = report["go_on"] or step.name
+            left_out += [each.name for each in steps[steps.index(step) :]]
             break
         print(f"gpu: {step.name}: {step.shows}, within {limit_s:.0f} s", flush=True)
         found = run(step, limit_s, out / "gpu-hour.log")
         print(found.get("output", "") + f"gpu: {step.name}: {found['verdict']}, {found['seconds']} s", flush=True)
-        if found["verdict"] != "passed":
-            failed.append(step.name)
-        if found["verdict"].startswith("killed"):
-            report["go_on"] = report["go_on"] or step.name
-        device = found["facts"].get("device", device)
-        report["steps"][step.name] = found | {"shows": step.shows, "when": when, "on": f"{device}, {commit()}"}
+        failed += [step.name] * (found["verdict"] != "passed")
+        left_out += [step.name] * found["verdict"].startswith("killed")
+        report["steps"][step.name] = found | {"shows": step.shows}
         write(report, out)
     write(report, out)
     ends = f"failed: {', '.join(failed)}" if failed else "all that ran passed"
-    go_on = f"; go on with KVTIER_GPU_FROM={report['go_on']}" if report["go_on"] else ""
+    go_on = f"; go on with KVTIER_GPU_STEPS='{' '.join(left_out)}'" if left_out else ""
     print(f"gpu: {ends}; {out}/gpu-hour.md{go_on}")
     return int(bool(failed))
 
 
 def write(report: Mapping[str, Any], out: Path) -> None:
-    for name, text in {"gpu-hour.json": json.dumps(report, indent=1), "gpu-hour.md": markdown(report)}.items():
-        (out / f"{name}.new").write_text(text)
-        (out / f"{name}.new").replace(out / name)
+    (out / "gpu-hour.json").write_text(json.dumps(report, indent=1))
+    (out / "gpu-hour.md").write_text(markdown(report))
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -290,16 +257,16 @@ def markdown(report: Mapping[str, Any]) -> str:
     facts = {fact: value for step in steps.values() for fact, value in step["facts"].items()}
     host = ", ".join(f"{name} {facts[name]}" for name in ("device", "driver", "CUDA", "packages") if name in facts)
     where = "the fake driver (no figure here is a GPU's)" if report["fake"] else "a GPU"
-    lines = [f"Last run on {where}: {report['when'][:10]}, {host}, commit {commit()}", ""]
-    rows = [[name, *(step[key] for key in ("shows", "verdict", "seconds", "on"))] for name, step in steps.items()]
-    lines += [*_table(["step", "shows", "result", "seconds", "on"], rows), ""]
+    lines = [f"Last run on {where}: {report['when'][:10]}, {host}, commit {report['commit']}", ""]
+    rows = [[name, *(step[key] for key in ("shows", "verdict", "seconds"))] for name, step in steps.items()]
+    lines += [*_table(["step", "shows", "result", "seconds"], rows), ""]
     for name, step in steps.items():
         ends = [f"{each}: {end}" for each, end in step["tests"].items() if end != "passed" or name == "host"]
         lines += [f"- {name}: {each}" for each in ends + step["told"]]
     columns = ["pools", "bytes in each", "blocks", "MiB/s", "bare", "ratio", "goal"]
     for name, step in steps.items():
         if step["figures"]:
-            lines += ["", *_table([f"{name}, {step['on']}", *columns], map(_row, step["figures"]))]
+            lines += ["", *_table([name, *columns], map(_row, step["figures"]))]
     return "\n".join([*lines, "", *_table(["host", ""], facts.items()), ""])
 
 
@@ -319,15 +286,12 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) != ["hour"]:
         sys.exit(__doc__)
     if not FAKE and (reason := why_not()):
-        print(f"gpu: skipped: {reason}. Last run on a GPU: {last_run()}")
+        print(f"gpu: skipped: {reason}")
         return 0
-    first, only, seconds = (os.environ.get(f"KVTIER_GPU_{name}", "") for name in ("FROM", "ONLY", "SECONDS"))
-    steps = chosen(STEPS, first, only)
+    steps = chosen(STEPS, os.environ.get("KVTIER_GPU_STEPS", "").split())
     OUT.mkdir(parents=True, exist_ok=True)
-    report = OUT / "gpu-hour.json"
-    known: dict[str, Any] = json.loads(report.read_text()) if (first or only) and report.exists() else {"fake": None}
     install()
-    return hour(steps, float(seconds or 540), known["steps"] if known["fake"] is FAKE else {}, OUT, began)
+    return hour(steps, float(os.environ.get("KVTIER_GPU_SECONDS") or 540), OUT, began)
 
 
 if __name__ == "__main__":

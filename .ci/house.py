@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -19,15 +20,15 @@ LIMITS: Final[Mapping[str, float]] = {
     "docs openings, %": 4.0,
     "docs pronouns, %": 3.0,
     "class names that stand twice": 0,
-    "import circles, with typing": 0,
+    "modules in a circle of imports": 0,
     "modules": 250,
     "modules over 600 lines": 0,
     "production lines": 53_200,
     "test lines": 62_100,
     "docs words": 20_000,
-    "kvtier bench lines": 980,
-    "benchmarks lines": 1_070,
-    ".ci lines": 1_270,
+    "kvtier bench lines": 880,
+    "benchmarks lines": 930,
+    ".ci lines": 1_180,
 }
 ROOT: Final = Path(__file__).resolve().parent.parent
 PRODUCTION: Final = ("client/**/*.py", "daemon/**/*.py")
@@ -71,20 +72,18 @@ def in_page(path: Path) -> Iterator[tuple[str, str]]:
         line += part.count("\n")
 
 
-def circles(modules: Mapping[str, Sequence[ast.AST]]) -> list[str]:
+def circle(modules: Mapping[str, Sequence[ast.AST]]) -> list[str]:
+    """Returns the modules of a circle of imports, if there is one."""
     below: dict[str, set[str]] = {}
     for name, nodes in modules.items():
         found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [f"{getattr(node, 'module', '')}.{each.name}".lstrip(".") for node in found for each in node.names]
         below[name] = {each if each in modules else each.rpartition(".")[0] for each in names} & modules.keys() - {name}
-    reach = {name: set[str]() for name in modules}
-    for name, seen in reach.items():
-        left = {name}
-        while left:
-            left = {each for one in left for each in below[one]} - seen
-            seen |= left
-    together = {frozenset(other for other in reach[name] if name in reach[other]) for name in modules}
-    return sorted(" ".join(sorted(circle)) for circle in together if circle)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return sorted({*error.args[1]})
+    return []
 
 
 def main(prefixes: Sequence[str]) -> int:
@@ -108,7 +107,7 @@ def main(prefixes: Sequence[str]) -> int:
     }
     meters |= {
         "class names that stand twice": sorted(name for name, count in classes.items() if count > 1),
-        "import circles, with typing": circles(modules),
+        "modules in a circle of imports": circle(modules),
         "modules": len(modules),
         "modules over 600 lines": [name for name, path in paths.items() if len(path.read_text().splitlines()) > 600],
         "production lines": lines(*PRODUCTION, "client/kvtier/__init__.pyi"),
@@ -122,7 +121,7 @@ def main(prefixes: Sequence[str]) -> int:
     for name, value in meters.items():
         number, names = (len(value), ", ".join(value)) if isinstance(value, list) else (value, "")
         verdict = f"limit {LIMITS[name]:,}" + ", ABOVE" * (number > LIMITS[name])
-        print(f"{name:29}{number:8,.{int('%' in name)}f}  {verdict:21}{names}".rstrip())
+        print(f"{name:31}{number:8,.{int('%' in name)}f}  {verdict:21}{names}".rstrip())
         above += number > LIMITS[name]
     return int(above > 0)
 

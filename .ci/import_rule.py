@@ -19,9 +19,8 @@ def _inside(module: str, packages: set[str]) -> bool:
 class AllowlistContract(Contract):
     """Modules of `importers` import only themselves and `allowed`; the standard library is always allowed.
 
-    Modules of `exempt` are not judged: another contract is theirs. With `within`, only imports of those packages are.
-    An import of a package counts as an import of its `__init__`, so a package is not allowed by allowing something
-    inside it.
+    Modules of `exempt` are not judged: another contract is theirs. An import of a package counts as an import of its
+    `__init__`, so a package is not allowed by allowing something inside it.
     """
 
     type_name = "allowlist"
@@ -29,18 +28,15 @@ class AllowlistContract(Contract):
     importers = fields.SetField(subfield=fields.ModuleField())
     allowed = fields.SetField(subfield=fields.ModuleField())
     exempt = fields.SetField(subfield=fields.ModuleField(), required=False)
-    within = fields.SetField(subfield=fields.ModuleField(), required=False)
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        importers, allowed, within = (_names(found) for found in (self.importers, self.allowed, self.within))
-        exempt = _names(self.exempt)
+        importers, allowed, exempt = (_names(found) for found in (self.importers, self.allowed, self.exempt))
         broken: set[tuple[str, int | None, str]] = set()
         for importer in sorted(graph.modules):
             if not _inside(importer, importers) or _inside(importer, exempt):
                 continue
             for imported in graph.find_modules_directly_imported_by(importer):
-                judged = _inside(imported, within) if within else imported.split(".")[0] not in sys.stdlib_module_names
-                if judged and not _inside(imported, importers | allowed):
+                if imported.split(".")[0] not in sys.stdlib_module_names and not _inside(imported, importers | allowed):
                     details = graph.get_import_details(importer=importer, imported=imported)
                     broken.update((importer, detail["line_number"], imported) for detail in details)
         return ContractCheck(kept=not broken, metadata={"broken": sorted(broken, key=str)})

@@ -40,7 +40,8 @@ SuccessAction=poweroff-force
 FailureAction=poweroff-force
 [Service]
 Type=exec
-ExecStart=/opt/kvtier/bin/python /trial/systemd_guest.py
+ExecStart=/opt/kvtier/bin/python -m pytest -v --color=no -p no:cacheprovider /trial/systemd_guest.py
+ExecStopPost=sh -c 'test $SERVICE_RESULT = success || journalctl --unit kvtierd.service --no-pager --lines=300'
 StandardOutput=tty
 StandardError=inherit
 TTYPath=/dev/ttyS1
@@ -69,11 +70,13 @@ def disk() -> Path:
     trial = tree / "trial"
     make_root(tree, *GUEST)
     constraints = ROOT / "constraints-dev.txt"
-    run(sys.executable, "-m", "pip", "wheel", "-q", "-c", constraints, "-w", trial / "wheels", f"{ROOT}[daemon]")
+    wheels = [f"{ROOT}[daemon]", "pytest"]
+    run(sys.executable, "-m", "pip", "wheel", "-q", "-c", constraints, "-w", trial / "wheels", *wheels)
     shutil.copy(ROOT / ".ci" / "systemd_guest.py", trial)
     for name, text in blocks().items():
         (trial / name).write_text(text)
     run("chroot", tree, "env", "-i", *GUEST_ENVIRONMENT, "sh", "-eu", f"/trial/{BLOCKS[0]}")
+    run("chroot", tree, "env", "-i", *GUEST_ENVIRONMENT, "/opt/kvtier/bin/pip", "install", "-q", "pytest")
     (tree / "etc/systemd/system/trial.service").write_text(UNIT)
     run("chroot", tree, "systemctl", "enable", "-q", "trial.service")
     run("chroot", tree, "systemctl", "mask", "-q", *MASKED)
@@ -115,7 +118,7 @@ def main() -> int:
     printed = boot(disk())
     shutil.rmtree(WORK / "tree")
     (WORK / "disk").unlink()
-    if re.search(r"^systemd-vm: [1-9]\d* ok, 0 failed\r?$", printed, re.MULTILINE):
+    if re.search(r"^=+ [1-9]\d* passed in ", printed, re.MULTILINE):
         return 0
     print(f"systemd-vm: failed; see {WORK / 'console.txt'}", file=sys.stderr)
     return 1

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvtier.bench.host import CACHE, timed
+from kvtier.bench.host import CACHE, interleaved, timed
 from kvtier.memory.arrays import Bytes
 from kvtierd.tiers.remote.opening import open_store
 from tests.remote.servers import Server, mooncake, seaweed
@@ -29,8 +29,8 @@ from tests.remote.servers import Server, mooncake, seaweed
 SHAPES: Final = ((32, 1 << 20), (8, 4 << 20))
 """Objects, and bytes of each."""
 
-Calls: TypeAlias = Mapping[str, Callable[[Sequence[str]], Awaitable[object]]]
-"""``put``, ``get`` and ``remove``, of objects by their names."""
+Calls: TypeAlias = Sequence[Callable[[Sequence[str]], Awaitable[object]]]
+"""Put, get and remove objects by their names."""
 
 
 def bare_bucket(url: str, rows: Sequence[Bytes]) -> Calls:
@@ -40,8 +40,8 @@ def bare_bucket(url: str, rows: Sequence[Bytes]) -> Calls:
     store = from_url(url)
 
     async def put(names: Sequence[str]) -> None:
-        puts = (store.put_async(*pair, use_multipart=False) for pair in zip(names, rows, strict=True))
-        await asyncio.gather(*puts)
+        pairs = zip(names, rows, strict=True)
+        await asyncio.gather(*(store.put_async(*pair, use_multipart=False) for pair in pairs))
 
     async def get(names: Sequence[str]) -> None:
         async def bytes_of(name: str) -> None:
@@ -49,7 +49,7 @@ def bare_bucket(url: str, rows: Sequence[Bytes]) -> Calls:
 
         await asyncio.gather(*map(bytes_of, names))
 
-    return {"put": put, "get": get, "remove": lambda names: store.delete_async(list(names))}
+    return put, get, lambda names: store.delete_async(list(names))
 
 
 def bare_mooncake(url: str, rows: Sequence[Bytes]) -> Calls:
@@ -71,7 +71,7 @@ def bare_mooncake(url: str, rows: Sequence[Bytes]) -> Calls:
     async def remove(names: Sequence[str]) -> None:
         store.batch_remove(list(names), True)
 
-    return {"put": put, "get": get, "remove": remove}
+    return put, get, remove
 
 
 async def compare(
@@ -80,24 +80,21 @@ async def compare(
     """Prints a line for puts and a line for gets."""
     rows = list(np.random.default_rng(1).integers(0, 256, (count, nbytes), np.uint8))
     into = [memoryview(bytearray(nbytes)) for _ in range(count)]
-    store, bare = open_store(url), library(url, rows)
-    ours: Calls = {
-        "put": lambda names: store.put(names, rows),
-        "get": lambda names: store.get(names, into),
-        "remove": store.delete,
-    }
-    seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(rounds + 1):
-        for verb in ours:
-            for way, calls in (("ours", ours), ("bare", bare))[:: 1 if turn % 2 else -1]:
-                took = await timed(calls[verb]([f"{CACHE}/{way}/{nbytes}/{turn}/{i}" for i in range(count)]))
-                if turn:  # the first meets cold connections
-                    seconds[verb, way].append(took)
-    await store.close()
-    for verb in ("put", "get"):
-        rate, floor = (count * nbytes / median(seconds[verb, way]) / (1 << 20) for way in ("ours", "bare"))
+    store, numbers = open_store(url), itertools.count()
+    ours: Calls = (lambda names: store.put(names, rows), lambda names: store.get(names, into), store.delete)
+    ways = ours, library(url, rows)
+
+    async def work(calls: Calls, at: int) -> float:
+        """Puts, gets and removes new objects. Returns the seconds of call number ``at``."""
+        names = [f"{CACHE}/{next(numbers)}" for _ in range(count)]
+        return [await timed(call(names)) for call in calls][at]
+
+    for at, verb in enumerate(("put", "get")):
+        seconds = await interleaved(rounds, *(partial(work, calls, at) for calls in ways))
+        rate, floor = (count * nbytes / each / (1 << 20) for each in seconds)
         case = f"{url[:4]} {verb} {f'{count} x {nbytes >> 20} MiB':11}"
         print(f"{case} {rate:6.0f} MiB/s  bare {floor:6.0f}  ratio {rate / floor:.2f}", flush=True)
+    await store.close()
 
 
 @contextmanager

@@ -6,8 +6,7 @@ A request looks its prefix up, loads the blocks that are there and stores the re
 has a process of its own; the order rotates. Its memory is filled once before, and emptied. Only the three verbs are
 timed: rows are filled from a random pattern before a store, and compared with it after a load, outside of the clock.
 Mooncake reports blocks that it has no room for: ``mooncake-insisting`` repeats their store for up to 15 s. ``faults``:
-page faults of the engine's servers inside of the clock. ``raw``: a file on the same disk, written past the page cache
-just before.
+page faults of the engine's servers inside of the clock.
 
 The peers' interpreter, as ``make test-engines`` makes it, wants torch, numpy and beside them in folders of their own:
 ``pip install --no-deps -t FOLDER mooncake-transfer-engine-non-cuda==0.3.13.post1`` and
@@ -19,12 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import mmap
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,8 +35,6 @@ from benchmarks.replay_engines import ENGINES, LIMIT_S, Job, Prompt, Record
 from kvtier.replay.trace import read
 
 ROOT: Final = Path(__file__).parents[1]
-_RAW_BYTES: Final = 1 << 30
-_RAW_CALL: Final = 8 << 20
 
 Interpreter: TypeAlias = tuple[str, Sequence[str]]
 """A Python, and the folders of packages before its own."""
@@ -57,16 +52,13 @@ class Row:
     pace: float = 0.0
 
     def __str__(self) -> str:
-        size = f"{self.block_kib} KiB" if self.block_kib < 1024 else f"{self.block_kib >> 10} MiB"
         place = f"{self.memory:,} blocks over {self.disk:,}" if self.disk else "in memory"
-        return f"{size}, {place}" + (f", {self.pace:g} requests a second" if self.pace else "")
+        return f"{self.block_kib:,} KiB, {place}" + (f", {self.pace:g} requests a second" if self.pace else "")
 
 
 ROWS: Final[Mapping[str, Row]] = {
-    "64k-disk": Row(64, 2_000, 24_000),
     "256k-disk": Row(256, 2_000, 24_000, 0.5),
     "1m-disk": Row(1024, 800, 9_000, 0.3),
-    "256k-disk-20": Row(256, 2_000, 24_000, 0.5, 20.0),
     "256k-disk-40": Row(256, 2_000, 24_000, 0.5, 40.0),
     "64k": Row(64, 28_000, 0),
     "256k": Row(256, 15_500, 0, 0.5),
@@ -80,7 +72,7 @@ def replay(interpreter: Interpreter, job: Job, prompts: Sequence[Prompt]) -> Rec
     python, folders = interpreter
     done = subprocess.run(
         [python, ROOT / "benchmarks/replay_engines.py"],
-        input=f"{json.dumps(asdict(job))}\n{json.dumps(prompts)}\n",
+        input=json.dumps([asdict(job), prompts]),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
@@ -96,15 +88,6 @@ def _percentile_ms(seconds: Sequence[float], percent: int) -> float:
     return 1e3 * quantiles(seconds, n=100, method="inclusive")[percent - 1]
 
 
-def _written(record: Record) -> float:
-    """Bytes a second to disk, from the first bytes to the last request, as a share of the raw rate."""
-    rising = [each for each in record.written if each[1] > _RAW_CALL]
-    if not record.raw or len(rising) < 2:
-        return 0.0
-    (began, before), (ended, after) = rising[0], rising[-1]
-    return (after - before) / (ended - began) / record.raw
-
-
 COLUMNS: Final[Mapping[str, tuple[Callable[[Record], float], str]]] = {
     "requests a second": (lambda record: len(record.requests) / sum(record.requests), ".0f"),
     "hits": (lambda record: record.loaded / record.asked, ".3f"),
@@ -113,8 +96,6 @@ COLUMNS: Final[Mapping[str, tuple[Callable[[Record], float], str]]] = {
     "request p99, ms": (lambda record: _percentile_ms(record.requests, 99), ".1f"),
     "put p50, ms": (lambda record: _percentile_ms(record.stores, 50), ".2f"),
     "put p99, ms": (lambda record: _percentile_ms(record.stores, 99), ".1f"),
-    "raw MB/s": (lambda record: record.raw / 1e6, ".0f"),
-    "written, of raw": (_written, ".2f"),
 }
 
 
@@ -128,34 +109,17 @@ def table(records: Mapping[tuple[Row, str], Sequence[Record]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def raw_rate(home: Path) -> float:
-    """Bytes a second of a sequential write of new blocks, 8 MiB and one ``fdatasync`` at a time."""
-    with tempfile.NamedTemporaryFile(dir=home) as file, mmap.mmap(-1, _RAW_CALL) as block:
-        os.posix_fallocate(file.fileno(), 0, _RAW_BYTES)
-        block[:] = os.urandom(_RAW_CALL)
-        fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        began = time.perf_counter()
-        for place in range(0, _RAW_BYTES, _RAW_CALL):
-            os.pwrite(fd, block, place)
-            os.fdatasync(fd)
-        seconds = time.perf_counter() - began
-        os.close(fd)
-    return _RAW_BYTES / seconds
-
-
 def measure(
     interpreters: Mapping[str, Interpreter], row: Row, prompts: Sequence[Prompt], home: Path, turn: int
 ) -> dict[str, Record]:
     """Measures each engine once on one row, beginning with engine number ``turn``."""
     prompts = prompts[: max(2, int(len(prompts) * row.share))]
     longest, distinct = max(map(len, prompts)), 1 + max(map(max, prompts))
-    raw = raw_rate(home) if row.disk else 0.0
     records, names = dict[str, Record](), list(interpreters)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         with tempfile.TemporaryDirectory(dir=home) as own:
             job = Job(name, row.block_kib << 10, row.memory, row.disk, longest, distinct, own, row.pace)
             records[name] = replay(interpreters[name], job, prompts)
-        records[name].raw = raw
         print(table({(row, name): [records[name]]}).splitlines()[-1], file=sys.stderr, flush=True)
     return records
 

@@ -1,6 +1,6 @@
 """Replays the requests of ``benchmarks.replay`` through one engine, in a process with the engine's interpreter.
 
-Reads a line of JSON with a :class:`Job` and a line with the requests, and writes a :class:`Record`.
+Reads a :class:`Job` and the requests, and writes a :class:`Record`, all as JSON.
 """
 
 from __future__ import annotations
@@ -67,17 +67,14 @@ class Job:
 @dataclass(slots=True)
 class Record:
     """``requests`` and ``stores``: the seconds of each, in the three verbs; ``asked``, ``loaded`` and ``wrong`` in
-    blocks; ``written``: the clock and the servers' bytes to disk after each request; ``faults``: the servers' page
-    faults; ``raw``: bytes a second that the disk took shortly before, 0 without a disk."""
+    blocks; ``faults``: the servers' page faults."""
 
     faults: int = 0
     asked: int = 0
     loaded: int = 0
     wrong: int = 0
-    raw: float = 0.0
     requests: list[float] = field(default_factory=list)
     stores: list[float] = field(default_factory=list)
-    written: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,8 +180,7 @@ def mooncake(job: Job, *, insists: bool = False, embedded: bool = False) -> Iter
                 time.sleep(0.1)
             start = library.alloc_from_mem_pool(nbytes)
         assert start and library.register_buffer(start, nbytes) == 0
-        memory = memoryview((ctypes.c_uint8 * nbytes).from_address(start))
-        rows: Rows = np.frombuffer(memory, np.uint8).reshape(job.longest, job.block_bytes)
+        rows = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start)).reshape(job.longest, -1)
         rows[:] = 0
         places = [start + row * job.block_bytes for row in range(job.longest)]
         sizes = [job.block_bytes] * job.longest
@@ -213,17 +209,15 @@ def mooncake(job: Job, *, insists: bool = False, embedded: bool = False) -> Iter
 
 
 @contextmanager
-def lmcache(job: Job, *, mode: str = "engine_driven") -> Iterator[Engine]:
-    """A block is a chunk in one tensor. The engine's process or the server, by ``mode``, copies chunks. Block 0 is
-    LMCache's null block."""
+def lmcache(job: Job) -> Iterator[Engine]:
+    """A block is a chunk in one tensor, which the engine's process copies. Block 0 is LMCache's null block."""
     from lmcache.cli.commands.bench.server_bench import client, config, helpers
 
-    port, http = _free_port(), _free_port()
+    port, http, mode = _free_port(), _free_port(), "engine_driven"
     command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", port]
     command += ["--http-host", "127.0.0.1", "--http-port", http, "--chunk-size", _TOKENS, "--disable-observability"]
     command += ["--l1-size-gb", job.memory_bytes / (1 << 30), "--eviction-policy", "LRU"]
-    command += ["--supported-transfer-mode", mode]
-    command += ["--shm-name", f"lmcache_{port}"] if mode == "engine_driven" else []
+    command += ["--supported-transfer-mode", mode, "--shm-name", f"lmcache_{port}"]
     if job.disk:
         gigabytes = job.disk * job.block_bytes / (1 << 30)
         disk = {"type": "fs_native", "base_path": job.home, "max_capacity_gb": gigabytes}
@@ -280,7 +274,6 @@ ENGINES: Final[Mapping[str, Callable[[Job], AbstractContextManager[Engine]]]] = 
     "mooncake-insisting": partial(mooncake, insists=True),
     "mooncake-embedded": partial(mooncake, embedded=True),
     "lmcache": lmcache,
-    "lmcache-driven": partial(lmcache, mode="lmcache_driven"),
 }
 
 
@@ -324,8 +317,6 @@ def replay(engine: Engine, job: Job, prompts: Sequence[Prompt]) -> Record:
         engine.finish()
         record.asked += len(prompt)
         record.loaded += loaded
-        written = (Path(f"/proc/{pid}/io").read_text().partition("\nwrite_bytes: ")[2] for pid in engine.servers)
-        record.written.append((time.perf_counter(), sum(int(each.split()[0]) for each in written)))
     record.faults = faults() - faults_before
     return record
 
@@ -372,8 +363,8 @@ def main() -> None:
     os.dup2(2, 1)  # libraries chat on standard output
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # the servers end with the blocks that hold them
     signal.alarm(LIMIT_S)
-    job = Job(**json.loads(sys.stdin.readline()))
-    prompts = json.loads(sys.stdin.readline())
+    wanted, prompts = json.load(sys.stdin)
+    job = Job(**wanted)
     with ENGINES[job.engine](job) as engine:
         warm(engine, job)
         print(json.dumps(asdict(replay(engine, job, prompts))), file=output, flush=True)

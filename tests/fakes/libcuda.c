@@ -1,9 +1,8 @@
 /* A libcuda.so.1 that does nothing but say, on standard error, what NVIDIA's bindings have made of kvtier's calls. The
    structures are those of NVIDIA's cuda.h. A few calls fail, as the test that reads this expects.
 
-   With -DQUIET it says nothing. With -DGATE a call says nothing either: it writes a byte to descriptor 100 and returns
-   when it can read one from 101. If it waits in vain, it ends the process: its caller holds the interpreter lock, so
-   that no other thread can answer. */
+   With -DGATE a call says nothing: it writes a byte to descriptor 100 and returns when it can read one from 101. If it
+   waits in vain, it ends the process: its caller holds the interpreter lock, so that no other thread can answer. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <poll.h>
@@ -13,9 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#if defined QUIET
-#define SAYS(...) ((void)0)
-#elif defined GATE
+#ifdef GATE
 #define SAYS(...) gate(__func__)
 static void gate(const char *name) {
     struct pollfd answer = {.fd = 101, .events = POLLIN};

@@ -22,6 +22,6 @@ SHORT = [shape for shape in LONG if shape in ((1, 64 << 10), (1, 1 << 20))]
     ids=[f"short-{shape}" for shape in SHORT] + [f"long-{shape}" for shape in LONG],
 )
 async def test_the_speed_of_moves(rounds, shape, record_property):
-    async for figure in gpu(devices.NAME, [shape], BATCH_BYTES, 1 if devices.ON_FAKE else rounds, SETTLE_S):
+    for figure in await gpu(devices.NAME, [shape], BATCH_BYTES, 1 if devices.ON_FAKE else rounds, SETTLE_S):
         assert figure.value > 0
         record_property("figure", json.dumps(asdict(figure) | {"ratio": figure.ratio}))

@@ -1,4 +1,4 @@
-"""Costs of kvtier to an engine: steps of its scheduler, copies of its worker, and the prefix from which a load wins."""
+"""Costs of kvtier to an engine: steps of its scheduler and copies of its worker."""
 
 from __future__ import annotations
 
@@ -16,20 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.abi.spec import DTYPE_BYTES
 from kvtier.bench.host import PAGE, Result, interleaved, memcpy, new_chain
-from kvtier.engine import (
-    CopyResult,
-    EngineOptions,
-    GroupPages,
-    KeyChain,
-    Layout,
-    Mover,
-    PageGroup,
-    PlaneLayout,
-    Planner,
-    Work,
-)
+from kvtier.engine import CopyResult, EngineOptions, GroupPages, KeyChain, Layout, Mover, Planner, Work
+from kvtier.engine.layout import PageGroup, PlaneLayout
 from kvtier.errors import DaemonError
 from kvtier.replay.private import PrivateDaemon
 from kvtier.types import Tier
@@ -41,7 +30,7 @@ _SLOTS: Final = 10
 _STEPS: Final = 50
 """Steps of a round: a step takes microseconds."""
 _PATIENCE_S: Final = 60.0
-_TRIES: Final = 10
+_TRIES: Final = 30
 
 
 class BareEngine:
@@ -120,8 +109,14 @@ def _preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
-async def steps(blocks: int, rounds: int) -> AsyncIterator[Result]:
+async def engine(blocks: int, layers: int, block_bytes: int, rounds: int) -> list[Result]:
+    """Measures steps with a prompt of ``blocks`` blocks, and copies of blocks of ``block_bytes``."""
+    return [*await _steps(blocks, rounds), *await _copies(layers, block_bytes, rounds)]
+
+
+async def _steps(blocks: int, rounds: int) -> list[Result]:
     """Measures offer, plan and step for a prompt of stored blocks, while the daemon runs and while it is stopped."""
+    results: list[Result] = []
     async with _running(Layout("kvtier-bench", 16, (PageGroup((PlaneLayout("all", PAGE),)),)), blocks) as engine:
         keys = new_chain(blocks)
         while engine.copy(keys)[1] < blocks:
@@ -136,50 +131,35 @@ async def steps(blocks: int, rounds: int) -> AsyncIterator[Result]:
                         times.append(seconds)
             finally:
                 os.kill(engine.daemon.pid, signal.SIGCONT)
-            ranked = statistics.quantiles(times, n=100)
-            for percent in (50, 99):
-                params = {"blocks": blocks, "daemon": state}
-                yield Result(f"engine.step.p{percent}", params, 1e6 * ranked[percent - 1], "us")
+            ranked, params = statistics.quantiles(times, n=100), {"blocks": blocks, "daemon": state}
+            results += [Result(f"engine.step.p{at}", params, 1e6 * ranked[at - 1], "us") for at in (50, 99)]
+    return results
 
 
-async def copies(
-    layers: int, kv_heads: int, head_size: int, tokens: int, dtype: str, rounds: int, tokens_per_second: Sequence[float]
-) -> AsyncIterator[Result]:
+async def _copies(layers: int, block_bytes: int, rounds: int) -> list[Result]:
     """Measures saves and loads of blocks with a plane for the keys and a plane for the values of each layer, beside one
-    thread's memcpy; and the prefix from which a load takes less time than a model of each speed takes to compute it."""
-    nbytes = kv_heads * head_size * tokens * DTYPE_BYTES[dtype]
+    thread's memcpy."""
+    nbytes = block_bytes // layers // 2
     planes = tuple(PlaneLayout(f"{layer}.{part}", nbytes) for layer in range(layers) for part in "kv")
-    async with _running(Layout("kvtier-bench", tokens, (PageGroup(planes),)), _BATCH) as engine:
+    async with _running(Layout("kvtier-bench", 16, (PageGroup(planes),)), _BATCH) as engine:
         stored, (source, target) = new_chain(_BATCH), np.ones((2, _BATCH, len(planes) * nbytes), np.uint8)
 
-        async def save() -> float:
+        async def copied(new: bool) -> float:
+            """Saves new blocks, or loads the saved ones. Some are left at first: no more slots are reserved yet."""
             nonlocal stored
-            saved, seconds = 0, 0.0
-            while saved < _BATCH:  # the first saves are of fewer blocks: no more slots are reserved yet
-                stored = new_chain(_BATCH)
-                seconds, _, saved = engine.copy(stored)
-            return seconds
-
-        async def load(blocks: int) -> float:
             for _ in range(_TRIES):
-                seconds, loaded, _ = engine.copy(stored[:blocks])
-                if loaded == blocks:
+                stored = new_chain(_BATCH) if new else stored
+                seconds, *moved = engine.copy(stored)
+                if moved == [_BATCH * (not new), _BATCH * new]:
                     return seconds
-            raise DaemonError(f"{blocks} stored blocks are not loaded: {_TRIES} tries failed", reason="BENCH")
+            raise DaemonError(f"{_BATCH} blocks are not copied: {_TRIES} tries failed", reason="BENCH")
 
         async def bare() -> float:
             return memcpy(list(source), list(target))
 
         for _ in range(2 * _SLOTS):  # maps every slot, so that no round pays for it
-            await save()
-        saved, loaded, one, copied = await interleaved(rounds, save, partial(load, _BATCH), partial(load, 1), bare)
+            await copied(True)
+        *ours, floor = await interleaved(rounds, partial(copied, True), partial(copied, False), bare)
     params = {"planes": len(planes), "block_bytes": len(planes) * nbytes}
-    yield Result.rate("engine.save", params, target.nbytes, saved, copied)
-    yield Result.rate("engine.load", params, target.nbytes, loaded, copied)
-    # Noise may make a single block the slowest; no block is loaded in less time than its plain copy takes.
-    a_block = max((loaded - one) / (_BATCH - 1), copied / _BATCH)
-    for speed in tokens_per_second:
-        gained = tokens / speed - a_block
-        if gained > 0:  # else no load wins, and there is no such prefix
-            shortest = tokens * max(1.0, (one - a_block) / gained)
-            yield Result("engine.break_even", {**params, "tokens_per_second": speed}, shortest, "tokens")
+    times = zip(("engine.save", "engine.load"), ours, strict=True)
+    return [Result.rate(name, params, target.nbytes, took, floor) for name, took in times]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import permutations, product
@@ -31,7 +31,7 @@ BareCopy = Callable[[int, Tier], Awaitable[float]]
 
 async def gpu(
     device: str, shapes: Sequence[tuple[int, int]], batch_bytes: int, rounds: int, settle_s: float
-) -> AsyncIterator[Result]:
+) -> list[Result]:
     """Measures moves of 8 to 1,024 blocks, and of one block, each way.
 
     Args:
@@ -40,6 +40,7 @@ async def gpu(
     Raises:
         KvtierError: NO_GPU, with the reason.
     """
+    results: list[Result] = []
     for pools, piece_bytes in shapes:
         blocks = max(8, min(1024, batch_bytes // (pools * piece_bytes)))
         pool = PoolSpec(layers=1, kv_heads=1, head_size=piece_bytes // 16, kv_factor=1)
@@ -57,7 +58,8 @@ async def gpu(
                     params = {"pools": pools, "piece_bytes": piece_bytes, "blocks": len(keys)}
                     works = partial(_move, here, keys, *edge), partial(bare, pieces, edge[0])
                     times = await interleaved(rounds, *works)
-                    yield Result.rate(f"gpu.{edge[0]}>{edge[1]}", params, pieces * piece_bytes, *times)
+                    results.append(Result.rate(f"gpu.{edge[0]}>{edge[1]}", params, pieces * piece_bytes, *times))
+    return results
 
 
 async def _move(here: PrivateCache, keys: Sequence[bytes], source: Tier, target: Tier) -> float:

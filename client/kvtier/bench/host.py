@@ -11,9 +11,9 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count, cycle, islice
@@ -23,7 +23,6 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier import client as aio
-from kvtier import sync
 from kvtier.abi.memory import empty
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
@@ -34,7 +33,6 @@ from kvtier.memory.arrays import Bytes
 from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
 from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
-from kvtier.wire import Keys
 
 CACHE: Final = "kvtier-bench"
 BATCH: Final = 64
@@ -97,6 +95,21 @@ class PrivateCache:
         """Puts a new chain into host memory. Returns the seconds."""
         return await timed(self.cache.put(new_chain(len(rows)), rows, tier=Tier.HOST))
 
+    async def commit(self, chain: list[bytes]) -> None:
+        """Stores slots of host memory as they are, without writing their bytes."""
+        async with self.cache.reserve(len(chain), Tier.HOST) as lease:
+            await lease.commit(chain)
+
+    async def fill(self, blocks: int, *tiers: Tier) -> list[bytes]:
+        """Stores ``blocks`` blocks in chains, and moves them to ``tiers``. Returns the last chain."""
+        chain: list[bytes] = []
+        for left in range(blocks, 0, -_FILL):
+            chain = new_chain(min(left, _FILL))
+            await self.commit(chain)
+            for tier in tiers:
+                await self.move(chain, tier)
+        return chain
+
 
 @asynccontextmanager
 async def private_cache(
@@ -153,10 +166,11 @@ def _memcpy_into_memory(rows: Sequence[Bytes]) -> BenchWork:
 
 
 async def _rate(
-    name: str, block_bytes: int, blocks: int, rounds: int, ours: BenchWork, floor: BenchWork, **params: Any
+    name: str, rows: Sequence[Bytes], rounds: int, *works: BenchWork, times: int = 1, **params: Any
 ) -> Result:
-    params = {"block_bytes": block_bytes, **params}
-    return Result.rate(name, params, blocks * block_bytes, *await interleaved(rounds, ours, floor))
+    """Measures works that copy ``rows``, ``times`` times: kvtier's and the floor."""
+    params, nbytes = {"block_bytes": rows[0].size, **params}, times * len(rows) * rows[0].size
+    return Result.rate(name, params, nbytes, *await interleaved(rounds, *works))
 
 
 def _rows(block_bytes: int) -> list[Bytes]:
@@ -170,57 +184,31 @@ def _views(lease: ReadLease | WriteLease) -> list[Bytes]:
 # -- client ------------------------------------------------------------------------------------------------------------
 
 
-async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[Result]:
-    """Measures stores and gets of 64 blocks of host memory, the put of one block, and the length of a prefix of
-    ``keys`` keys among as many others."""
-    slots = TierSlots(0, _ROOM * BATCH, 0)
-    for spec in map(replay_spec, sizes):
-        yield await _first_fill(spec, slots, min(rounds, _FRESH))
+async def client(sizes: Sequence[int], rounds: int) -> list[Result]:
+    """Measures stores and gets of 64 blocks of host memory, and the put of one block."""
+    results, slots = list[Result](), TierSlots(0, _ROOM * BATCH, 0)
+    for block_bytes in sizes:
+        spec, rows = replay_spec(block_bytes), _rows(block_bytes)
+        copy, first = _memcpy_into_memory(rows), partial(_first_fill, spec, slots, rows)
+        results.append(await _rate("client.first_fill", rows, min(rounds, _FRESH), first, copy))
         for checksum in ("disk", "commit"):
             async with private_cache(spec, slots, options=CacheOptions(checksum=checksum)) as here:
-                for result in await _copies(here, checksum, rounds):
-                    yield result
+                results += await _copies(here, rows, rounds, checksum)
         async with private_cache(spec, slots) as here:
-            rows = _rows(here.cache.block_bytes)
-            for result in await _one_put(here, rows, max(rounds, _FEW)):
-                yield result
-            works = partial(here.put, rows), _memcpy_into_memory(rows)  # the tier is full by now
-            yield await _rate("client.store_full", here.cache.block_bytes, BATCH, rounds, *works)
-    async with private_cache(replay_spec(PAGE), TierSlots(0, 2 * keys, 0)) as here:
-        stored = [new_chain(keys), new_chain(keys)]
-        for chain in stored:
-            await here.cache.put(chain, _rows(PAGE)[:1] * keys, tier=Tier.HOST)
-        with sync.Client(here.client.address) as client:
-            opened = client.open_cache(CACHE)
-
-            async def length(pack: Callable[[list[bytes]], Keys]) -> float:
-                asked = pack(random.choice(stored))
-                started = time.perf_counter()
-                found = opened.prefix_length(asked)
-                seconds = time.perf_counter() - started
-                if found != keys:
-                    raise DaemonError(f"{found} of {keys} stored keys are found", reason="BENCH")
-                return seconds
-
-            times = await interleaved(rounds, lambda: length(b"".join), lambda: length(list))
-        for form, seconds in zip(("bytes", "list"), times, strict=True):
-            yield Result("client.prefix_length", {"keys": keys, "as": form}, 1e6 * seconds, "us")
+            results += await _one_put(here, rows, max(rounds, _FEW))
+            full = partial(here.put, rows)  # the tier is full by now
+            results.append(await _rate("client.store_full", rows, rounds, full, copy))
+    return results
 
 
-async def _first_fill(spec: CacheSpec, slots: TierSlots, rounds: int) -> Result:
-    """Measures a store into untouched slots of a new daemon."""
-    rows = _rows(spec.block_bytes(0))
-
-    async def fill() -> float:
-        async with private_cache(spec, slots) as here:
-            return await here.put(rows)
-
-    return await _rate("client.first_fill", spec.block_bytes(0), BATCH, rounds, fill, _memcpy_into_memory(rows))
+async def _first_fill(spec: CacheSpec, slots: TierSlots, rows: Sequence[Bytes]) -> float:
+    """Stores into untouched slots of a new daemon."""
+    async with private_cache(spec, slots) as here:
+        return await here.put(rows)
 
 
-async def _copies(here: PrivateCache, checksum: str, rounds: int) -> list[Result]:
-    block_bytes = here.cache.block_bytes
-    rows, out = _rows(block_bytes), _rows(block_bytes)
+async def _copies(here: PrivateCache, rows: list[Bytes], rounds: int, checksum: str) -> list[Result]:
+    out = _rows(here.cache.block_bytes)
 
     @asynccontextmanager
     async def stored() -> AsyncIterator[tuple[list[bytes], float]]:
@@ -245,26 +233,23 @@ async def _copies(here: PrivateCache, checksum: str, rounds: int) -> list[Result
         async with stored() as (chain, _), here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
             return memcpy(_views(lease), out)
 
-    return [
-        await _rate("client.store", block_bytes, BATCH, rounds, store, bare_store, checksum=checksum),
-        await _rate("client.get", block_bytes, BATCH, rounds, get, bare_get, checksum=checksum),
-    ]
+    works = {"client.store": (store, bare_store), "client.get": (get, bare_get)}
+    return [await _rate(name, rows, rounds, *each, checksum=checksum) for name, each in works.items()]
 
 
 async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> list[Result]:
-    """Measures a put of one block and each of its steps, then the daemon's CPU for each block of a batch. The floor of
-    a step is a call that finds nothing to do; the floor of the put is two of these calls and the copy."""
-    steps: deque[tuple[float, float, float]] = deque()
+    """Measures a put of one block and its two calls, then the daemon's CPU for each block of a batch. The floor of a
+    call is a call that finds nothing to do; the floor of the put is two of these calls and the copy."""
+    steps: list[tuple[float, float, float]] = []
 
     async def in_steps() -> float:
         began = time.perf_counter()
         async with here.cache.reserve(1, Tier.HOST) as lease:
-            reserved = time.perf_counter()
+            reserved = time.perf_counter() - began
             copied = memcpy(rows[:1], _views(lease))
-            told = time.perf_counter()
-            await lease.commit(new_chain(1), release=True)
-            steps.append((reserved - began, copied, time.perf_counter() - told))
-        return time.perf_counter() - began
+            committed = await timed(lease.commit(new_chain(1), release=True))
+        steps.append((reserved, copied, committed))
+        return reserved + copied + committed
 
     async def daemon_cpu() -> float:
         clock = ~here.daemon.pid << 3 | 2  # clock_getcpuclockid(3)
@@ -273,44 +258,75 @@ async def _one_put(here: PrivateCache, rows: Sequence[Bytes], rounds: int) -> li
             await here.put(rows)
         return (time.clock_gettime(clock) - before) / _FEW / BATCH
 
-    async def call() -> float:
-        return await timed(here.cache.set_retention([], 0))
-
-    whole, _, called = await interleaved(rounds, lambda: here.put(rows[:1]), in_steps, call)
-    (cpu,) = await interleaved(_FEW, daemon_cpu)
-    reserve, copy, commit = map(statistics.median, zip(*steps, strict=True))
-    figures = (
-        ("client.put_one", whole, copy + 2 * called),
-        ("client.put_one.reserve", reserve, called),
-        ("client.put_one.commit", commit, called),
-        ("client.put_one.copy", copy, None),
-    )
+    put, call = partial(here.put, rows[:1]), partial(here.cache.set_retention, [], 0)
+    whole, _, called = await interleaved(rounds, put, in_steps, lambda: timed(call()))
+    reserved, copied, committed = map(statistics.median, zip(*steps, strict=True))
+    calls = {"": (whole, copied + 2 * called), ".reserve": (reserved, called), ".commit": (committed, called)}
     params = {"block_bytes": here.cache.block_bytes}
-    results = [Result(name, params, 1e6 * each, "us", floor and 1e6 * floor) for name, each, floor in figures]
+    results = [
+        Result(f"client.put_one{name}", params, 1e6 * value, "us", 1e6 * floor)
+        for name, (value, floor) in calls.items()
+    ]
+    (cpu,) = await interleaved(_FEW, daemon_cpu)
     return [*results, Result("client.daemon_cpu", params, 1e6 * cpu, "us/block")]
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
 
 
-async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> AsyncIterator[Result]:
-    """Measures moves of 64 blocks to and from disk, and stores into full tiers, beside a raw file as large as the disk
-    tier that is written and read past the page cache."""
+class _RawFile:
+    """A file as large as the disk tier, written and read past the page cache."""
+
+    def __init__(self, path: Path, rows: Sequence[Bytes], blocks: int) -> None:
+        self._fd: Final = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self._rows: Final = empty((BATCH, rows[0].size))
+        self._rows[:] = rows
+        self._parts: Final = range(0, BATCH, _SYNC_BLOCKS)
+        self.places: Final = range(blocks - BATCH + 1)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def write(self, place: int) -> None:
+        for first in self._parts:
+            self._each(os.pwritev, place, first, _SYNC_BLOCKS)
+            os.fdatasync(self._fd)
+
+    def write_all(self, places: Iterable[int]) -> None:
+        """Writes a batch to each place, and syncs once."""
+        for place in places:
+            self._each(os.pwritev, place, 0, BATCH)
+        os.fdatasync(self._fd)
+
+    async def read(self) -> None:
+        """Reads a random batch, a thread a part."""
+        place = random.choice(self.places)
+        parts = (asyncio.to_thread(self._each, os.preadv, place, first, _SYNC_BLOCKS) for first in self._parts)
+        await asyncio.gather(*parts)
+
+    def _each(self, call: Callable[..., int], place: int, first: int, blocks: int) -> None:
+        call(self._fd, [self._rows[first : first + blocks].data], (place + first) * self._rows.shape[1])
+
+
+async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int) -> list[Result]:
+    """Measures moves of 64 blocks to and from disk, and stores into full tiers, beside a raw file that takes as many
+    blocks a call, in as many threads, as the daemon's disk tier."""
+    results: list[Result] = []
     for block_bytes in sizes:
-        slots = TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes)
+        rows, slots = (
+            _rows(block_bytes),
+            TierSlots(0, max(4 * BATCH, disk_bytes // 4 // block_bytes), disk_bytes // block_bytes),
+        )
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
             async with private_cache(replay_spec(block_bytes), slots, keep=Path(kept)) as here:
-                fd = os.open(Path(kept) / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-                for result in await _disk_edges(here, fd, rounds):
-                    yield result
-                yield await _sustained(here, fd, min(rounds, _FRESH))
-                os.close(fd)
+                with closing(_RawFile(Path(kept) / "raw", rows, slots.disk)) as raw:
+                    results += await _disk_edges(here, raw, rows, rounds)
+                    results.append(await _sustained(here, raw, rows, min(rounds, _FRESH)))
+    return results
 
 
-async def _disk_edges(here: PrivateCache, fd: int, rounds: int) -> list[Result]:
-    """Measures moves. The raw file takes as many blocks a call, in as many threads, as the daemon's disk tier does."""
-    block_bytes, slots = here.cache.block_bytes, here.cache.slots(Tier.DISK)
-    rows, parts = _rows(block_bytes), range(0, BATCH, _SYNC_BLOCKS)
+async def _disk_edges(here: PrivateCache, raw: _RawFile, rows: Sequence[Bytes], rounds: int) -> list[Result]:
+    slots = here.cache.slots(Tier.DISK)
     stored: deque[list[bytes]] = deque(maxlen=max(1, slots // BATCH // 2))
 
     async def write() -> float:
@@ -326,58 +342,36 @@ async def _disk_edges(here: PrivateCache, fd: int, rounds: int) -> list[Result]:
         await here.move(chain, Tier.DISK)
         return seconds
 
-    async with here.cache.reserve(BATCH, Tier.HOST) as lease:
-        views = [view.data for view in _views(lease)]
+    async def bare_write() -> float:
+        return await timed(asyncio.to_thread(raw.write, random.choice(raw.places)))
 
-        def write_raw(place: int) -> None:
-            for first in parts:
-                os.pwritev(fd, views[first : first + _SYNC_BLOCKS], (place + first) * block_bytes)
-                os.fdatasync(fd)
-
-        def read_raw(place: int, first: int) -> None:
-            os.preadv(fd, views[first : first + _SYNC_BLOCKS], (place + first) * block_bytes)
-
-        async def bare_write() -> float:
-            return await timed(asyncio.to_thread(write_raw, random.randrange(slots - BATCH + 1)))
-
-        async def bare_read() -> float:
-            place = random.randrange(slots - BATCH + 1)
-            return await timed(asyncio.gather(*(asyncio.to_thread(read_raw, place, first) for first in parts)))
-
-        for place in range(0, slots - BATCH + 1, BATCH):  # the first write of a place is slower than all others
-            await write()
-            write_raw(place)
-        disk_bytes = slots * block_bytes
-        return [
-            await _rate(f"tiers.{edge}", block_bytes, BATCH, rounds, *works, disk_bytes=disk_bytes)
-            for edge, works in (("host>disk", (write, bare_write)), ("disk>host", (read, bare_read)))
-        ]
+    for place in raw.places[::BATCH]:  # the first write of a place is slower than all others
+        await write()
+        raw.write(place)
+    works = {"host>disk": (write, bare_write), "disk>host": (read, lambda: timed(raw.read()))}
+    nbytes = slots * here.cache.block_bytes
+    return [await _rate(f"tiers.{edge}", rows, rounds, *each, disk_bytes=nbytes) for edge, each in works.items()]
 
 
-async def _sustained(here: PrivateCache, fd: int, rounds: int) -> Result:
-    """Measures stores of four times the host tier into full tiers, so that each stored block sends a block to disk. The
-    raw file is written from its start to its end and synced once."""
-    block_bytes, host = here.cache.block_bytes, here.cache.slots(Tier.HOST)
-    rows, pages, batches = _rows(block_bytes), empty((BATCH, block_bytes)), 4 * host // BATCH
-    places = cycle(range(0, here.cache.slots(Tier.DISK) - BATCH + 1, BATCH))
-    pages[:] = rows
+async def _sustained(here: PrivateCache, raw: _RawFile, rows: Sequence[Bytes], rounds: int) -> Result:
+    """Measures stores of four times the host tier into full tiers, so that each stored block sends a block to disk."""
+    slots = here.cache.slots(Tier.HOST)
+    places, times = cycle(raw.places[::BATCH]), 4 * slots // BATCH
 
     async def store() -> float:
-        return sum([await here.put(rows) for _ in range(batches)])
+        return sum([await here.put(rows) for _ in range(times)])
 
-    def write_raw() -> None:
-        for place in islice(places, batches):
-            os.pwrite(fd, pages.data, place * block_bytes)
-        os.fdatasync(fd)
+    async def bare_store() -> float:
+        return await timed(asyncio.to_thread(raw.write_all, islice(places, times)))
 
-    works = store, lambda: timed(asyncio.to_thread(write_raw))
-    return await _rate("tiers.sustained", block_bytes, batches * BATCH, rounds, *works, host_bytes=host * block_bytes)
+    nbytes = slots * here.cache.block_bytes
+    return await _rate("tiers.sustained", rows, rounds, store, bare_store, times=times, host_bytes=nbytes)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-async def events(watchers: int, rounds: int, puts: int) -> AsyncIterator[Result]:
+async def events(watchers: int, rounds: int, puts: int) -> list[Result]:
     """Measures block changes a second until the last watcher has decoded all of them; the floor has no watchers.
 
     A round puts and drops chains of 256 blocks; every fourth chain moves in between. Every watcher is a process.
@@ -404,7 +398,7 @@ async def events(watchers: int, rounds: int, puts: int) -> AsyncIterator[Result]
 
             ours, floor = await interleaved(rounds, watched, lambda: timed(store()))
     params = {"watchers": watchers, "changes": changes}
-    yield Result("events.changes", params, changes / ours, "changes/s", changes / floor)
+    return [Result("events.changes", params, changes / ours, "changes/s", changes / floor)]
 
 
 _runner: Final = cache(asyncio.Runner)
@@ -429,48 +423,31 @@ def watch(address: str, since: Cursor, changes: int) -> None:
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> AsyncIterator[Result]:
+async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> list[Result]:
     """Measures the cost of a block of 4 KiB in calls of 64, with ``counts`` blocks in the cache; the floor is the
-    smallest count. Then the daemon's memory a block, and :func:`_restart`."""
+    smallest count. Then the daemon's memory a block, and the time from a start to the first answer about blocks on
+    disk."""
+    results, works = list[Result](), dict[str, list[BenchWork]](acquire=[], store=[])
     async with AsyncExitStack() as stack:
-        spec, works = replay_spec(PAGE), dict[str, list[BenchWork]](acquire=[], store=[])
         for blocks in counts:
-            here = await stack.enter_async_context(private_cache(spec, TierSlots(0, blocks, 0)))
-            await _fill(here, blocks // 10)
-            before = _anonymous_bytes(here)
-            last = await _fill(here, blocks - blocks // 10)
+            here = await stack.enter_async_context(private_cache(replay_spec(PAGE), TierSlots(0, blocks, 0)))
+            await here.fill(blocks // 10)
+            before, more = _anonymous_bytes(here), blocks - blocks // 10
+            last = await here.fill(more)
             works["acquire"].append(partial(_acquire, here, last[:BATCH]))
             works["store"].append(partial(_evict, here))
-            memory = (_anonymous_bytes(here) - before) / (blocks - blocks // 10)
-            yield Result("scale.memory", {"blocks": blocks}, memory, "bytes/block")
+            memory = (_anonymous_bytes(here) - before) / more
+            results.append(Result("scale.memory", {"blocks": blocks}, memory, "bytes/block"))
         for name, each in works.items():
             costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *each)]
             for blocks, cost in zip(counts, costs, strict=True):
-                yield Result(f"scale.{name}", {"blocks": blocks}, cost, "us/block", costs[0])
-    for result in await _restart(on_disk):
-        yield result
-
-
-async def _fill(here: PrivateCache, blocks: int, *, disk: bool = False) -> list[bytes]:
-    """Stores ``blocks`` blocks in chains. Returns the last chain."""
-    chain: list[bytes] = []
-    for left in range(blocks, 0, -_FILL):
-        chain = new_chain(min(left, _FILL))
-        await _store(here, chain)
-        if disk:
-            await here.move(chain, Tier.DISK)
-    return chain
-
-
-async def _store(here: PrivateCache, chain: list[bytes]) -> None:
-    """Commits slots as they are, without writing their bytes."""
-    async with here.cache.reserve(len(chain), Tier.HOST) as lease:
-        await lease.commit(chain)
+                results.append(Result(f"scale.{name}", {"blocks": blocks}, cost, "us/block", costs[0]))
+    return [*results, Result("scale.restart", {"blocks": on_disk}, await _restart(on_disk), "s")]
 
 
 async def _evict(here: PrivateCache) -> float:
     """Stores into a full cache, which evicts as many blocks."""
-    return await timed(_store(here, new_chain()))
+    return await timed(here.commit(new_chain()))
 
 
 async def _acquire(here: PrivateCache, chain: list[bytes]) -> float:
@@ -480,25 +457,19 @@ async def _acquire(here: PrivateCache, chain: list[bytes]) -> float:
     return time.perf_counter() - started
 
 
-async def _restart(blocks: int) -> list[Result]:
-    """Measures the CPU of the slow callbacks of the daemon's loop while blocks go to disk, and the time from a start to
-    the first answer about them."""
+async def _restart(blocks: int) -> float:
+    slots = TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as kept:
-        told, slots = Path(kept) / "callbacks", TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
-        module = ("kvtier.bench.callbacks", str(told))
-        async with private_cache(replay_spec(PAGE), slots, keep=Path(kept), module=module) as here:
-            last = await _fill(here, blocks, disk=True)
+        async with private_cache(replay_spec(PAGE), slots, keep=Path(kept)) as here:
+            last = await here.fill(blocks, Tier.DISK)
             await here.daemon.stop(_STOP_S)
-            callback = float(told.read_text())
             started = time.perf_counter()
             await here.daemon.start()
             async with await aio.connect(here.daemon.address) as client:
                 cache = await client.open_cache(CACHE, replay_spec(PAGE))
                 if (await cache.match(last)).blocks != len(last):
                     raise DaemonError("blocks on disk are not found after the restart", reason="BENCH")
-                seconds = time.perf_counter() - started
-    params = {"blocks": blocks}
-    return [Result("scale.callback.p99.9", params, callback, "us"), Result("scale.restart", params, seconds, "s")]
+                return time.perf_counter() - started
 
 
 def _anonymous_bytes(here: PrivateCache) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Coroutine
 from dataclasses import asdict
-from functools import wraps
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import click
 
-from kvtier.abi.spec import DTYPE_BYTES
 from kvtier.bench import engine as engine_bench
 from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
@@ -19,9 +17,6 @@ from kvtier.cli.options import CommandGroup, output_option
 from kvtier.cli.output import show, table
 from kvtier.types import size
 
-Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-_COUNT: Final = click.IntRange(min=1)
 _SIZES: Final = click.option(
     "--block-bytes",
     type=click.IntRange(min=4096),
@@ -30,6 +25,7 @@ _SIZES: Final = click.option(
     show_default=True,
     help="Repeatable.",
 )
+_ROUNDS: Final = click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 
 
 @click.group(cls=CommandGroup)
@@ -41,31 +37,9 @@ def bench() -> None:
     """
 
 
-def measurement(*options: Option) -> Callable[[Callable[..., AsyncIterator[Result]]], click.Command]:
-    """Makes a command of the group with these options, ``--rounds`` and ``--output``."""
-    rounds = click.option("--rounds", type=_COUNT, default=20, show_default=True)
-    added: list[Option] = [output_option(), rounds, *reversed(options)]
-
-    def decorate(measure: Callable[..., AsyncIterator[Result]]) -> click.Command:
-        @wraps(measure)
-        def measured(form: str, **given: Any) -> None:
-            tell(measure(**given), form)
-
-        command: Callable[..., Any] = measured
-        for option in added:
-            command = option(command)
-        return bench.command()(command)
-
-    return decorate
-
-
-def tell(results: AsyncIterator[Result], form: str) -> None:
+def tell(results: Coroutine[Any, Any, list[Result]], form: str) -> None:
     """Runs the measurements, and prints all figures at the end."""
-
-    async def collect() -> list[Result]:
-        return [result async for result in results]
-
-    found = run(collect())
+    found = run(results)
     columns = ("measured", "of", "value", "floor", "ratio", "better is")
     text = table(columns, map(_row, found), left=("measured", "of", "better is"))
     show(form, [{**asdict(result), "ratio": result.ratio} for result in found], text)
@@ -90,63 +64,60 @@ def _shown(name: str, value: Any) -> str:
     return size(value) if name.endswith("_bytes") else f"{value:,}"
 
 
-@measurement(_SIZES)
-def client(block_bytes: tuple[int, ...], rounds: int) -> AsyncIterator[Result]:
-    """Fill, store, get and look up blocks of host memory.
+@bench.command()
+@_SIZES
+@_ROUNDS
+@output_option()
+def client(block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
+    """Fill, store and get blocks of host memory. Calls store and read 64 blocks, or one block."""
+    tell(host.client(block_bytes, rounds), form)
 
-    Calls store and read 64 blocks, or one block; the prefix looked up has 8,192 keys.
-    """
-    return host.client(block_bytes, rounds, keys=8192)
 
-
-@measurement(_SIZES)
-def tiers(block_bytes: tuple[int, ...], rounds: int) -> AsyncIterator[Result]:
+@bench.command()
+@_SIZES
+@_ROUNDS
+@output_option()
+def tiers(block_bytes: tuple[int, ...], rounds: int, form: str) -> None:
     """Move 64 blocks between host and disk.
 
     The disk tier has 2 GiB, in $TMPDIR: a smaller one would measure the disk's caches.
     """
-    return host.tiers(block_bytes, rounds, 2 << 30)
+    tell(host.tiers(block_bytes, rounds, 2 << 30), form)
 
 
-@measurement()
-def events(rounds: int) -> AsyncIterator[Result]:
+@bench.command()
+@_ROUNDS
+@output_option()
+def events(rounds: int, form: str) -> None:
     """Count block changes a second, with eight watchers. The daemon makes the changes, and the watchers decode them."""
-    return host.events(8, rounds, puts=200)
+    tell(host.events(8, rounds, puts=200), form)
 
 
-@measurement()
-def scale(rounds: int) -> AsyncIterator[Result]:
+@bench.command()
+@_ROUNDS
+@output_option()
+def scale(rounds: int, form: str) -> None:
     """Measure many blocks: memory, calls and a restart.
 
     Blocks have 4 KiB. Calls run among 10^4 and 10^6 blocks, a restart with 10^5. Takes 5 GiB of memory.
     """
-    return host.scale((10_000, 1_000_000), rounds, 100_000)
+    tell(host.scale((10_000, 1_000_000), rounds, 100_000), form)
 
 
-@measurement(click.option("--device", default="cuda", show_default=True, help="cuda, cuda:1 or GPU-<uuid>."))
-def gpu(device: str, rounds: int) -> AsyncIterator[Result]:
+@bench.command()
+@click.option("--device", default="cuda", show_default=True, help="cuda, cuda:1 or GPU-<uuid>.")
+@_ROUNDS
+@output_option()
+def gpu(device: str, rounds: int, form: str) -> None:
     """Move blocks between a GPU and host memory. Needs CUDA's bindings (kvtier[cuda])."""
-    return gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0)
+    tell(gpu_bench.gpu(device, gpu_bench.SHAPES, 256 << 20, rounds, settle_s=2.0), form)
 
 
-@measurement(
-    click.option("--layers", type=_COUNT, default=32, show_default=True),
-    click.option("--kv-heads", type=_COUNT, default=8, show_default=True),
-    click.option("--head-size", type=_COUNT, default=128, show_default=True),
-    click.option("--tokens", type=_COUNT, default=16, show_default=True, help="Tokens of a block."),
-    click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True),
-    click.option("--blocks", type=_COUNT, default=1000, show_default=True, help="Blocks of the prompt of a step."),
-    click.option(
-        "--tokens-per-second",
-        type=click.FloatRange(min=0, min_open=True),
-        multiple=True,
-        default=(1_000, 10_000, 100_000),
-        show_default=True,
-        help="Prompt tokens that the model computes in a second.  Repeatable.",
-    ),
-)
-async def engine(blocks: int, rounds: int, **shape: Any) -> AsyncIterator[Result]:
-    """Time an engine's scheduler and worker. Measures a step, saves, loads, and the shortest prefix worth a load."""
-    for results in (engine_bench.steps(blocks, rounds), engine_bench.copies(**shape, rounds=rounds)):
-        async for result in results:
-            yield result
+@bench.command()
+@click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--block-bytes", type=click.IntRange(min=4096), default=2 << 20, show_default=True, help="In all layers.")
+@_ROUNDS
+@output_option()
+def engine(layers: int, block_bytes: int, rounds: int, form: str) -> None:
+    """Time an engine's scheduler and worker: a step with a prompt of 1,000 stored blocks, saves and loads."""
+    tell(engine_bench.engine(1000, layers, block_bytes, rounds), form)

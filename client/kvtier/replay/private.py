@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,25 +44,16 @@ class PrivateDaemon:
     stopped and started again on the same files.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[Tier, int],
-        *,
-        device: str = "stand-in",
-        keep: Path | None = None,
-        module: Sequence[str] = ("kvtierd.main",),
-    ) -> None:
+    def __init__(self, sizes: Mapping[Tier, int], *, device: str = "stand-in", keep: Path | None = None) -> None:
         """Prepares the daemon; entering starts it.
 
         Args:
             sizes: bytes by tier; 0 or absent = the daemon lacks the tier.
             device: the device of the device tier.
             keep: a permanent directory for the state and the disk tier.
-            module: the Python module to run, with its first arguments.
         """
         self._sizes = dict(sizes)
         self._device = device
-        self._module = tuple(module)
         self._keep = keep
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -82,7 +73,7 @@ class PrivateDaemon:
         """Returns once the daemon serves. Raises :class:`DaemonUnavailable`, with the end of its log, if it fails."""
         state, log = self._keep or self._home, self._home / "kvtierd.log"
         command = [
-            *(sys.executable, "-m", *self._module),
+            *(sys.executable, "-m", "kvtierd.main"),
             *("--runtime-dir", self.address),
             *("--state-dir", str(state / "state")),
             *("--disk-dir", str(state / "disk")),

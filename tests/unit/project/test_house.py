@@ -12,10 +12,12 @@ def trees(**modules):
     return {name.replace("_", "."): list(ast.walk(ast.parse(code))) for name, code in modules.items()}
 
 
-def test_circles_of_any_size_are_named():
+def test_a_circle_of_any_size_is_named():
     pair = trees(a_x="from a import y", a_y="if TYPE_CHECKING:\n    from a.x import X")
     three = trees(b="def f():\n    import c", c="from d import D", d="import b")
-    assert house.circles(pair | three | trees(e="import b, os")) == ["a.x a.y", "b c d"]
+    assert house.circle(pair | trees(e="import a.x, os")) == ["a.x", "a.y"]
+    assert house.circle(three | trees(e="import b, os")) == ["b", "c", "d"]
+    assert house.circle(trees(e="import f, os", f="import g", g="")) == []
 
 
 def test_a_page_has_sentences_in_paragraphs_items_and_cells(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from types import ModuleType
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Driver
 from kvtier.abi.layout import ArenaLayout
-from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.tiers.arena import Arena
@@ -18,14 +17,15 @@ from tests.fake_cuda import load_fake
 from tests.unit.mover.rig import SPEC
 
 
-class CopyRig:
-    """The memory of a cache on a device and in host memory, and its copies."""
+class Rig:
+    """The memory of a cache on a device and in host memory, and its copies. ``settings``: of the fake."""
 
-    def __init__(self, driver: Driver, spec: CacheSpec = SPEC, slots: int = 8) -> None:
-        self.gpu = DaemonGpu(driver)
-        layout = ArenaLayout.plan(spec, {(0, tier): slots for tier in (Tier.DEVICE, Tier.HOST)})
+    def __init__(self, **settings: object) -> None:
+        self.fake: ModuleType = load_fake(**{"max_delay_ms": 1, **settings})
+        self.gpu = DaemonGpu(Driver(self.fake, "cuda"))
+        layout = ArenaLayout.plan(SPEC, {(0, tier): 8 for tier in (Tier.DEVICE, Tier.HOST)})
         segment = self.gpu.create("rig", layout.data_bytes(Tier.DEVICE))
-        identity = ArenaIdentity(spec.fingerprint(), epoch=1, boot=1, pid=os.getpid())
+        identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=os.getpid())
         self.arena = Arena.create("rig", layout, identity, segment)
         self.device = CudaDevice(layout, segment)
         self.host = HostStore(self.arena)
@@ -35,15 +35,4 @@ class CopyRig:
         assert self.copies.close()
         self.arena.close()
         self.gpu.close()
-
-
-class Rig(CopyRig):
-    """``settings``: of the fake."""
-
-    def __init__(self, **settings: object) -> None:
-        self.fake: ModuleType = load_fake(**{"max_delay_ms": 1, **settings})
-        super().__init__(Driver(self.fake, "cuda"))
-
-    def close(self) -> None:
-        super().close()
         assert self.fake.fake_left() == {}
