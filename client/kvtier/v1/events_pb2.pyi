@@ -239,7 +239,7 @@ class Event(google.protobuf.message.Message):
     parents: builtins.bytes
     """stored only: 32 bytes a block; zero = a root"""
     residency: builtins.bytes
-    """AFTER the change, one byte a block: applying it twice changes nothing"""
+    """AFTER the change, one byte a block: applying it twice changes nothing. 0 = the bytes are lost"""
     priorities: builtins.bytes
     """stored, updated: effective, after the change"""
     moved_from: kvtier.v1.common_pb2.Tier.ValueType
