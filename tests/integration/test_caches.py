@@ -222,8 +222,9 @@ async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):
     async with await patient(daemon.address) as client:
         cache = await client.open_cache("shared", SPEC)
         keys = chain("streamed", 4)
+        streamed = await client.open_cache("shared", mapped=False)
         async with cache.reserve(1, tier=Tier.HOST):
             with pytest.raises(TierFull, match="max_reserved_fraction") as over:
-                await cache.stream_put(keys, blocks(keys), tier=Tier.HOST)
+                await streamed.put(keys, blocks(keys), tier=Tier.HOST)
             assert (over.value.reason, over.value.free) == ("OVER_CAP", 3)
-        assert await cache.stream_put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4
+        assert await streamed.put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4
