@@ -42,7 +42,7 @@ from kvtier.events import (
     SnapshotSlice as SnapshotSlice,
     SnapshotStart as SnapshotStart,
 )
-from kvtier.groups import AcrossBlocks as AcrossBlocks, AcrossLease as AcrossLease
+from kvtier.groups import AcrossLease as AcrossLease
 from kvtier.lease import ReadLease as ReadLease, WriteLease as WriteLease
 from kvtier.mirror import (
     Mirror as Mirror,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -60,6 +60,8 @@ Row: TypeAlias = "Bytes | DeviceBytes"
 """A block's bytes outside slots, flat. In GPU memory only if that GPU reaches the slots."""
 Rows: TypeAlias = "Sequence[Row] | Bytes | Pages"
 """The bytes of n blocks: n rows, one C-contiguous array [n, bytes of a block], or n pages."""
+GroupRows: TypeAlias = "Mapping[int, Rows]"
+"""The bytes of blocks by window group; a group may be missing."""
 PrefixRows: TypeAlias = "list[Row | int | None]"
 """The copied blocks of a prefix: per block a row, or the number of the filled page; None for a block before a sliding
 window, which is not copied."""

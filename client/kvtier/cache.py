@@ -1,56 +1,31 @@
-"""A cache as one client sees it: every verb, and put and get of arrays on top.
-
-:mod:`kvtier.lease` takes leases and gives them back.
-"""
+"""A cache as one client sees it, in one of its window groups: all verbs."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, overload
 
-from kvtier import buffers, copies
-from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
+from kvtier.abi.keys import PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, MappedArena, send
-from kvtier.buffers import Blocks, PrefixRows, Reach, Rows
-from kvtier.chains import ChainPart, Prompt
-from kvtier.copies import StreamedCopies
-from kvtier.deadline import in_turn
-from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, require_within
-from kvtier.groups import AcrossGroups
+from kvtier.buffers import Blocks
+from kvtier.chains import Prompt
+from kvtier.errors import CallerError, InvalidArgument, require_within
+from kvtier.groups import AcrossGroups, ChainVerbs
 from kvtier.lease import Lease, LeaseBook, ReadLease, WriteLease
-from kvtier.memory.gpu import Fence, Stream
-from kvtier.reading import Read, verified
-from kvtier.retention import Retention, block_retention
+from kvtier.memory.gpu import Fence, Stream, fence_over
+from kvtier.reading import Reader
 from kvtier.session import Session
 from kvtier.transport import Link
-from kvtier.types import (
-    MAPPED_TIERS,
-    BlockResult,
-    CacheInfo,
-    CacheOptions,
-    LeaseTicket,
-    ReadTicket,
-    Tier,
-    WriteTicket,
-)
+from kvtier.types import BlockResult, CacheInfo, CacheOptions, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs
-from kvtier.wire import (
-    MAX_COUNT,
-    Budgets,
-    Held,
-    Keys,
-    packed_chains,
-    packed_keys,
-    recompute_to_wire,
-    split_keys,
-)
+from kvtier.wire import MAX_COUNT, Budgets, Held
 
 
-class Cache(GroupVerbs):
+class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVerbs):
     """A cache, opened by :meth:`kvtier.AsyncClient.open_cache`.
 
     Every verb takes ``timeout`` in seconds (default: the client's) and may raise, besides its own errors,
@@ -74,10 +49,9 @@ class Cache(GroupVerbs):
         default_timeout: float,
     ) -> None:
         binder = Binder(session, name, spec, budgets or {}, options, device or "", write=write, mapped=mapped)
-        super().__init__(binder, 0, default_timeout)
+        super().__init__(binder, LeaseBook(binder, self._deadline), Reader(binder), [0], default_timeout)
         self.name: Final = name
         self._session = session
-        self._book = LeaseBook(binder, self._deadline)
 
     def __repr__(self) -> str:
         slots = ", ".join(f"{self.slots(tier)} {tier} slots" for tier in self.tiers)
@@ -89,7 +63,7 @@ class Cache(GroupVerbs):
         """The verbs of another window group of this cache, which stays opened and closed once."""
         require_within("group", group, 0, len(self.spec.groups) - 1)
         other = copy.copy(self)
-        other.group, other.groups = group, (group,)
+        other.groups = (group,)
         return other
 
     @property
@@ -97,11 +71,6 @@ class Cache(GroupVerbs):
         """The verbs over all window groups at once, for sequences that need their blocks in each group."""
         caches = [self.in_group(group) for group in range(len(self.spec.groups))]
         return AcrossGroups(caches, self._binder, self._book, self.reader, self._default_timeout)
-
-    @property
-    def spec(self) -> CacheSpec:
-        """The specification: the meaning of the cache's bytes."""
-        return self._binder.spec
 
     @property
     def block_bytes(self) -> int:
@@ -130,11 +99,6 @@ class Cache(GroupVerbs):
         return self._binder.binding.arena
 
     @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The cache's tiers, the fastest first."""
-        return tuple(info.tier for info in self.info.groups[self.group].tiers)
-
-    @property
     def session_number(self) -> int:
         """The session's number. The number rises when the daemon no longer knows the previous session, whose leases are
         lost."""
@@ -143,20 +107,6 @@ class Cache(GroupVerbs):
     def slots(self, tier: Tier) -> int:
         """Capacity of a tier in blocks; 0 if the cache lacks the tier."""
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
-
-    def lease_tier(self, tier: Tier | None = None) -> Tier:
-        """``tier``, or for None the fastest mapped tier, else the fastest mappable tier.
-
-        Raises :class:`InvalidArgument` if the cache lacks that tier or has only disk.
-        """
-        mapped = [each for each in self.tiers if each in MAPPED_TIERS]
-        if tier is None and mapped:
-            unmapped = self.unmapped
-            return next((each for each in mapped if each not in unmapped), mapped[0])
-        if tier is None or tier not in mapped:
-            have = " or ".join(str(each) for each in mapped)
-            raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
-        return tier
 
     def prompt(
         self,
@@ -188,70 +138,6 @@ class Cache(GroupVerbs):
         """
         return Held(lambda: self._reserve(count, tier, timeout), self.release)
 
-    def acquire(
-        self,
-        keys: Keys,
-        tier: Tier | None = None,
-        *,
-        min_blocks: int = 0,
-        retention: Retention | None = None,
-        recompute_seconds_per_block: float = 0.0,
-        timeout: float | None = None,
-    ) -> Held[ReadLease]:
-        """The longest available prefix, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
-
-        In a sliding group the lease holds only the blocks that the window needs: see :attr:`ReadLease.prefix_length`.
-
-        Args:
-            retention: new values for the found blocks, counted from this lease's release.
-            recompute_seconds_per_block: blocks come from the remote store only if that is cheaper; 0: always.
-        Raises: :class:`TooShort` if fewer than ``min_blocks`` are stored, :class:`TierFull` if the tier has no room for
-        ``min_blocks``, or not even for one stored block.
-        """
-
-        async def take() -> ReadLease:
-            packed = packed_keys(keys, "chains[0].keys")
-            ((lease,),) = await self._book.acquire(
-                [self],
-                [packed],
-                self.lease_tier(tier),
-                min_blocks,
-                retention,
-                timeout,
-                recompute_to_wire(recompute_seconds_per_block),
-            )
-            if lease.error is not None:
-                raise lease.error
-            return lease
-
-        return Held(take, self.release)
-
-    def acquire_many(
-        self,
-        chains: Iterable[Keys],
-        tier: Tier | None = None,
-        *,
-        min_blocks: int = 0,
-        retention: Retention | None = None,
-        timeout: float | None = None,
-    ) -> Held[list[ReadLease]]:
-        """Acquires one lease per chain, in order. No chain evicts the matches of another chain of the call.
-
-        A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`, not an
-        exception. ``retention`` applies to each chain.
-        """
-
-        def release(leases: list[ReadLease]) -> Awaitable[None]:
-            return self.release(*leases)
-
-        async def take() -> list[ReadLease]:
-            packed = packed_chains(chains)
-            place = self.lease_tier(tier)
-            found = await self._book.acquire([self], packed, place, min_blocks, retention, timeout)
-            return [lease for (lease,) in found]
-
-        return Held(take, release)
-
     @overload
     def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> Held[WriteLease]: ...
 
@@ -276,18 +162,6 @@ class Cache(GroupVerbs):
 
         return Held(take, self.release)
 
-    async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Gives leases back, in one call and in this order: give the tail of a chain before its head.
-
-        Skips leases that were released before, or lost with their daemon. The release goes on in the background if its
-        caller is cancelled or the daemon does not answer in time.
-
-        If the slots are GPU memory, the call is sent once ``stream`` has done its earlier work: see :meth:`fence`. If
-        that takes longer than ``timeout``, or the device fails, nothing is sent and the leases stay held: release them
-        again. Raises :class:`kvtier.errors.DeviceError`.
-        """
-        await self._book.release(leases, stream, timeout)
-
     def fence(self, stream: Stream | None = None) -> Fence:
         """The point that a stream of this process has reached. Pass it as ``stream`` to a commit or release, which then
         waits for this point and not for later work of the stream.
@@ -297,143 +171,8 @@ class Cache(GroupVerbs):
         stream. The fence has passed already if no tier of the cache is GPU memory mapped here. Raises
         :class:`InvalidArgument`, :class:`kvtier.errors.DeviceError`.
         """
-        return self._book.fence(stream)
-
-    # -- arrays ----------------------------------------------------------------------------------------------------
-
-    async def put(
-        self,
-        keys: Keys,
-        blocks: Blocks,
-        *,
-        parent: bytes | None = None,
-        tier: Tier | None = None,
-        priorities: int | Sequence[int] | None = None,
-        retention: Retention | None = None,
-        prompt: Prompt | None = None,
-        timeout: float | None = None,
-    ) -> list[BlockResult]:
-        """Stores a chain: copies the arrays into slots of a tier and commits them. Returns one result per key.
-
-        Mapped memory: stored blocks are not copied again. A chain above half a tier, or 1,024 blocks, goes in pieces,
-        each with its ``timeout``. NO_ROOM: the chain is too long for its tiers, and the block is not stored.
-
-        Args:
-            blocks: an array, tensor or bytes per key, of :attr:`block_bytes`, or one array whose first axis is blocks.
-            parent: key of the block before the first; None: from ``prompt``, else the first block is a root.
-            prompt: the prompt of the keys, for more detail in events. ``retention``: instead of ``priorities``.
-        Raises: :class:`InvalidArgument`, :class:`TierFull`.
-        """
-        chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
-        way, reach = self.way(place), self.reach(place)
-        return await self._put(way, reach, chain, blocks, parent, place, priorities, retention, prompt, timeout)
-
-    async def stream_put(
-        self,
-        keys: Keys,
-        blocks: Blocks,
-        *,
-        parent: bytes | None = None,
-        tier: Tier | None = None,
-        priorities: int | Sequence[int] | None = None,
-        retention: Retention | None = None,
-        prompt: Prompt | None = None,
-        timeout: float | None = None,
-    ) -> list[BlockResult]:
-        """Like :meth:`put`, but sends the bytes through a stream even if the memory is mapped.
-
-        Each piece is checked against its checksums and stored whole or not at all. Raises :class:`DamagedTransfer` too.
-        """
-        chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
-        way = self._streamed
-        return await self._put(way, None, chain, blocks, parent, place, priorities, retention, prompt, timeout)
-
-    async def get(
-        self,
-        keys: Keys,
-        out: Blocks | None = None,
-        *,
-        tier: Tier | None = None,
-        verify: bool = False,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """Copies out the longest stored prefix: an array per block, None for a block that the window does not need.
-
-        Mapped slots are copied without a call; while the daemon is silent, only these. The daemon makes the rest ready
-        in ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window whole. Bytes
-        that are not mapped, or were evicted during ``verify``, come through a stream.
-
-        Args:
-            out: an array or tensor of :attr:`block_bytes` per key; arrays beyond the prefix may be overwritten.
-            verify: compares checksums with the daemon's copies in memory.
-        Raises: :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
-        """
-        await in_turn(timeout)
-        read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)
-        await buffers.run_copy(read.copy, read.nbytes, waits=read.waits)
-        return await copies.delivered(out, await self.end_get(read, targets, tier, verify, timeout))
-
-    def begin_get(
-        self, packed: bytes, out: Blocks | None, tier: Tier | None, *, in_cpu: bool = False
-    ) -> tuple[Read, Rows | None]:
-        """Begins a get without a call. Returns the read and the caller's targets. ``in_cpu``: the bytes pass through
-        the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
-        if tier is not None:
-            self.lease_tier(tier)
-        reach = None if in_cpu else self.reach(tier)
-        targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes, reach)
-        return self.reader.begin(packed, self.group, tier, targets), targets
-
-    async def end_get(
-        self, read: Read, targets: Rows | None, tier: Tier | None, verify: bool, timeout: float | None
-    ) -> PrefixRows:
-        """Ends a get after :meth:`begin_get` and its copy: fetches the blocks that the daemon must make ready, and
-        verifies if asked."""
-        rows = read.rows
-        if read.done and not (verify and rows):
-            return rows
-        place = self.lease_tier(tier)
-
-        async def rest(first: int, way: copies.Way) -> PrefixRows:
-            into = None if targets is None else targets[first:]
-            return await self._get(way, place, split_keys(read.keys)[first:], into, timeout)
-
-        if not read.done:
-            self.reader.count(calls=1)
-            try:
-                rows += await rest(read.blocks, self.way(place))
-            except (DaemonUnavailable, DeadlineExceeded):
-                if not rows or self._session.reachable:  # reachable: the daemon itself has refused
-                    raise
-            self.reader.answered(read.keys, self.group, len(rows))
-        if verify and rows and self.mapped:  # a stream has its own checksums
-            pairs = zip(split_keys(read.keys), rows, strict=False)
-            keys = b"".join(key for key, row in pairs if row is not None)
-            copied: PrefixRows = [row for row in rows if row is not None]
-            good = await verified(self._binder, self.group, keys, buffers.of_cpu(copied), self._deadline(timeout))
-            if good < len(copied):
-                good = 0 if self._sliding else good
-                rows = rows[:good] + await rest(good, self._streamed)
-        return rows
-
-    async def stream_get(
-        self,
-        keys: Keys,
-        out: Blocks | None = None,
-        *,
-        tier: Tier | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """Like :meth:`get`, but receives the bytes through a stream even if the memory is mapped.
-
-        The bytes are checked against their checksums. Raises :class:`DamagedTransfer` too.
-        """
-        chain = split_keys(packed_keys(keys))
-        targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
-        place = self.lease_tier(tier)
-        rows = await self._get(self._streamed, place, chain, targets, timeout)
-        self.reader.answered(b"".join(chain), self.group, len(rows))
-        return await copies.delivered(out, rows)
+        mapped = self._binder.binding.mapped
+        return fence_over([] if mapped is None else mapped.memories, stream)
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and closes its use of the cache, which stays warm. Other users are not
@@ -475,56 +214,18 @@ class Cache(GroupVerbs):
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def way(self, tier: Tier) -> copies.Way:
-        """Returns the way for bytes to and from slots of a tier: mapped memory or streams."""
-        return copies.MappedCopies(self, self._book) if tier not in self.unmapped else self._streamed
-
-    def reach(self, tier: Tier | None) -> Reach | None:
-        """Returns the reach of a tier's mapped slots, or of all tiers for None: the GPUs that may hold blocks copied to
-        and from the slots. None if no memory is mapped."""
-        mapped = self._binder.binding.mapped
-        return None if mapped is None else mapped.reach(tier)
-
     @property
-    def _streamed(self) -> copies.Way:
-        return StreamedCopies(self, self._binder, self._deadline)
+    def _owners(self) -> Sequence[Cache]:
+        return (self,)
 
-    @property
-    def _sliding(self) -> bool:
-        return self.spec.attention(self.group).span > 0
+    def by_group(self, field: str, given: Blocks | None) -> Mapping[int, Blocks]:
+        return {} if given is None else {self.group: given}
 
-    async def _get(
-        self, way: copies.Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
-    ) -> PrefixRows:
-        slots = None if self._sliding else self.slots(tier)
-        return await copies.get(slots, way, tier, chain, targets, timeout)
+    def formed(self, by_group: Mapping[int, Any]) -> Any:
+        return by_group[self.group]
 
-    async def _put(
-        self,
-        way: copies.Way,
-        reach: Reach | None,
-        chain: Sequence[bytes],
-        blocks: Blocks,
-        parent: bytes | None,
-        tier: Tier,
-        priorities: int | Sequence[int] | None,
-        retention: Retention | None,
-        prompt: Prompt | None,
-        timeout: float | None,
-    ) -> list[BlockResult]:
-        kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
-        self._require_writable()
-        sources = buffers.readable(blocks, len(chain), self.block_bytes, reach)
-        whole = ChainPart.whole(chain, sources, parent, kept, prompt)
-        return await copies.put(self.slots(tier), way, tier, whole, self.absent, timeout)
-
-    def absent(self, chain: Sequence[bytes]) -> Sequence[int] | None:
-        """See :data:`kvtier.copies.Absent`."""
-        return self.reader.absent(b"".join(chain), self.group)
-
-    def _require_writable(self) -> None:
-        if not self._binder.write:
-            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
+    def _lease(self, packed: bytes, parts: Sequence[ReadLease]) -> ReadLease:
+        return parts[0]
 
     def _require_mapped(self, tier: Tier) -> None:
         why = self.unmapped.get(tier)

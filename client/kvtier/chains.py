@@ -238,8 +238,11 @@ class ChainPart:
     def whole(
         cls, chain: Sequence[bytes], blocks: Rows, parent: bytes | None, kept: BlockRetention, prompt: Prompt | None
     ) -> ChainPart:
-        """Makes the part of a whole chain. ``parent``: of the first block; None: the prompt's, else the block is a
-        root. Raises :class:`kvtier.errors.InvalidArgument`."""
+        """Makes the part of a chain's last keys, one per block. ``parent``: of the chain's first key; None: the
+        prompt's, else the block is a root. ``kept``: of all keys. Raises :class:`kvtier.errors.InvalidArgument`."""
+        before = len(chain) - len(blocks)
+        if before:
+            chain, parent, kept = chain[before:], chain[before - 1], kept.after(before)
         if parent is None and prompt is not None and chain:
             parent = prompt.parent_of(chain[0])
         first = split_keys(packed_keys([ROOT_PARENT if parent is None else parent], "parent"))

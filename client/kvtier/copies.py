@@ -6,16 +6,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import numpy as np
 import xxhash
 from grpc.aio import InternalError, StreamUnaryCall
 
 from kvtier import buffers
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
-from kvtier.buffers import Blocks, PrefixRows, Rows, of_cpu
+from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
 from kvtier.deadline import Deadline
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
@@ -23,6 +24,7 @@ from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
+from kvtier.reading import Reader
 from kvtier.transport import Link
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
@@ -33,89 +35,93 @@ MAX_PART: Final = 1_024
 
 
 class Way(Protocol):
-    """The way that the bytes of a piece take. ``max_blocks``: most blocks of a piece."""
+    """The way that the bytes of a piece take."""
 
-    @property
-    def max_blocks(self) -> int: ...
+    def max_blocks(self, cache: Owner) -> int:
+        """Most blocks of a piece."""
+        ...
 
-    async def store(self, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+    async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
         ...
 
-    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
-        """Copies out a stored prefix. Raises :class:`TooShort` if no block of the chain is stored."""
+    async def get(
+        self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
+    ) -> dict[int, PrefixRows]:
+        """Copies out a stored prefix of packed keys, by group. Raises :class:`TooShort` if no block is stored."""
         ...
 
 
 class MappedCopies:
     """Copies through mapped memory: reserve, copy, commit and release; acquire, copy, check, release."""
 
-    max_blocks: Final = MAX_PART
-
-    def __init__(self, cache: Owner, book: LeaseBook) -> None:
-        self._cache: Final = cache
+    def __init__(self, book: LeaseBook) -> None:
         self._book: Final = book
 
-    async def store(self, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-        lease = await self._book.reserve(self._cache, tier, len(part.chain), timeout)
+    def max_blocks(self, cache: Owner) -> int:
+        return MAX_PART
+
+    async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+        lease = await self._book.reserve(cache, tier, len(part.chain), timeout)
         try:
             memory = lease.arena.memory(tier)
-            copy = partial(memory.write, self._cache.group, lease.slots, part.blocks)
-            await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits(part.blocks))
+            copy = partial(memory.write, cache.group, lease.slots, part.blocks)
+            await buffers.run_copy(copy, len(lease) * cache.block_bytes, waits=memory.waits(part.blocks))
             return await self._book.store(lease, part, timeout)
         finally:
-            await self._cache.release(lease, stream=PASSED, timeout=timeout)
+            await self._book.release([lease], PASSED, timeout)
 
-    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
-        cache = self._cache
-        ((lease,),) = await self._book.acquire([cache], [b"".join(chain)], tier, 1, None, timeout, for_read=True)
-        if lease.error is not None:
-            raise lease.error
+    async def get(
+        self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
+    ) -> dict[int, PrefixRows]:
+        (leases,) = await self._book.acquire(caches, [keys], tier, 1, None, timeout, for_read=True)
+        if leases[0].error is not None:
+            raise leases[0].error
         try:
-            into = None if targets is None else buffers.for_needed(targets, lease.needed)
-            rows: Rows = np.empty((lease.blocks, cache.block_bytes), np.uint8) if into is None else into
-            await copied_out(lease, rows)
-            return [*lease.needed.spread([*rows])]
+            return {lease.cache.group: await _copied_out(lease, targets.get(lease.cache.group)) for lease in leases}
         finally:
-            await cache.release(lease, stream=PASSED, timeout=timeout)
+            await self._book.release(leases, PASSED, timeout)
 
 
-async def copied_out(lease: ReadLease, rows: Rows) -> None:
-    """Copies the blocks of a lease into arrays. Raises :class:`StaleRead` if a slot changed during the copy."""
+async def _copied_out(lease: ReadLease, targets: Rows | None) -> PrefixRows:
+    """Copies the blocks of a lease into their targets. Raises :class:`StaleRead` if a slot changed during the copy."""
     cache, memory = lease.cache, lease.arena.memory(lease.tier)
+    into = None if targets is None else buffers.for_needed(targets, lease.needed)
+    rows: Rows = np.empty((lease.blocks, cache.block_bytes), np.uint8) if into is None else into
     before = lease.unchanged()
     nbytes = lease.blocks * cache.block_bytes
     await buffers.run_copy(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits(rows))
     if not (before and lease.unchanged()):
         raise StaleRead("a slot changed under its lease", reason="STALE_READ")
+    return [*lease.needed.spread([*rows])]
 
 
-def pieces(slots: int, way: Way) -> int:
+def pieces(cache: Owner, tier: Tier, way: Way) -> int:
     """Blocks per piece: at most half of a tier's slots, so that two clients fit side by side."""
-    return max(1, min(slots // 2, way.max_blocks))
-
-
-Absent: TypeAlias = "Callable[[Sequence[bytes]], Sequence[int] | None]"
-"""Returns the places of a chain's keys that are to be stored; None: only the daemon can tell."""
+    return max(1, min(cache.slots(tier) // 2, way.max_blocks(cache)))
 
 
 async def put(
-    slots: int, way: Way, tier: Tier, whole: ChainPart, absent: Absent, timeout: float | None
+    cache: Owner, reader: Reader, way: Way, tier: Tier, whole: ChainPart, timeout: float | None
 ) -> list[BlockResult]:
-    """See :meth:`kvtier.cache.Cache.put`. ``slots``: capacity of the tier."""
-    step, count = pieces(slots, way), len(whole.chain)
+    """See :meth:`kvtier.Cache.put`."""
+
+    def absent() -> Sequence[int] | None:
+        return reader.absent(b"".join(whole.chain), cache.group)
+
+    step, count = pieces(cache, tier, way), len(whole.chain)
     results, again = [BlockResult.EXISTS] * count, True
-    places = absent(whole.chain)
+    places = absent()
     left = deque(range(count) if places is None else places)
     while left:
         places = [left.popleft() for _ in range(min(step, len(left)))]
-        stored = await _stored(way, tier, whole.only(places), timeout)
+        stored = await _stored(cache, way, tier, whole.only(places), timeout)
         for place, result in zip(places, stored, strict=True):
             results[place] = result
         if stored[-1] is not BlockResult.PARENT_MISSING:
             continue
         orphan = places[stored.index(BlockResult.PARENT_MISSING)]
-        lost = absent(whole.chain) if orphan else None  # the parent of the first key is not the caller's to store
+        lost = absent() if orphan else None  # the parent of the first key is not the caller's to store
         if lost is None or not again:
             full = lost is not None and orphan - 1 in lost  # this put evicted its own blocks
             results[orphan:] = [BlockResult.NO_ROOM if full else BlockResult.PARENT_MISSING] * (count - orphan)
@@ -127,31 +133,38 @@ async def put(
     return results
 
 
-async def _stored(way: Way, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+async def _stored(cache: Owner, way: Way, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
     try:
-        return await way.store(tier, part, timeout)
+        return await way.store(cache, tier, part, timeout)
     except LeaseLost:
-        return await way.store(tier, part, timeout)  # the caller's arrays still have the bytes
+        return await way.store(cache, tier, part, timeout)  # the caller's arrays still have the bytes
 
 
 async def get(
-    slots: int | None, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
-) -> PrefixRows:
-    """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat. ``slots``: capacity of the tier; None for a sliding
-    group, which is read in one piece, as the window of a piece is not the chain's."""
-    step = len(chain) if slots is None else pieces(slots, way)
-    found: PrefixRows = []
-    while len(found) < len(chain):
-        start = len(found)
-        end = min(start + step, len(chain))
-        into = None if targets is None else targets[start:end]
+    caches: Sequence[Owner], way: Way, tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
+) -> dict[int, PrefixRows]:
+    """See :meth:`kvtier.Cache.get`; ``targets`` are flat. A prefix with a sliding window, or of several groups, is read
+    in one piece: a window of a piece is not the chain's."""
+    count, whole = len(keys) // KEY_BYTES, is_whole(caches)
+    step = count if whole else pieces(caches[0], tier, way)
+    found: dict[int, PrefixRows] = {cache.group: [] for cache in caches}
+    start = 0
+    while start < count:
+        end = min(start + step, count)
+        into = {group: rows[start:end] for group, rows in targets.items()}
         try:
-            found += await way.get(tier, chain[start:end], into, timeout)
+            piece = await way.get(caches, tier, keys[start * KEY_BYTES : end * KEY_BYTES], into, timeout)
         except TooShort:
             break
-        if slots is None:
-            break
+        for group, rows in piece.items():
+            found[group] += rows
+        start = count if whole else len(found[caches[0].group])
     return found
+
+
+def is_whole(caches: Sequence[Owner]) -> bool:
+    """Whether a prefix is of use only as a whole: in several groups, or with a sliding window."""
+    return len(caches) > 1 or caches[0].spec.attention(caches[0].group).span > 0
 
 
 async def delivered(out: Blocks | None, rows: PrefixRows) -> list[Any]:
@@ -171,18 +184,16 @@ MAX_PART_BYTES: Final = 64 << 20
 
 
 class StreamedCopies:
-    """Puts and gets pieces of chains through streams. Implements :class:`kvtier.copies.Way`."""
+    """Puts and gets pieces of chains through streams."""
 
-    def __init__(self, cache: Owner, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
-        self._cache: Final = cache
+    def __init__(self, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._binder: Final = binder
         self._deadline: Final = deadline
 
-    @property
-    def max_blocks(self) -> int:
-        return max(1, MAX_PART_BYTES // self._cache.block_bytes)
+    def max_blocks(self, cache: Owner) -> int:
+        return max(1, MAX_PART_BYTES // cache.block_bytes)
 
-    async def store(self, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
+    async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Sends a piece for the daemon to store."""
         keys = b"".join(part.chain)
         parents = b"".join(part.parents)
@@ -205,7 +216,7 @@ class StreamedCopies:
             )
             return transfer_pb2.PutHeader(
                 commit=commit,
-                group=self._cache.group,
+                group=cache.group,
                 tier=tier_to_wire(tier),
                 checksums=checksums,
                 timeout_ns=wait_ns,
@@ -222,23 +233,24 @@ class StreamedCopies:
         reply = await self._binder.session.call(attempt, deadline)
         return [BlockResult(result) for result in reply.results]
 
-    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> PrefixRows:
-        wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1, counted=True)]
+    async def get(
+        self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
+    ) -> dict[int, PrefixRows]:
+        wanted = [blocks_pb2.Chain(keys=keys, min_blocks=1, counted=True)]
         deadline = self._deadline(timeout)
 
-        async def attempt(link: Link) -> PrefixRows:
+        async def attempt(link: Link) -> dict[int, PrefixRows]:
             binding = await self._binder.bind(link)
             acquire = blocks_pb2.AcquireRequest(
                 cache_id=binding.cache_id,
-                groups=[self._cache.group],
+                groups=[cache.group for cache in caches],
                 tier=tier_to_wire(tier),
                 chains=wanted,
                 timeout_ns=deadline.wait_ns(),
             )
             call = link.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=link.metadata)
             try:
-                into = None if targets is None or isinstance(targets, Pages) else of_cpu(targets)
-                return await _download(aiter(call), into, self._cache.block_bytes)
+                return await _download(aiter(call), caches, targets)
             finally:
                 call.cancel()
 
@@ -271,8 +283,8 @@ async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequenc
 
 
 async def _download(
-    chunks: AsyncIterator[transfer_pb2.GetChunk], targets: Sequence[Bytes] | None, block_bytes: int
-) -> PrefixRows:
+    chunks: AsyncIterator[transfer_pb2.GetChunk], caches: Sequence[Owner], targets: GroupRows
+) -> dict[int, PrefixRows]:
     """Fills the targets, or fresh arrays. Raises the errors of an acquire of the chain."""
     first = await anext(chunks, None)
     if first is None or not first.HasField("header"):
@@ -280,12 +292,27 @@ async def _download(
     found = first.header.found
     if found.refusal:
         raise chain_error(found, 1)
-    needed, count = granted(found, found.groups[0]), len(found.groups[0].found_in)
-    into = None if targets is None else needed.pick(targets)
-    rows = list(np.empty((count, block_bytes), np.uint8) if into is None else into)
-    progress = Progress(len(rows), block_bytes)
-    checksums = b""
-    async for chunk in chunks:
+    copied: dict[int, PrefixRows] = {}
+    for cache, part in zip(caches, found.groups, strict=True):
+        needed, into = granted(found, part), targets.get(cache.group)
+        if into is None or isinstance(into, Pages):
+            rows = [*np.empty((len(part.found_in), cache.block_bytes), np.uint8)]
+        else:
+            rows = [*needed.pick(of_cpu(into))]
+        await _receive(chunks, rows, cache.block_bytes)
+        copied[cache.group] = [*needed.spread(rows)]
+    if await anext(chunks, None) is not None:
+        raise DaemonError("a stream that goes on after its blocks", reason="BAD_ANSWER")
+    return copied
+
+
+async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[Bytes], block_bytes: int) -> None:
+    """Fills the rows of one group."""
+    progress, checksums = Progress(len(rows), block_bytes), b""
+    while not progress.finished:
+        chunk = await anext(chunks, None)
+        if chunk is None:
+            raise DaemonError(f"a stream that ended in block {progress.block} of {len(rows)}", reason="BAD_ANSWER")
         part = chunk.bytes
         try:
             spans = progress.accept(part.block, part.offset, len(part.data))
@@ -293,10 +320,7 @@ async def _download(
             raise DaemonError(str(error), reason="BAD_ANSWER") from error
         await _paste(rows, spans, part.data)
         checksums += chunk.checksums
-    if not progress.finished:
-        raise DaemonError(f"a stream that ended in block {progress.block} of {len(rows)}", reason="BAD_ANSWER")
     _require_equal(await _checksums(rows), checksums)
-    return [*needed.spread(rows)]
 
 
 async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:

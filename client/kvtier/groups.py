@@ -1,4 +1,4 @@
-"""All window groups of a cache at once: the blocks of one sequence in a model with several attention windows.
+"""The verbs of chains, in one window group of a cache or in several at once: put, get, acquire and release.
 
 A key names a block of tokens, so a block of a sequence has the same key in every group. A full-attention group needs
 all blocks from the first on, a sliding group only the blocks in its window at the end of the prefix.
@@ -7,102 +7,26 @@ all blocks from the first on, a sliding group only the blocks in its window at t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import dropwhile
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
-
-import numpy as np
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Binder
-from kvtier.buffers import Blocks, Reach, Rows
+from kvtier.buffers import Blocks, GroupRows, PrefixRows, Reach, Rows
 from kvtier.chains import ChainPart, Prompt
-from kvtier.copies import copied_out
 from kvtier.deadline import in_turn
-from kvtier.errors import InvalidArgument, TooShort
-from kvtier.lease import LeaseBook, Owner, ReadLease
-from kvtier.memory.gpu import PASSED, Stream
-from kvtier.reading import Read, Reader
-from kvtier.retention import Retention, block_retention, each_priority
-from kvtier.types import BlockResult, Tier
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
+from kvtier.lease import Hold, LeaseBook, Owner, ReadLease
+from kvtier.memory.gpu import Stream
+from kvtier.reading import ChainRead, Reader, verified
+from kvtier.retention import Retention, block_retention
+from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.verbs import PrefixVerbs
-from kvtier.wire import (
-    Held,
-    Keys,
-    packed_chains,
-    packed_keys,
-    recompute_to_wire,
-    split_keys,
-)
+from kvtier.wire import Held, Keys, packed_chains, packed_keys, recompute_to_wire, split_keys
 
 
-@dataclass(slots=True, frozen=True)
-class AcrossBlocks:
-    """A prefix of ``blocks`` blocks.
-
-    ``groups``: by window group, the arrays of the last ``len(groups[group])`` blocks, or the numbers of the filled
-    pages; None for blocks between the sinks and the window.
-    """
-
-    blocks: int
-    groups: Mapping[int, list[Any]]
-
-    def given(self, out: Mapping[int, Blocks] | None, group: int) -> Blocks | None:
-        """The caller's arrays for these blocks of a group; None if there are none."""
-        if out is None or group not in out:
-            return None
-        return out[group][self.blocks - len(self.groups[group]) : self.blocks]
-
-
-@dataclass(slots=True, frozen=True)
-class AcrossRead:
-    """A running copy of a chain's prefix of ``blocks`` blocks out of mapped slots of every group."""
-
-    reader: Reader
-    keys: bytes
-    blocks: int
-    reads: Sequence[Read]
-
-    def copy(self) -> None:
-        for read in self.reads:
-            read.copy()
-
-    def result(self) -> AcrossBlocks | None:
-        """The copied blocks; None: only the daemon can tell."""
-        if not all_whole(self.reads):
-            return None
-        self.reader.count(misses=len(self.keys) // KEY_BYTES - self.blocks)
-        self.reader.answered(self.keys, 0, self.blocks)
-        nothing: dict[int, list[Any]] = {group: [] for group in range(len(self.reader.spec.groups))}
-        return AcrossBlocks(self.blocks, nothing | {read.group: _tail(read.rows) for read in self.reads})
-
-
-def all_whole(reads: Iterable[Read]) -> bool:
-    return all(read.whole for read in reads)
-
-
-class GroupCache(Owner, Protocol):
-    """A cache in one of its window groups: see :class:`kvtier.Cache`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def slots(self, tier: Tier) -> int: ...
-
-    def lease_tier(self, tier: Tier | None = None) -> Tier: ...
-
-    def way(self, tier: Tier) -> copies.Way: ...
-
-    def reach(self, tier: Tier | None) -> Reach | None: ...
-
-    def absent(self, chain: Sequence[bytes]) -> Sequence[int] | None: ...
-
-    async def stream_get(self, keys: Keys, out: Blocks | None = None, *, tier: Tier | None = None) -> list[Any]: ...
-
-
-class AcrossLease:
+class AcrossLease(Hold):
     """A prefix held in every window group.
 
     :attr:`groups` has one lease per group, in order; a lease may be empty. These are ordinary leases with views,
@@ -110,7 +34,7 @@ class AcrossLease:
     """
 
     def __init__(self, packed: bytes, groups: Sequence[ReadLease]) -> None:
-        self.groups: Final = tuple(groups)
+        self._groups: Final = tuple(groups)
         first = self.groups[0]
         self.keys: Final = tuple(split_keys(packed[: first.prefix_length * KEY_BYTES]))
         """Keys of the held prefix."""
@@ -124,6 +48,10 @@ class AcrossLease:
         return f"<AcrossLease of cache {name}: {self.blocks} blocks in {len(self.groups)} groups>"
 
     @property
+    def groups(self) -> tuple[ReadLease, ...]:
+        return self._groups
+
+    @property
     def blocks(self) -> int:
         """Length of the prefix."""
         return len(self.keys)
@@ -131,36 +59,60 @@ class AcrossLease:
     @property
     def refusal(self) -> str:
         """Why fewer than ``min_blocks`` were available; empty if the chain was not refused."""
-        return "" if self.error is None else self.error.reason
+        return self.groups[0].refusal
 
     def unchanged(self) -> bool:
         """Whether every slot still holds the acquired block. Check before and after a copy."""
         return all(lease.unchanged() for lease in self.groups)
 
-    async def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Releases the slots of all groups in one call; does nothing after the first release. ``stream``: see
-        :meth:`kvtier.Cache.release`."""
-        await self.groups[0].cache.release(*self.groups, stream=stream, timeout=timeout)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.release()
+L = TypeVar("L", bound="ReadLease | AcrossLease")
+Given = TypeVar("Given")
+Stored = TypeVar("Stored")
+Got = TypeVar("Got")
 
 
-class AcrossGroups(PrefixVerbs):
-    """The verbs over all window groups, from :attr:`kvtier.Cache.across`. Arguments and errors are the same as for one
-    group."""
+class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
+    """The verbs that hold, store and copy chains, in one window group or over all.
+
+    For one group, blocks and results are sequences, and a lease is a :class:`ReadLease`. For all groups (see
+    :attr:`kvtier.Cache.across`) a mapping has the sequence of each group, and a lease is an :class:`AcrossLease`.
+    """
+
+    _partly: ClassVar[bool] = False
+    """Whether a put may bring fewer blocks than keys: the blocks of the last keys."""
 
     def __init__(
-        self, caches: Sequence[GroupCache], binder: Binder, book: LeaseBook, reader: Reader, default_timeout: float
+        self, binder: Binder, book: LeaseBook, reader: Reader, groups: Sequence[int], default_timeout: float
     ) -> None:
-        super().__init__(binder, reader, range(len(caches)), default_timeout)
-        self._caches: Final = caches
+        super().__init__(binder, reader, groups, default_timeout)
         self._book: Final = book
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The specification: the meaning of the cache's bytes."""
+        return self._binder.spec
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The cache's tiers, the fastest first."""
+        return tuple(info.tier for info in self._binder.binding.info.groups[self.groups[0]].tiers)
+
+    def lease_tier(self, tier: Tier | None = None) -> Tier:
+        """``tier``, or for None the fastest mapped tier, else the fastest mappable tier.
+
+        Raises :class:`InvalidArgument` if the cache lacks that tier or has only disk.
+        """
+        mapped = [each for each in self.tiers if each in MAPPED_TIERS]
+        if tier is None and mapped:
+            unmapped = self._binder.unmapped
+            return next((each for each in mapped if each not in unmapped), mapped[0])
+        if tier is None or tier not in mapped:
+            have = " or ".join(str(each) for each in mapped)
+            raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
+        return tier
+
+    # -- leases ----------------------------------------------------------------------------------------------------
 
     def acquire(
         self,
@@ -171,13 +123,19 @@ class AcrossGroups(PrefixVerbs):
         retention: Retention | None = None,
         recompute_seconds_per_block: float = 0.0,
         timeout: float | None = None,
-    ) -> Held[AcrossLease]:
-        """The longest prefix that all groups can serve, READY in a tier and held in every group.
+    ) -> Held[L]:
+        """The longest available prefix, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
 
-        ``async with cache.across.acquire(keys) as lease``. Arguments and errors: see :meth:`kvtier.Cache.acquire`.
+        In a sliding group the lease holds only the blocks that the window needs: see :attr:`ReadLease.prefix_length`.
+
+        Args:
+            retention: new values for the found blocks, counted from this lease's release.
+            recompute_seconds_per_block: blocks come from the remote store only if that is cheaper; 0: always.
+        Raises: :class:`TooShort` if fewer than ``min_blocks`` are stored, :class:`TierFull` if the tier has no room for
+        ``min_blocks``, or not even for one stored block.
         """
 
-        async def take() -> AcrossLease:
+        async def take() -> L:
             packed = packed_keys(keys, "chains[0].keys")
             recompute_ns = recompute_to_wire(recompute_seconds_per_block)
             (lease,) = await self._acquire([packed], tier, min_blocks, retention, timeout, recompute_ns)
@@ -185,7 +143,7 @@ class AcrossGroups(PrefixVerbs):
                 raise lease.error
             return lease
 
-        return Held(take, AcrossLease.release)
+        return Held(take, self.release)
 
     def acquire_many(
         self,
@@ -195,154 +153,17 @@ class AcrossGroups(PrefixVerbs):
         min_blocks: int = 0,
         retention: Retention | None = None,
         timeout: float | None = None,
-    ) -> Held[list[AcrossLease]]:
-        """Acquires one lease per chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
+    ) -> Held[list[L]]:
+        """Acquires one lease per chain, in order. No chain evicts the matches of another chain of the call.
 
-        async def release(leases: list[AcrossLease]) -> None:
-            await self._caches[0].release(*(part for lease in leases for part in lease.groups))
-
-        async def take() -> list[AcrossLease]:
-            packed = packed_chains(chains)
-            return await self._acquire(packed, tier, min_blocks, retention, timeout)
-
-        return Held(take, release)
-
-    async def put(
-        self,
-        keys: Keys,
-        blocks: Mapping[int, Blocks],
-        *,
-        parent: bytes | None = None,
-        tier: Tier | None = None,
-        priorities: int | Sequence[int] | None = None,
-        retention: Retention | None = None,
-        prompt: Prompt | None = None,
-        timeout: float | None = None,
-    ) -> dict[int, list[BlockResult]]:
-        """Stores a chain in several groups. Returns, by group, one result per array. See also :meth:`kvtier.Cache.put`.
-
-        ``blocks``: by group, the arrays of the last ``len(blocks[group])`` keys; a missing group gets nothing. A
-        sliding group needs only the last blocks of a sequence, a full-attention group all blocks that are not stored
-        yet.
-
-        The groups are stored one after another, full-attention groups first. If one raises (:class:`TierFull`), the
-        blocks of the groups before it stay stored; a match over all groups is still right.
+        A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`, not an
+        exception. ``retention`` applies to each chain.
         """
-        chain = split_keys(packed_keys(keys))
-        ranks = each_priority(len(chain), priorities) or None
-        if not self._binder.write:
-            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
-        place = self._caches[0].lease_tier(tier)
-        sources = self.sources(blocks, len(chain), place)
-        results: dict[int, list[BlockResult]] = {group: [] for group in sources}
-        for group in sorted(sources, key=lambda group: self._caches[0].spec.groups[group].window_tokens > 0):
-            rows, cache = sources[group], self._caches[group]
-            first, step = len(chain) - len(rows), cache.spec.tokens_per_block
-            later = retention and retention.after(first, step)
-            kept = block_retention(len(rows), step, ranks and ranks[first:], later)
-            part = ChainPart.whole(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
-            way = cache.way(place)
-            results[group] = await copies.put(cache.slots(place), way, place, part, cache.absent, timeout)
-        return results
 
-    def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:
-        """The bytes of the caller's blocks, by group, for a chain of ``count`` keys. The synchronous client calls this
-        in its caller's thread, whose streams count. Raises :class:`InvalidArgument`."""
-        for group, rows in blocks.items():
-            if group not in range(len(self._caches)):
-                raise InvalidArgument("blocks", group, f"groups 0 to {len(self._caches) - 1}")
-            if len(rows) > count:
-                raise InvalidArgument(f"blocks[{group}]", f"{len(rows)} blocks", f"at most {count}, one a key")
-        return {
-            group: buffers.readable(rows, len(rows), cache.block_bytes, cache.reach(tier))
-            for group, rows in blocks.items()
-            for cache in [self._caches[group]]
-        }
+        async def take() -> list[L]:
+            return await self._acquire(packed_chains(chains), tier, min_blocks, retention, timeout)
 
-    async def get(
-        self,
-        keys: Keys,
-        out: Mapping[int, Blocks] | None = None,
-        *,
-        tier: Tier | None = None,
-        timeout: float | None = None,
-    ) -> AcrossBlocks:
-        """Copies the longest prefix that all groups can serve out of a tier, into fresh uint8 arrays or into ``out``.
-
-        Needs no call if the whole prefix is in mapped slots, of ``tier`` if given. Otherwise the prefix is read in one
-        piece, shortened to the tier's room. ``out``: by group, a block per key, as in :meth:`kvtier.Cache.get`; blocks
-        before a window are left unchanged. Raises :class:`TierFull`, :class:`StaleRead`.
-        """
-        await in_turn(timeout)
-        packed = packed_keys(keys)
-        targets = self.targets(out, len(packed) // KEY_BYTES, tier)
-        read, found = self.begin_get(packed, targets, tier), None
-        if read is not None:
-            nbytes, waits = sum(each.nbytes for each in read.reads), any(each.waits for each in read.reads)
-            await buffers.run_copy(read.copy, nbytes, waits=waits)
-            found = read.result()
-        if found is None:
-            found = await self.end_get(packed, targets, tier, timeout)
-        groups = {group: await copies.delivered(found.given(out, group), rows) for group, rows in found.groups.items()}
-        return AcrossBlocks(found.blocks, groups)
-
-    def targets(self, out: Mapping[int, Blocks] | None, count: int, tier: Tier | None) -> dict[int, Rows]:
-        """The caller's targets for ``count`` blocks, by group. Raises :class:`InvalidArgument`."""
-        self._caches[0].lease_tier(tier)
-        for group in out or ():
-            if group not in range(len(self._caches)):
-                raise InvalidArgument("out", group, f"groups 0 to {len(self._caches) - 1}")
-        return {
-            group: buffers.writable(blocks, count, cache.block_bytes, cache.reach(tier))
-            for group, blocks in (out or {}).items()
-            for cache in [self._caches[group]]
-        }
-
-    async def end_get(
-        self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None, timeout: float | None
-    ) -> AcrossBlocks:
-        """Gets the blocks through a lease that holds them during the copy."""
-        self.reader.count(calls=1)
-        try:
-            lease = await self.acquire(packed, tier, min_blocks=1, timeout=timeout)
-        except TooShort:
-            return AcrossBlocks(0, {group.group: [] for group in self._caches})
-        try:
-            copied = {part.cache.group: await self._copied(part, targets) for part in lease.groups}
-            return AcrossBlocks(lease.blocks, copied)
-        finally:
-            await lease.release(stream=PASSED, timeout=timeout)
-
-    async def _copied(self, lease: ReadLease, targets: Mapping[int, Rows]) -> list[Any]:
-        group = lease.cache.group
-        into = buffers.for_needed(targets[group], lease.needed) if group in targets else None
-        if not lease.blocks:
-            return []
-        if lease.memory is None:
-            self._binder.asked.looked_up(b"".join(lease.keys), lease.blocks)  # the acquire has counted it
-            streamed = await self._caches[group].stream_get(lease.keys, into, tier=lease.tier)
-            return _tail(lease.needed.spread(streamed))
-        rows: Rows = np.empty((lease.blocks, lease.cache.block_bytes), np.uint8) if into is None else into
-        await copied_out(lease, rows)
-        return _tail(lease.needed.spread([*rows]))
-
-    def begin_get(self, packed: bytes, targets: Mapping[int, Rows], tier: Tier | None) -> AcrossRead | None:
-        """Begins a get without a call. None: only the daemon can tell."""
-        match = self.reader.match(packed, self.groups, for_read=True)
-        if match is None:
-            return None
-        reads = [
-            self.reader.begin(
-                packed[: match.blocks * KEY_BYTES],
-                span.group,
-                tier,
-                targets[span.group][: match.blocks] if span.group in targets else None,
-                part=True,
-            )
-            for span in match.groups
-            if match.blocks
-        ]
-        return AcrossRead(self.reader, packed, match.blocks, reads) if all_whole(reads) else None
+        return Held(take, lambda leases: self.release(*leases))
 
     async def _acquire(
         self,
@@ -352,12 +173,220 @@ class AcrossGroups(PrefixVerbs):
         retention: Retention | None,
         timeout: float | None,
         recompute_ns: int = 0,
-    ) -> list[AcrossLease]:
-        place = self._caches[0].lease_tier(tier)
-        found = await self._book.acquire(self._caches, packed, place, min_blocks, retention, timeout, recompute_ns)
-        return [AcrossLease(keys, leases) for keys, leases in zip(packed, found, strict=True)]
+    ) -> list[L]:
+        place = self.lease_tier(tier)
+        found = await self._book.acquire(self._owners, packed, place, min_blocks, retention, timeout, recompute_ns)
+        return [self._lease(keys, parts) for keys, parts in zip(packed, found, strict=True)]
+
+    async def release(self, *leases: Hold, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Gives leases back, in one call and in this order: give the tail of a chain before its head.
+
+        Skips leases that were released before, or lost with their daemon. The release goes on in the background if its
+        caller is cancelled or the daemon does not answer in time.
+
+        If the slots are GPU memory, the call is sent once ``stream`` has done its earlier work: see
+        :meth:`kvtier.Cache.fence`. If that takes longer than ``timeout``, or the device fails, nothing is sent and the
+        leases stay held: release them again. Raises :class:`kvtier.errors.DeviceError`.
+        """
+        await self._book.release(leases, stream, timeout)
+
+    # -- arrays ----------------------------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        keys: Keys,
+        blocks: Given,
+        *,
+        parent: bytes | None = None,
+        tier: Tier | None = None,
+        priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
+        prompt: Prompt | None = None,
+        timeout: float | None = None,
+    ) -> Stored:
+        """Stores a chain: copies the arrays into slots of a tier and commits them. Returns one result per array.
+
+        Mapped memory: stored blocks are not copied again. A chain above half a tier, or 1,024 blocks, goes in pieces,
+        each with its ``timeout``. NO_ROOM: the chain is too long for its tiers, and the block is not stored.
+
+        Several groups are stored one after another, full-attention groups first. If one raises (:class:`TierFull`), the
+        blocks of the groups before it stay stored; a match over all groups is still right.
+
+        Args:
+            blocks: an array, tensor or bytes per key, of :attr:`block_bytes`, or one array whose first axis is blocks.
+                For all groups: by group, the arrays of the last keys; a missing group gets nothing.
+            parent: key of the block before the first; None: from ``prompt``, else the first block is a root.
+            prompt: the prompt of the keys, for more detail in events. ``retention``: instead of ``priorities``.
+        Raises: :class:`InvalidArgument`, :class:`TierFull`.
+        """
+        chain, place = split_keys(packed_keys(keys)), self.lease_tier(tier)
+        kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
+        self._require_writable()
+        results: dict[int, list[BlockResult]] = {}
+        for group, rows in self.sources(blocks, len(chain), place).items():
+            cache = self._owners[self.groups.index(group)]
+            part = ChainPart.whole(chain, rows, parent, kept, prompt)
+            results[group] = await copies.put(cache, self.reader, self._way(place), place, part, timeout)
+        stored: Stored = self.formed(results)
+        return stored
+
+    async def get(
+        self,
+        keys: Keys,
+        out: Given | None = None,
+        *,
+        tier: Tier | None = None,
+        verify: bool = False,
+        timeout: float | None = None,
+    ) -> Got:
+        """Copies out the longest stored prefix: an array per block, None for a block that the window does not need.
+
+        Mapped slots are copied without a call; while the daemon is silent, only these. The daemon makes the rest ready
+        in ``tier`` (default: the fastest mapped), in pieces, each with its ``timeout``; a sliding window, and a prefix
+        of several groups, whole. Bytes that are not mapped, or were evicted during ``verify``, come through a stream.
+
+        Args:
+            out: an array or tensor of :attr:`block_bytes` per key; arrays beyond the prefix may be overwritten.
+            verify: compares checksums with the daemon's copies in memory.
+        Raises: :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
+        """
+        await in_turn(timeout)
+        given = self.by_group("out", out)
+        read, targets = self.begin_get(packed_keys(keys), given, tier, in_cpu=verify)
+        await buffers.run_copy(read.copy, read.nbytes, waits=read.waits)
+        found = await self.end_get(read, targets, tier, verify, timeout)
+        if given:
+            found = {group: await copies.delivered(given.get(group), rows) for group, rows in found.items()}
+        got: Got = self.formed(found)
+        return got
+
+    # -- for the synchronous client, in its caller's thread, whose streams count -------------------------------------
+
+    def sources(self, blocks: Given, count: int, tier: Tier) -> dict[int, Rows]:
+        """The bytes of the caller's blocks for ``count`` keys, by group. Raises :class:`InvalidArgument`."""
+        reach = self.reach(tier)
+        return {
+            group: buffers.readable(
+                rows, min(len(rows), count) if self._partly else count, self.spec.block_bytes(group), reach
+            )
+            for group, rows in self.by_group("blocks", blocks).items()
+        }
+
+    def begin_get(
+        self, packed: bytes, given: Mapping[int, Blocks], tier: Tier | None, *, in_cpu: bool = False
+    ) -> tuple[ChainRead, GroupRows]:
+        """Begins a get without a call. Returns the read and the caller's targets. ``in_cpu``: the bytes pass through
+        the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
+        if tier is not None:
+            self.lease_tier(tier)
+        reach, count = None if in_cpu else self.reach(tier), len(packed) // KEY_BYTES
+        targets = {
+            group: buffers.writable(out, count, self.spec.block_bytes(group), reach) for group, out in given.items()
+        }
+        return self.reader.begin_all(packed, self.groups, tier, targets), targets
+
+    async def end_get(
+        self, read: ChainRead, targets: GroupRows, tier: Tier | None, verify: bool, timeout: float | None
+    ) -> dict[int, PrefixRows]:
+        """Ends a get after :meth:`begin_get` and its copy: fetches the blocks that the daemon must make ready, and
+        verifies if asked."""
+        rows, first = read.rows, self.groups[0]
+        if read.done and not (verify and rows[first]):
+            return rows
+        place = self.lease_tier(tier)
+
+        async def with_rest(start: int, way: copies.Way) -> dict[int, PrefixRows]:
+            into = {group: each[start:] for group, each in targets.items()}
+            rest = await copies.get(self._owners, way, place, read.keys[start * KEY_BYTES :], into, timeout)
+            return {group: rows[group][:start] + more for group, more in rest.items()}
+
+        if not read.done:
+            self.reader.count(calls=1)
+            try:
+                rows = await with_rest(read.blocks, self._way(place))
+            except (DaemonUnavailable, DeadlineExceeded):
+                if not rows[first] or self._binder.session.reachable:  # reachable: the daemon itself has refused
+                    raise
+            self.reader.answered(read.keys, first, len(rows[first]))
+        if verify and rows[first] and self._binder.maps:  # a stream has its own checksums
+            good = min([await self._verified(group, read.keys, rows[group], timeout) for group in self.groups])
+            if good < len(rows[first]):
+                rows = await with_rest(0 if copies.is_whole(self._owners) else good, self._streamed)
+        return rows
+
+    async def _verified(self, group: int, packed: bytes, rows: PrefixRows, timeout: float | None) -> int:
+        """Length of the prefix whose copied blocks the daemon knows. Raises :class:`DamagedTransfer`."""
+        pairs = [(key, row) for key, row in zip(split_keys(packed), rows, strict=False) if row is not None]
+        copied: PrefixRows = [row for _, row in pairs]
+        keys = b"".join(key for key, _ in pairs)
+        return (
+            len(rows)
+            - len(pairs)
+            + await verified(self._binder, group, keys, buffers.of_cpu(copied), self._deadline(timeout))
+        )
+
+    def reach(self, tier: Tier | None) -> Reach | None:
+        """Returns the reach of a tier's mapped slots, or of all tiers for None: the GPUs that may hold blocks copied to
+        and from the slots. None if no memory is mapped."""
+        mapped = self._binder.binding.mapped
+        return None if mapped is None else mapped.reach(tier)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _owners(self) -> Sequence[Owner]:
+        """The cache in each of the groups."""
+        raise NotImplementedError
+
+    def by_group(self, field: str, given: Given | None) -> Mapping[int, Blocks]:
+        """The caller's blocks by group, full-attention groups first. Raises :class:`InvalidArgument`."""
+        raise NotImplementedError
+
+    def formed(self, by_group: Mapping[int, Any]) -> Any:
+        """Values by group, as the caller gets them."""
+        raise NotImplementedError
+
+    def _lease(self, packed: bytes, parts: Sequence[ReadLease]) -> L:
+        raise NotImplementedError
+
+    def _way(self, tier: Tier) -> copies.Way:
+        """Returns the way for bytes to and from slots of a tier: mapped memory or streams."""
+        return copies.MappedCopies(self._book) if tier not in self._binder.unmapped else self._streamed
+
+    @property
+    def _streamed(self) -> copies.Way:
+        return copies.StreamedCopies(self._binder, self._deadline)
+
+    def _require_writable(self) -> None:
+        if not self._binder.write:
+            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
 
 
-def _tail(rows: Sequence[Any]) -> list[Any]:
-    """The rows from the first that is not None on."""
-    return list(dropwhile(lambda row: row is None, rows))
+class AcrossGroups(ChainVerbs[AcrossLease, Mapping[int, Blocks], dict[int, list[BlockResult]], dict[int, list[Any]]]):
+    """The verbs over all window groups, from :attr:`kvtier.Cache.across`."""
+
+    _partly = True
+
+    def __init__(
+        self, caches: Sequence[Owner], binder: Binder, book: LeaseBook, reader: Reader, default_timeout: float
+    ) -> None:
+        super().__init__(binder, book, reader, range(len(caches)), default_timeout)
+        self._each: Final = caches
+
+    @property
+    def _owners(self) -> Sequence[Owner]:
+        return self._each
+
+    def by_group(self, field: str, given: Mapping[int, Blocks] | None) -> Mapping[int, Blocks]:
+        given = given or {}
+        for group in given:
+            if group not in self.groups:
+                raise InvalidArgument(field, group, f"groups 0 to {len(self.groups) - 1}")
+        full_first = sorted(given, key=lambda group: self.spec.groups[group].window_tokens > 0)
+        return {group: given[group] for group in full_first}
+
+    def formed(self, by_group: Mapping[int, Any]) -> Any:
+        return by_group
+
+    def _lease(self, packed: bytes, parts: Sequence[ReadLease]) -> AcrossLease:
+        return AcrossLease(packed, parts)

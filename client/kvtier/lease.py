@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self
 from weakref import WeakSet
 
 import numpy as np
@@ -47,7 +47,8 @@ _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_
 class Owner(Protocol):
     """The cache of a lease, in one window group."""
 
-    group: int
+    @property
+    def group(self) -> int: ...
 
     @property
     def spec(self) -> CacheSpec: ...
@@ -58,14 +59,42 @@ class Owner(Protocol):
     @property
     def session_number(self) -> int: ...
 
-    async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None: ...
+    def slots(self, tier: Tier) -> int: ...
+
+    async def release(self, *leases: Hold, stream: Stream | None = None, timeout: float | None = None) -> None: ...
 
 
-class Lease:
-    """Slots of one tier, held until :meth:`release` or the end of the ``async with`` block.
+class Hold:
+    """A lease, or leases that are held together, until :meth:`release` or the end of the ``async with`` block."""
+
+    @property
+    def groups(self) -> Sequence[Lease]:
+        """The lease in each window group."""
+        raise NotImplementedError
+
+    async def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Releases the slots: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` for a released lease; does
+        nothing for an empty one."""
+        if all(lease.released for lease in self.groups) and any(lease.id for lease in self.groups):
+            raise LeaseError("the lease is released", reason="RELEASED")
+        await self.groups[0].cache.release(self, stream=stream, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.groups[0].cache.release(self)
+
+
+class Lease(Hold):
+    """Slots of one tier.
 
     A lease ends with its session: it survives a broken connection, not a restart of the daemon.
     """
+
+    _starts_blank: ClassVar[bool] = False
 
     def __init__(
         self, cache: Owner, book: LeaseBook, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
@@ -77,6 +106,7 @@ class Lease:
         self.binding = binding
         self.released = lease_id == 0
         self._book = book
+        self._blank = [self._starts_blank] * len(slots)
         self._given_back: set[int] = set()
 
     def __repr__(self) -> str:
@@ -90,6 +120,10 @@ class Lease:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @property
+    def groups(self) -> tuple[Self]:
+        return (self,)
 
     @property
     def arena(self) -> MappedArena:
@@ -115,7 +149,7 @@ class Lease:
         self.require_live()
         self._require_index("index", index)
         self._require_held(index)
-        return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
+        return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._blank[index])
 
     def _require_index(self, field: str, index: int) -> None:
         require_within(field, index, 0, len(self.slots) - 1)
@@ -136,21 +170,6 @@ class Lease:
         if self.cache.session_number != self.binding.session:
             message = "the lease ended with the session it was granted in: the daemon restarted, or it was kicked"
             raise LeaseLost(message, reason="LEASE_LOST")
-
-    async def release(self, *, stream: Stream | None = None) -> None:
-        """Releases the slots: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` for a released lease; does
-        nothing for an empty one."""
-        if self.released and self.id:
-            raise LeaseError("the lease is released", reason="RELEASED")
-        await self.cache.release(self, stream=stream)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.cache.release(self)
 
     async def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives some slots back: blank slots become free, blocks lose this hold. The lease goes on; indices do not
@@ -191,20 +210,14 @@ class Lease:
     def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
         """Drops the slots that the joined lease no longer holds."""
         left = {*blank, *held}
+        self._blank = [slot in blank for slot in self.slots]
         self._set_given_back([index for index, slot in enumerate(self.slots) if slot not in left], True)
-
-    def _is_blank(self, index: int) -> bool:
-        return False
 
 
 class WriteLease(Lease):
     """Reserved slots: fill their views, then :meth:`commit`."""
 
-    def __init__(
-        self, cache: Owner, book: LeaseBook, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
-    ) -> None:
-        super().__init__(cache, book, binding, tier, lease_id, slots)
-        self._blank = [True] * len(slots)
+    _starts_blank = True
 
     @property
     def blank(self) -> list[int]:
@@ -251,13 +264,6 @@ class WriteLease(Lease):
         """A ticket with which another process of this daemon joins the held lease: see :meth:`kvtier.Cache.join`.
         Raises :class:`LeaseError`, :class:`LeaseLost`."""
         return WriteTicket(*self._shown())
-
-    def _narrow(self, blank: Collection[int], held: Collection[int]) -> None:
-        super()._narrow(blank, held)
-        self._blank = [slot in blank for slot in self.slots]
-
-    def _is_blank(self, index: int) -> bool:
-        return self._blank[index]
 
     def _set_blank(self, indices: Iterable[int], blank: bool) -> None:
         for index in indices:
@@ -499,20 +505,14 @@ class LeaseBook:
             self._ending.discard(lease)
         return [BlockResult(result) for result in reply.results]
 
-    def fence(self, stream: Stream | None) -> Fence:
-        """See :meth:`kvtier.Cache.fence`."""
-        binding = self._binder.binding
-        memories = [] if binding.mapped is None else binding.mapped.memories
-        return fence_over(memories, stream)
-
     @property
     def out(self) -> list[Lease]:
         """Leases that are not released yet."""
         return list(self._leases)
 
-    async def release(self, leases: Iterable[Lease], stream: Stream | None, timeout: float | None) -> None:
+    async def release(self, leases: Iterable[Hold], stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""
-        given = list(leases)
+        given = [part for lease in leases for part in lease.groups]
         live, deadline = [lease for lease in given if not lease.released], self._deadline(timeout)
         if not live:
             return

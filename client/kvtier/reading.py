@@ -28,7 +28,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.arena import Binder, MappedArena, send
-from kvtier.buffers import PrefixRows, Rows
+from kvtier.buffers import GroupRows, PrefixRows, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.deadline import Deadline
 from kvtier.errors import ClientClosed, DaemonUnavailable, DamagedTransfer
@@ -163,28 +163,36 @@ class Reader:
             self.count(lookups=1)
         return found
 
-    def begin(self, keys: bytes, group: int, tier: Tier | None, targets: Rows | None, *, part: bool = False) -> Read:
+    def begin_all(self, keys: bytes, groups: Sequence[int], tier: Tier | None, targets: GroupRows) -> ChainRead:
+        """Looks up the blocks of a chain that can be copied in each group: see :meth:`begin`."""
+        if len(groups) == 1:
+            (group,) = groups
+            return ChainRead(self, keys, groups, [self.begin(keys, group, tier, targets.get(group))])
+        match = self.match(keys, groups, for_read=True)
+        if match is None:
+            return ChainRead(self, keys, groups, [])
+        prefix = keys[: match.blocks * KEY_BYTES]
+        rows = {group: each[: match.blocks] for group, each in targets.items()}
+        return ChainRead(self, keys, groups, [self.begin(prefix, group, tier, rows.get(group)) for group in groups])
+
+    def begin(self, keys: bytes, group: int, tier: Tier | None, targets: Rows | None) -> Read:
         """Looks up the blocks of a chain that can be copied.
 
         Args:
             tier: copy out of this tier only.
             targets: a row per key; None: fresh arrays.
-            part: the read is part of a read over all groups, which counts once.
         """
         mapping = self._current(keys)
         wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
         if wanted is None:
             mapping, wanted = None, Needed(stop=len(keys) // KEY_BYTES)
-        return Read(self, mapping, keys, wanted, group, tier, targets, part)
+        return Read(self, mapping, keys, wanted, group, tier, targets)
 
     def read(self, read: Read) -> None:
         """Counts the copied blocks, and notes them for the daemon."""
-        misses = 0 if read.whole or not read.done else read.asked - read.blocks
-        self.count(hits=read.there, misses=misses, reuses=read.reuses)
+        self.count(hits=read.there, reuses=read.reuses)
         if read.blocks:
             self.recency.note(read.group, read.used())
-        if read.done and not read.part:
-            self.answered(read.keys, read.group, read.blocks)
 
     def _current(self, keys: bytes) -> Mapping | None:
         binding = self._binder.readable
@@ -199,6 +207,51 @@ class Reader:
             chains = Chains(arena.index, self.spec)
             self._mapping = mapping = Mapping(arena, chains, remote=binding.info.remote)
         return mapping if mapping.current else None
+
+
+class ChainRead:
+    """A copy of a chain's prefix out of the mapped slots of one or more groups. Over several groups, all blocks of the
+    stored prefix are copied or none count.
+
+    ``parts``: a read per group; empty if only the daemon can tell.
+    """
+
+    def __init__(self, reader: Reader, keys: bytes, groups: Sequence[int], parts: Sequence[Read]) -> None:
+        self.keys: Final = keys
+        self.nbytes = 0
+        self.waits = False
+        """See :attr:`Read.waits`."""
+        for part in parts:
+            self.nbytes += part.nbytes
+            self.waits |= part.waits
+        self.blocks = 0
+        """Length of the copied prefix."""
+        self.done = False
+        """Whether all stored blocks of the chain are copied, so that the daemon need not be asked."""
+        self._reader: Final = reader
+        self._groups: Final = groups
+        self._parts: Final = parts
+
+    @property
+    def rows(self) -> dict[int, PrefixRows]:
+        """The copied blocks, by group."""
+        if not self.blocks:
+            return {group: [] for group in self._groups}
+        return {part.group: part.rows for part in self._parts}
+
+    def copy(self) -> None:
+        """Copies the bytes, in any thread, and blocks until the end. Counts the read if it is done."""
+        for part in self._parts:
+            part.copy()
+        if len(self._groups) == 1:
+            self.done, self.blocks = self._parts[0].done, self._parts[0].blocks
+        elif self._parts and all(part.whole for part in self._parts):
+            self.done, self.blocks = True, self._parts[0].blocks
+        if self.done:
+            missing = len(self.keys) // KEY_BYTES - self.blocks
+            if missing:
+                self._reader.count(misses=missing)
+            self._reader.answered(self.keys, self._groups[0], self.blocks)
 
 
 class Read:
@@ -216,10 +269,8 @@ class Read:
         group: int,
         tier: Tier | None,
         targets: Rows | None,
-        part: bool,
     ) -> None:
         self.group: Final = group
-        self.part: Final = part
         self.asked: Final = len(keys) // KEY_BYTES
         self.there = 0
         self.reuses = 0
@@ -227,7 +278,6 @@ class Read:
         self._attention: Final = mapping.chains.attentions[group] if mapping else reader.spec.attention(group)
         self._reader: Final = reader
         self._mapping: Final = mapping
-        self.keys: Final = keys
         self._keys: Final = wanted.cut(keys, KEY_BYTES)
         """Keys of the wanted blocks."""
         self._start = 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Self
+from dataclasses import dataclass
+from typing import Final
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.errors import InvalidArgument, require_within
@@ -76,14 +76,6 @@ class Retention:
         for name in ("prompt_tokens", "first_token"):
             _check_token(name, getattr(self, name))
 
-    def starting_at(self, token: int) -> Self:
-        """The retention of the same sequence for blocks from this token on."""
-        return replace(self, first_token=token)
-
-    def after(self, blocks: int, tokens_per_block: int) -> Self:
-        """The retention of the same sequence after its first ``blocks`` blocks."""
-        return self.starting_at(self.first_token + blocks * tokens_per_block)
-
     def of_blocks(self, count: int, tokens_per_block: int, outside: int = DEFAULT_PRIORITY) -> BlockRetention:
         """The retention of the next ``count`` blocks. ``outside``: priority of blocks in no range."""
         chosen = [self._of_token(self.first_token + block * tokens_per_block, outside) for block in range(count)]
@@ -109,6 +101,10 @@ class BlockRetention:
 
     priorities: bytes = b""
     durations_ms: tuple[int, ...] = ()
+
+    def after(self, blocks: int) -> BlockRetention:
+        """The retention without the first ``blocks`` blocks."""
+        return BlockRetention(self.priorities[blocks:], self.durations_ms[blocks:])
 
     def only(self, blocks: Sequence[int]) -> BlockRetention:
         """The retention of these blocks. Missing priorities or durations stay missing."""

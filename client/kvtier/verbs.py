@@ -140,16 +140,12 @@ class PrefixVerbs:
 
 
 class GroupVerbs(PrefixVerbs):
-    """The verbs of a :class:`kvtier.Cache` that need no leases and no arrays.
+    """The verbs of a :class:`kvtier.Cache` that need no leases and no arrays."""
 
-    Args:
-        group: index of the window group.
-    """
-
-    def __init__(self, binder: Binder, group: int, default_timeout: float) -> None:
-        super().__init__(binder, Reader(binder), [group], default_timeout)
-        self.group = group
+    @property
+    def group(self) -> int:
         """Index of the window group."""
+        return self.groups[0]
 
     @property
     def lookups(self) -> str:

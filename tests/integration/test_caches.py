@@ -212,10 +212,11 @@ async def test_a_writer_with_all_that_it_may_have_leaves_a_way_for_reads_from_di
 
 async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
-    async with opened_cache(daemon.address, "shared", wait=PATIENCE_S) as (_, cache):
+    async with opened_cache(daemon.address, "shared", wait=PATIENCE_S) as (client, cache):
         keys = chain("streamed", 4)
+        streamed = await client.open_cache("shared", mapped=False)
         async with cache.reserve(1, tier=Tier.HOST):
             with pytest.raises(TierFull, match="max_reserved_fraction") as over:
-                await cache.stream_put(keys, blocks(keys), tier=Tier.HOST)
+                await streamed.put(keys, blocks(keys), tier=Tier.HOST)
             assert (over.value.reason, over.value.free) == ("OVER_CAP", 3)
-        assert await cache.stream_put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4
+        assert await streamed.put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4

@@ -40,8 +40,8 @@ async def removals(client, name, count, since):
 async def test_a_flipped_bit_is_a_miss_and_an_event(client, name, streamed, seen_by):
     cache = await opened(client, name)
     keys = chain(name, 4)
-    put = cache.stream_put if streamed else cache.put
-    assert await put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4
+    writer = await client.open_cache(name, mapped=not streamed)
+    assert await writer.put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4
     since = (await cache.match(keys)).as_of
     await flip(cache, keys[2])
     if seen_by == "verify":

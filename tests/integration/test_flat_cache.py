@@ -89,6 +89,6 @@ async def test_across_a_flat_group_has_the_leading_run(start_for):
             assert (match.blocks, [len(span.residency) for span in match.groups]) == (5, [5, 5])
             found = await cache.across.get(KEYS)
             for group in (0, 1):
-                assert_content(BOTH, group, KEYS[:5], found.groups[group])
+                assert_content(BOTH, group, KEYS[:5], found[group])
             async with cache.across.acquire(KEYS) as lease:
                 assert [len(part) for part in lease.groups] == [5, 5]

@@ -51,14 +51,8 @@ async def _get(cache, keys):
     return len(await cache.get(keys))
 
 
-async def _stream_get(cache, keys):
-    found = await cache.prefix_length(keys)
-    assert len(await cache.stream_get(keys[:found])) == found if found else True
-    return found
-
-
 async def _across(cache, keys):
-    return (await cache.across.get(keys)).blocks
+    return len((await cache.across.get(keys))[0])
 
 
 async def _match_and_acquire_across(cache, keys):
@@ -73,7 +67,6 @@ WAYS: list[Ask] = [
     _poll_and_get,
     _acquire,
     _get,
-    _stream_get,
     _across,
     _match_and_acquire_across,
 ]

@@ -233,12 +233,13 @@ async def test_who_does_not_read_its_answers_is_hung_up_on(daemon, bystander):
         sock.bye()
 
 
-async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
+async def test_descriptors_sent_along_are_not_kept(client, daemon, bystander):
     def held():
         return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
     keys = chain("bystander", 8)
-    assert_bytes(keys, await bystander.stream_get(keys))  # so that its gRPC has its descriptors
+    streamed = await client.open_cache(bystander.name, mapped=False)
+    assert_bytes(keys, await streamed.get(keys))  # so that its gRPC has its descriptors
     before = held()
     for _ in range(20):
         with AttachSocket(daemon.address) as sock:

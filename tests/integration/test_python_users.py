@@ -126,7 +126,7 @@ async def test_a_block_put_as_a_root_is_found_with_the_chain_that_it_belongs_to(
     assert_bytes(keys, await cache.get(keys))
 
 
-@pytest.mark.parametrize("verb", ["prefix_length", "match", "acquire", "get", "put", "probe", "move", "stream_get"])
+@pytest.mark.parametrize("verb", ["prefix_length", "match", "acquire", "get", "put", "probe", "move"])
 async def test_every_verb_takes_as_many_keys_and_no_more(cache, verb):
     many = chain("many", LIMIT + 1)
     further = {"put": (np.zeros((1, 1)),), "move": (Tier.HOST,)}.get(verb, ())
@@ -136,8 +136,8 @@ async def test_every_verb_takes_as_many_keys_and_no_more(cache, verb):
         await getattr(cache, verb)(many[:LIMIT], *further)
 
 
-@pytest.mark.parametrize("way", ["get", "stream_get"])
-async def test_strided_arrays_are_filled_in_place(cache, way):
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "streamed"])
+async def test_strided_arrays_are_filled_in_place(client, cache, mapped):
     """An engine's own layout, a block the third axis: as torch's views are."""
     keys = chain("strided", 3)
     await cache.put(keys, blocks(keys))
@@ -145,12 +145,13 @@ async def test_strided_arrays_are_filled_in_place(cache, way):
     kv = np.zeros((2, 8, half), np.uint8)
     table = [5, 0, 6]
     views = [kv[:, at] for at in table]
-    found = await getattr(cache, way)(keys, views)
+    reader = await client.open_cache(cache.name, mapped=mapped)
+    found = await reader.get(keys, views)
     assert all(one is view for one, view in zip(found, views, strict=True))
     assert_bytes(keys, [kv[:, at].reshape(-1) for at in table])
     assert not kv[:, [1, 2, 3, 4, 7]].any()
     whole = np.zeros((half, 2, 3), np.uint8).T  # one array, its blocks along the first axis
-    await getattr(cache, way)(keys, whole)
+    await reader.get(keys, whole)
     assert_bytes(keys, [whole[at].reshape(-1) for at in range(3)])
 
 

@@ -31,21 +31,20 @@ def opening(request):
     return {"spec": VSWA, "mapped": request.param}
 
 
-async def test_every_verb_of_a_group_takes_it(daemon, opening):
-    async with await patient(daemon.address) as client:
+async def test_every_verb_of_chains_takes_it(daemon, opening):
+    async with await patient(daemon.address) as client, Mirror(client, ["short"]) as mirror:
         cache = await client.open_cache("short", **opening)
-        for at in map(cache.in_group, groups_of(VSWA)):
+        await mirror.synced()
+        assert mirror.longest_prefix(NONE, "short") == 0
+        places: list[tuple[Any, Any]] = [(cache.in_group(group), []) for group in groups_of(VSWA)]
+        for at, nothing in [(cache.across, NOTHING), *places]:
             for keys in EITHER:
-                assert ((await at.match(keys)).blocks, (await at.match(keys)).residency) == (0, b"")
-                assert (await at.prefix_length(keys), list(await at.locate(keys))) == (0, [])
-                assert await at.get(keys) == await at.get(keys, [], verify=True) == await at.stream_get(keys) == []
-                assert await at.put(keys, []) == await at.stream_put(keys, [], retention=None) == []
-                assert await at.move(keys, Tier.HOST) == await at.move(keys, Tier.DISK, dry_run=True) == []
-                assert (await at.drop(keys)).results == (await at.drop(keys, dry_run=True)).results == []
-                assert await at.set_retention(keys, 50, 3.0) == await at.set_retention(keys, []) == []
-                assert await at.pin(keys, Tier.HOST) == await at.unpin(keys, Tier.HOST) == []
+                assert (await at.match(keys)).blocks == await at.prefix_length(keys) == 0
+                assert await at.get(keys) == await at.get(keys, nothing, verify=True) == nothing
+                assert await at.put(keys, nothing) == await at.put(keys, nothing, retention=None) == nothing
                 async with at.acquire(keys) as lease:
-                    assert (lease.blocks, lease.prefix_length, lease.matched, lease.keys) == (0, 0, 0, ())
+                    for part in lease.groups:
+                        assert (part.blocks, part.prefix_length, part.matched, part.keys) == (0, 0, 0, ())
                 for least in (1, 100):
                     with pytest.raises(TooShort):
                         await at.acquire(keys, min_blocks=least)
@@ -57,17 +56,16 @@ async def test_every_verb_of_a_group_takes_it(daemon, opening):
         assert (await tier_stats(client, "short", Tier.DEVICE)).held == 0
 
 
-async def test_every_verb_over_all_groups_takes_it(daemon, opening):
-    async with await patient(daemon.address) as client, Mirror(client, ["short"]) as mirror:
-        across = (await client.open_cache("short", **opening)).across
-        await mirror.synced()
-        assert (await across.match(NONE)).blocks == mirror.longest_prefix(NONE, "short") == 0
-        assert (await across.get(NONE)).groups == await across.put(NONE, NOTHING) == NOTHING
-        async with across.acquire(NONE) as lease, across.acquire_many([NONE, NONE]) as leases:
-            assert [each.blocks for each in (lease, *leases)] == [0, 0, 0]
-            assert [part.blocks for part in lease.groups] == [0, 0, 0]
-        with pytest.raises(TooShort):
-            await across.acquire(NONE, min_blocks=1)
+async def test_every_other_verb_of_a_group_takes_it(daemon, opening):
+    async with await patient(daemon.address) as client:
+        cache = await client.open_cache("short", **opening)
+        for at in map(cache.in_group, groups_of(VSWA)):
+            for keys in EITHER:
+                assert ((await at.match(keys)).residency, list(await at.locate(keys))) == (b"", [])
+                assert await at.move(keys, Tier.HOST) == await at.move(keys, Tier.DISK, dry_run=True) == []
+                assert (await at.drop(keys)).results == (await at.drop(keys, dry_run=True)).results == []
+                assert await at.set_retention(keys, 50, 3.0) == await at.set_retention(keys, []) == []
+                assert await at.pin(keys, Tier.HOST) == await at.unpin(keys, Tier.HOST) == []
 
 
 async def test_a_commit_of_none_ends_its_lease(daemon):

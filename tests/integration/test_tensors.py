@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from kvtier import CacheSpec, Client, buffers, errors, sync
+from kvtier import CacheSpec, Client, buffers, errors
 from kvtier.types import BlockResult, Tier
 from tests.integration.blocks import chain
 
@@ -81,10 +80,8 @@ async def test_a_mapping_that_is_read_only_can_be_read_as_a_tensor(client, cache
         assert torch.equal(lease.tensors(2)[0].view(SHAPE), some()[2])
 
 
-@pytest.mark.parametrize(
-    "way", [sync.SyncCache.get, partial(sync.SyncCache.get, verify=True), sync.SyncCache.stream_get]
-)
-def test_the_synchronous_client_fills_tensors_in_the_callers_thread(daemon, name, monkeypatch, way):
+@pytest.mark.parametrize(("mapped", "verify"), [(True, False), (True, True), (False, False)])
+def test_the_synchronous_client_fills_tensors_in_the_callers_thread(daemon, name, monkeypatch, mapped, verify):
     """Whose current streams the caller's work on them is in, where they are on a GPU."""
     threads = set()
     fill = buffers.fill
@@ -100,7 +97,7 @@ def test_the_synchronous_client_fills_tensors_in_the_callers_thread(daemon, name
     with Client(daemon.address) as client:
         cache = client.open_cache(name, SPEC, budgets=BUDGET)
         assert cache.put(KEYS[:2], blocks[:2]) == OK[:2]
-        found = way(cache, KEYS, out)
+        found = client.open_cache(name, mapped=mapped).get(KEYS, out, verify=verify)
         assert [id(each) for each in found] == [id(each) for each in out[:2]]
         with cache.acquire(KEYS) as lease:
             assert torch.equal(lease.tensors(1)[0].view(SHAPE), some()[1].transpose(0, 2).reshape(SHAPE))

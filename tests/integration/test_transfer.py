@@ -60,13 +60,13 @@ async def test_put_and_get_without_a_mapping(streamed):
     assert await streamed.get(chain("else", 2)) == []
 
 
-async def test_streams_and_mappings_are_of_the_same_blocks(client, name):
-    cache = await client.open_cache(name, SPEC, budgets=BUDGET)
+async def test_streams_and_mappings_are_of_the_same_blocks(client, streamed, name):
+    cache = await client.open_cache(name)
     keys = chain("both", 6)
-    assert await cache.stream_put(keys[:3], blocks(keys[:3]), tier=Tier.HOST) == [OK] * 3
+    assert await streamed.put(keys[:3], blocks(keys[:3]), tier=Tier.HOST) == [OK] * 3
     assert await cache.put(keys[3:], blocks(keys[3:]), parent=keys[2], tier=Tier.HOST) == [OK] * 3
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
-    assert_bytes(keys, await cache.stream_get(keys, tier=Tier.HOST))
+    assert_bytes(keys, await streamed.get(keys, tier=Tier.HOST))
     assert [found.parent for found in [each async for each in cache.blocks()]] == [None, *keys[:-1]]
 
 
@@ -179,11 +179,11 @@ async def test_a_sender_that_lies_is_refused_by_name_and_nothing_is_stored(raw, 
     messages, code, field = HOSTILE[case]
     fault = await put_refused(raw, [header(opened.cache_id, KEYS), *messages])
     assert (fault.code, fault.detail.field) == (code, field), fault
-    cache = await client.open_cache(name, SPEC)
+    cache = await client.open_cache(name, SPEC, mapped=False)
     assert (await cache.match(KEYS)).blocks == 0
     await nothing_held(client, name)
     # And the same slots take the honest bytes afterwards.
-    assert await cache.stream_put(KEYS, blocks(KEYS)) == [OK] * 2
+    assert await cache.put(KEYS, blocks(KEYS)) == [OK] * 2
 
 
 BAD_HEADERS: dict[str, tuple[dict[str, Any], Code, str]] = {

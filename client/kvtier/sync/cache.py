@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import buffers, cache, groups, lease
+from kvtier import buffers, cache, lease
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
@@ -23,7 +23,7 @@ from kvtier.arena import MappedArena
 from kvtier.buffers import Blocks
 from kvtier.deadline import require_timeout
 from kvtier.errors import KvtierError
-from kvtier.groups import AcrossBlocks
+from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
 from kvtier.sync.loop import LoopThread, LoopWork
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 Inner = TypeVar("Inner")
 L = TypeVar("L", bound=lease.Lease)
+Held = TypeVar("Held", bound="lease.Lease | AcrossLease")
+H = TypeVar("H", bound="SyncReadLease | SyncAcrossLease")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -98,11 +100,28 @@ def plain(method: Callable[..., T], verb: Callable[..., Any]) -> Callable[..., T
     return method
 
 
-class SyncLease(Twin[L]):
-    """Slots of one tier, held until :meth:`release` or the end of the ``with`` block.
+class SyncHold(Twin[Held]):
+    """A lease, or the leases of all window groups, held until :meth:`release` or the end of the ``with`` block.
 
     The parent holds the lease after a fork; the child can neither use nor release it.
     """
+
+    @like(lease.Lease.release)
+    def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        fence = self.thread.fence([self.inner], stream)
+        self.thread.run(lambda: self.inner.release(stream=fence, timeout=timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.thread.forked:
+            fence = self.thread.fence([self.inner], None)
+            self.thread.run(lambda: self.inner.groups[0].cache.release(self.inner, stream=fence))
+
+
+class SyncLease(SyncHold[L]):
+    """Slots of one tier."""
 
     id = Fact[int]()
     tier = Fact[Tier]()
@@ -111,9 +130,16 @@ class SyncLease(Twin[L]):
     arena = Fact[MappedArena]()
     memory = Fact[Memory | None]()
 
-    def __init__(self, owner: SyncCache, inner: L) -> None:
-        super().__init__(owner.thread, inner)
-        self.cache: Final = owner
+    @property
+    def cache(self) -> SyncCache:
+        """The cache in the lease's window group."""
+        inner: Any = self.inner.cache
+        return SyncCache(self.thread, inner)
+
+    @property
+    def groups(self) -> tuple[Self]:
+        """See :attr:`kvtier.lease.Lease.groups`."""
+        return (self,)
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -132,18 +158,6 @@ class SyncLease(Twin[L]):
     def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
         fence = self.thread.fence([self.inner], stream)
         self.thread.run(lambda: self.inner.give_back(at, stream=fence, timeout=timeout))
-
-    @like(lease.Lease.release)
-    def release(self, *, stream: Stream | None = None) -> None:
-        fence = self.thread.fence([self.inner], stream)
-        self.thread.run(lambda: self.inner.release(stream=fence))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self.thread.forked:
-            self.cache.release(self)
 
 
 class SyncWriteLease(SyncLease[lease.WriteLease]):
@@ -174,7 +188,7 @@ class SyncReadLease(SyncLease[lease.ReadLease]):
     unchanged = answers(lease.ReadLease.unchanged)
 
 
-class SyncAcrossLease(Twin[groups.AcrossLease]):
+class SyncAcrossLease(SyncHold[AcrossLease]):
     """A prefix held in every window group."""
 
     keys = Fact[tuple[bytes, ...]]()
@@ -182,35 +196,18 @@ class SyncAcrossLease(Twin[groups.AcrossLease]):
     matched = Fact[int]()
     error = Fact[KvtierError | None]()
     refusal = Fact[str]()
-    unchanged = answers(groups.AcrossLease.unchanged)
+    unchanged = answers(AcrossLease.unchanged)
 
-    def __init__(self, owner: SyncCache, inner: groups.AcrossLease) -> None:
-        super().__init__(owner.thread, inner)
-        self.groups: Final = tuple(
-            SyncReadLease(owner.in_group(group), part) for group, part in enumerate(inner.groups)
-        )
+    def __init__(self, thread: LoopThread, inner: AcrossLease) -> None:
+        super().__init__(thread, inner)
+        self.groups: Final = tuple(SyncReadLease(thread, part) for part in inner.groups)
         """The leases, one per group, in order; a lease may be empty."""
-
-    @like(groups.AcrossLease.release)
-    def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        fence = self.thread.fence(self.inner.groups, stream)
-        self.thread.run(lambda: self.inner.release(stream=fence, timeout=timeout))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self.thread.forked:
-            self.release()
-
-
-H = TypeVar("H", bound="SyncReadLease | SyncAcrossLease")
 
 
 class SyncLeases(list[H]):
     """The leases of an ``acquire_many``, released together at the end of a ``with`` block."""
 
-    def __init__(self, owner: SyncCache, leases: Iterable[H]) -> None:
+    def __init__(self, owner: ChainTwin[Any, Any, Any, Any, Any], leases: Iterable[H]) -> None:
         super().__init__(leases)
         self._owner = owner
 
@@ -219,17 +216,26 @@ class SyncLeases(list[H]):
 
     def __exit__(self, *_: object) -> None:
         if not self._owner.thread.forked:
-            parts = [part for each in self for part in (each.groups if isinstance(each, SyncAcrossLease) else (each,))]
-            self._owner.release(*parts)
+            self._owner.release(*self)
 
 
-V = TypeVar("V", bound=PrefixVerbs)
+V = TypeVar("V", bound=ChainVerbs[Any, Any, Any, Any])
+Given = TypeVar("Given")
+Stored = TypeVar("Stored")
+Got = TypeVar("Got")
 
 
-class PrefixTwin(Twin[V]):
-    """Lookups of a prefix that one or more window groups serve together."""
+class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
+    """The verbs of chains, in one window group or over all: see :attr:`SyncCache.across`."""
 
     groups = Fact[tuple[int, ...]]()
+    spec = Fact[CacheSpec]()
+    tiers = Fact[tuple[Tier, ...]]()
+    lease_tier = answers(ChainVerbs.lease_tier)
+
+    def __init__(self, thread: LoopThread, inner: V, lease: type[H]) -> None:
+        super().__init__(thread, inner)
+        self._lease: Final = lease
 
     @like(PrefixVerbs.prefix_length)
     def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
@@ -243,74 +249,72 @@ class PrefixTwin(Twin[V]):
         found = None if remote else self.inner.reader.match(packed, self.inner.groups)
         return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
-
-class SyncAcrossGroups(PrefixTwin[groups.AcrossGroups]):
-    """The verbs over all window groups, from :attr:`SyncCache.across`."""
-
-    def __init__(self, owner: SyncCache, inner: groups.AcrossGroups) -> None:
-        super().__init__(owner.thread, inner)
-        self._owner = owner
-
-    @like(groups.AcrossGroups.acquire)
-    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> SyncAcrossLease:
+    @like(ChainVerbs.acquire)
+    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> H:
         held = self.inner.acquire(packed_keys(keys), tier, **wanted)
-        return SyncAcrossLease(self._owner, self.thread.run(held.take, groups.AcrossLease.release))
+        return self._lease(self.thread, self.thread.run(held.take, held.give_back))
 
-    @like(groups.AcrossGroups.acquire_many)
-    def acquire_many(
-        self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any
-    ) -> SyncLeases[SyncAcrossLease]:
+    @like(ChainVerbs.acquire_many)
+    def acquire_many(self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any) -> SyncLeases[H]:
         held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
         leases = self.thread.run(held.take, held.give_back)
-        return SyncLeases(self._owner, (SyncAcrossLease(self._owner, each) for each in leases))
+        return SyncLeases(self, (self._lease(self.thread, each) for each in leases))
 
-    @like(groups.AcrossGroups.put)
-    def put(
-        self, keys: Keys, blocks: Mapping[int, Blocks], *, tier: Tier | None = None, **kept: Any
-    ) -> dict[int, list[BlockResult]]:
+    def release(self, *leases: SyncHold[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
+        held = [each.inner for each in leases]
+        fence = self.thread.fence(held, stream)
+        self.thread.run(lambda: self.inner.release(*held, stream=fence, timeout=timeout))
+
+    @like(ChainVerbs.put)
+    def put(self, keys: Keys, blocks: Given, *, tier: Tier | None = None, **kept: Any) -> Stored:
         packed = packed_keys(keys)
-        sources = self.inner.sources(blocks, len(packed) // KEY_BYTES, self._owner.lease_tier(tier))
-        return self.thread.run(lambda: self.inner.put(packed, sources, tier=tier, **kept))
+        sources = self.inner.sources(blocks, len(packed) // KEY_BYTES, self.inner.lease_tier(tier))
+        stored: Stored = self.thread.run(lambda: self.inner.put(packed, self.inner.formed(sources), tier=tier, **kept))
+        return stored
 
-    @like(groups.AcrossGroups.get)
+    @like(ChainVerbs.get)
     def get(
         self,
         keys: Keys,
-        out: Mapping[int, Blocks] | None = None,
+        out: Given | None = None,
         *,
         tier: Tier | None = None,
+        verify: bool = False,
         timeout: float | None = None,
-    ) -> AcrossBlocks:
-        packed = _asked(self.thread, keys, timeout)
-        targets = self.inner.targets(out, len(packed) // KEY_BYTES, tier)
-        read, found = self.inner.begin_get(packed, targets, tier), None
-        if read is not None:
-            read.copy()
-            found = read.result()
-        if found is None:
-            found = self.thread.run(lambda: self.inner.end_get(packed, targets, tier, timeout))
-        groups = {group: _delivered(found.given(out, group), rows) for group, rows in found.groups.items()}
-        return AcrossBlocks(found.blocks, groups)
+    ) -> Got:
+        packed, given = _asked(self.thread, keys, timeout), self.inner.by_group("out", out)
+        read, targets = self.inner.begin_get(packed, given, tier, in_cpu=verify)
+        read.copy()
+        found = read.rows
+        if verify or not read.done:
+            found = self.thread.run(lambda: self.inner.end_get(read, targets, tier, verify, timeout))
+        if given:
+            found = {group: _delivered(given.get(group), rows) for group, rows in found.items()}
+        got: Got = self.inner.formed(found)
+        return got
 
 
-class SyncCache(PrefixTwin[cache.Cache]):
+SyncAcrossGroups: TypeAlias = ChainTwin[
+    AcrossGroups, SyncAcrossLease, Mapping[int, Blocks], dict[int, list[BlockResult]], dict[int, list[Any]]
+]
+
+
+class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult], list[Any]]):
     """A cache, opened by :meth:`kvtier.Client.open_cache`."""
 
     name = Fact[str]()
-    spec = Fact[CacheSpec]()
     group = Fact[int]()
     block_bytes = Fact[int]()
     info = Fact[CacheInfo]()
     mapped = Fact[bool]()
     unmapped = Fact[Mapping[Tier, str]]()
     arena = Fact[MappedArena]()
-    tiers = Fact[tuple[Tier, ...]]()
     session_number = Fact[int]()
     lookups = Fact[str]()
     reads = Fact[ReadCounts]()
 
     slots = answers(cache.Cache.slots)
-    lease_tier = answers(cache.Cache.lease_tier)
     prompt = answers(cache.Cache.prompt)
 
     match_tokens = waits(cache.Cache.match_tokens)
@@ -321,6 +325,9 @@ class SyncCache(PrefixTwin[cache.Cache]):
     unpin = waits(cache.Cache.unpin)
     reset = waits(cache.Cache.reset)
 
+    def __init__(self, thread: LoopThread, inner: cache.Cache) -> None:
+        super().__init__(thread, inner, SyncReadLease)
+
     @like(cache.Cache.in_group)
     def in_group(self, group: int) -> SyncCache:
         return SyncCache(self.thread, self.inner.in_group(group))
@@ -328,7 +335,7 @@ class SyncCache(PrefixTwin[cache.Cache]):
     @property
     def across(self) -> SyncAcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each group."""
-        return SyncAcrossGroups(self, self.inner.across)
+        return SyncAcrossGroups(self.thread, self.inner.across, SyncAcrossLease)
 
     @like(cache.Cache.probe)
     def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
@@ -353,20 +360,7 @@ class SyncCache(PrefixTwin[cache.Cache]):
     @like(cache.Cache.reserve)
     def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> SyncWriteLease:
         held = self.inner.reserve(count, tier, timeout=timeout)
-        return SyncWriteLease(self, self.thread.run(held.take, self.inner.release))
-
-    @like(cache.Cache.acquire)
-    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> SyncReadLease:
-        held = self.inner.acquire(packed_keys(keys), tier, **wanted)
-        return SyncReadLease(self, self.thread.run(held.take, self.inner.release))
-
-    @like(cache.Cache.acquire_many)
-    def acquire_many(
-        self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any
-    ) -> SyncLeases[SyncReadLease]:
-        held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
-        leases = self.thread.run(held.take, lambda leases: self.inner.release(*leases))
-        return SyncLeases(self, (SyncReadLease(self, each) for each in leases))
+        return SyncWriteLease(self.thread, self.thread.run(held.take, self.inner.release))
 
     @overload
     def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> SyncWriteLease: ...
@@ -379,13 +373,7 @@ class SyncCache(PrefixTwin[cache.Cache]):
         held = self.inner.join(ticket, timeout=timeout)
         inner: Any = self.thread.run(held.take, self.inner.release)
         twin = SyncWriteLease if isinstance(inner, lease.WriteLease) else SyncReadLease
-        return twin(self.in_group(ticket.group), inner)
-
-    def release(self, *leases: SyncLease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
-        held = [each.inner for each in leases]
-        fence = self.thread.fence(held, stream)
-        self.thread.run(lambda: self.inner.release(*held, stream=fence, timeout=timeout))
+        return twin(self.thread, inner)
 
     @like(cache.Cache.release_all)
     def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
@@ -401,43 +389,6 @@ class SyncCache(PrefixTwin[cache.Cache]):
     def fence(self, stream: Stream | None = None) -> Fence:
         self.thread.require_usable()
         return self.inner.fence(stream)
-
-    @like(cache.Cache.put)
-    def put(self, keys: Keys, blocks: Blocks, *, tier: Tier | None = None, **kept: Any) -> list[BlockResult]:
-        packed = packed_keys(keys)
-        reach = self.inner.reach(self.inner.lease_tier(tier))
-        sources = buffers.readable(blocks, len(packed) // KEY_BYTES, self.block_bytes, reach)
-        return self.thread.run(lambda: self.inner.put(packed, sources, tier=tier, **kept))
-
-    @like(cache.Cache.stream_put)
-    def stream_put(self, keys: Keys, blocks: Blocks, **kept: Any) -> list[BlockResult]:
-        packed = packed_keys(keys)
-        sources = buffers.readable(blocks, len(packed) // KEY_BYTES, self.block_bytes)
-        return self.thread.run(lambda: self.inner.stream_put(packed, sources, **kept))
-
-    @like(cache.Cache.get)
-    def get(
-        self,
-        keys: Keys,
-        out: Blocks | None = None,
-        *,
-        tier: Tier | None = None,
-        verify: bool = False,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        packed = _asked(self.thread, keys, timeout)
-        read, targets = self.inner.begin_get(packed, out, tier, in_cpu=verify)
-        read.copy()
-        rows = read.rows
-        if not read.done or (verify and rows):
-            rows = self.thread.run(lambda: self.inner.end_get(read, targets, tier, verify, timeout))
-        return _delivered(out, rows)
-
-    @like(cache.Cache.stream_get)
-    def stream_get(self, keys: Keys, out: Blocks | None = None, **asked: Any) -> list[Any]:
-        packed = packed_keys(keys)
-        targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes)
-        return _delivered(out, self.thread.run(lambda: self.inner.stream_get(packed, targets, **asked)))
 
 
 def _asked(thread: LoopThread, keys: Keys, timeout: float | None) -> bytes:

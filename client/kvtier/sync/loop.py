@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier.errors import ClientClosed, KvtierError
-from kvtier.lease import Lease, fence_of
+from kvtier.lease import Hold, fence_of
 from kvtier.memory.gpu import Fence, Stream
 
 T = TypeVar("T")
@@ -58,13 +58,13 @@ class LoopThread:
         """False once :meth:`stop` has begun."""
         return not self._stopping
 
-    def fence(self, leases: Iterable[Lease], stream: Stream | None) -> Fence:
+    def fence(self, leases: Iterable[Hold], stream: Stream | None) -> Fence:
         """Like :func:`kvtier.lease.fence_of`, in the caller's thread: the loop's thread has other current streams.
 
         Raises :class:`ClientClosed` too, like :meth:`run`.
         """
         self.require_usable()
-        return fence_of((lease for lease in leases if not lease.released), stream)
+        return fence_of((part for lease in leases for part in lease.groups if not part.released), stream)
 
     def run(self, work: LoopWork[T], undo: Undo[T] | None = None) -> T:
         """The coroutine's result, awaited on the loop.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -71,4 +73,5 @@ def test_each_block_has_the_range_of_its_first_token(retention: Retention, block
 def test_a_chain_in_pieces_is_the_chain(retention: Retention, first: int, second: int) -> None:
     whole = retention.of_blocks(first + second, 16)
     assert whole.only(range(first)) == retention.of_blocks(first, 16)
-    assert whole.only(range(first, first + second)) == retention.after(first, 16).of_blocks(second, 16)
+    later = replace(retention, first_token=retention.first_token + 16 * first)
+    assert whole.only(range(first, first + second)) == whole.after(first) == later.of_blocks(second, 16)

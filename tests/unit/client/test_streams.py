@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -33,12 +34,13 @@ def part(block: int, offset: int, data: bytes, checksums: bytes = b"") -> transf
     return transfer_pb2.GetChunk(bytes=body, checksums=checksums)
 
 
-async def received(*chunks: transfer_pb2.GetChunk) -> list[Any]:
+async def received(*chunks: transfer_pb2.GetChunk) -> Any:
     async def stream() -> AsyncIterator[transfer_pb2.GetChunk]:
         for chunk in chunks:
             yield chunk
 
-    return await copies._download(stream(), None, BLOCK_BYTES)
+    cache: Any = SimpleNamespace(group=0, block_bytes=BLOCK_BYTES)
+    return (await copies._download(stream(), [cache], {}))[0]
 
 
 async def test_blocks_are_put_together_from_chunks_cut_anywhere() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from kvtier import cache, groups, lease, mirror, sync, watch
 from kvtier import client as aio
+from kvtier.sync.cache import ChainTwin
 
 TWINS: dict[type, type] = {
     aio.AsyncClient: sync.Client,
     cache.Cache: sync.SyncCache,
-    groups.AcrossGroups: sync.SyncAcrossGroups,
+    groups.AcrossGroups: ChainTwin,
     groups.AcrossLease: sync.SyncAcrossLease,
     lease.WriteLease: sync.SyncWriteLease,
     lease.ReadLease: sync.SyncReadLease,
@@ -30,18 +31,11 @@ RENAMED = {
     "__anext__": "__next__",
 }
 
+CHAIN_SEAMS = {"reader", "reach", "by_group", "formed", "sources", "begin_get", "end_get"}
 SEAMS = {
-    cache.Cache: {
-        "open",
-        "reader",
-        "way",
-        "reach",
-        "begin_get",
-        "absent",
-        "end_get",
-    },  # of its client: the way to call the first is open_cache
+    cache.Cache: {"open", *CHAIN_SEAMS},  # of its client: the way to call the first is open_cache
     aio.AsyncClient: {"work"},
-    groups.AcrossGroups: {"reader", "begin_get", "end_get", "sources", "targets"},
+    groups.AcrossGroups: CHAIN_SEAMS,
     lease.WriteLease: {"binding"},
     mirror.Mirror: {"start"},
     lease.ReadLease: {"binding"},

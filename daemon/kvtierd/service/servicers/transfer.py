@@ -121,22 +121,27 @@ class TransferService:
         acquire = request.acquire
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
         cache = self._catalog.opened(session, acquire.cache_id)
-        group, *others = validation.groups("acquire.groups", cache, acquire.groups)
-        validation.count("acquire.groups", 1 + len(others), 1, 1)
+        groups = validation.groups("acquire.groups", cache, acquire.groups)
         tier = validation.tier("acquire.tier", acquire.tier, leasable(cache))
         (chain,) = (await self._blocks.acquire(session, acquire, bring=not request.objects)).chains
-        (part,) = chain.groups or [blocks_pb2.AcquiredGroup()]
-        lease, slots, generations = LeaseId(part.lease_id), list(map(SlotId, part.slots)), list(part.generations)
+        right = self._right(session, Right.READ, cache)
+        parts = [
+            _Held(
+                *(session, cache, group, tier, LeaseId(part.lease_id), list(map(SlotId, part.slots)), right),
+                generations=list(part.generations),
+            )
+            for group, part in zip(groups, chain.groups, strict=False)  # a refused chain has none
+        ]
         try:
             yield _header(chain).SerializeToString()
-            right = self._right(session, Right.READ, cache)
-            held = _Held(session, cache, group, tier, lease, slots, right, generations)
-            header = None if not request.objects else self._header_of(held, acquire.chains[0].keys, chain.blocks)
-            async for chunk in _chunks(held, self._bytes(held), header):
-                yield chunk
+            for held in parts:
+                header = None if not request.objects else self._header_of(held, acquire.chains[0].keys, chain.blocks)
+                async for chunk in _chunks(held, self._bytes(held), header):
+                    yield chunk
         finally:
-            if lease:
-                self._release(session, cache, lease)
+            for held in parts:
+                if held.lease:
+                    self._release(session, cache, held.lease)
 
     def _bytes(self, held: _Held) -> SlotBytes:
         """Returns access to the slots. The caller releases the lease by :meth:`Engine.afterwards`."""
