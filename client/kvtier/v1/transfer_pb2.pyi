@@ -139,7 +139,7 @@ class GetRequest(google.protobuf.message.Message):
     """with what a block's object in a store has besides its bytes: see GetChunk"""
     @property
     def acquire(self) -> kvtier.v1.blocks_pb2.AcquireRequest:
-        """as for Blocks.Acquire, with one chain in one group; its seq is not used"""
+        """as for Blocks.Acquire, with one chain; its seq is not used"""
 
     def __init__(
         self,
@@ -159,7 +159,9 @@ class GetHeader(google.protobuf.message.Message):
     FOUND_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> kvtier.v1.blocks_pb2.AcquiredChain:
-        """without lease, slots and generations; as many blocks follow as found_in of its group has bytes"""
+        """Without leases, slots and generations. The blocks follow, one group after another, as many as found_in of the group
+        has bytes. Each group counts its blocks from 0, and no chunk has blocks of two groups.
+        """
 
     def __init__(
         self,
