@@ -77,7 +77,7 @@ async def test_another_process_maps_the_same_memory(daemon):
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
         said, fds = raw.socket.mapped(opened.cache_id, write=True)
-        assert said.fds == (attach.CONTROL, attach.HOST, attach.CUDA)
+        assert said.fds == [attach.CONTROL, attach.HOST, attach.CUDA]
         assert said.cuda is not None and said.cuda.nbytes == GPU_BYTES
         assert exchange(said, fds, "first") == bytes(5), "nobody has written there"
         assert exchange(said, fds, "other") == b"first"
@@ -88,7 +88,7 @@ async def test_a_reader_is_told_why_it_gets_none(daemon):
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
         said, fds = raw.socket.mapped(opened.cache_id, write=False)
-        assert said.fds == (attach.CONTROL, attach.HOST)
+        assert said.fds == [attach.CONTROL, attach.HOST]
         assert "no read-only form" in said.unmapped[attach.DEVICE]
         close_all(fds)
 

@@ -119,5 +119,8 @@ def gpu(device: str, rounds: int, form: str) -> None:
 @_ROUNDS
 @output_option()
 def engine(layers: int, block_bytes: int, rounds: int, form: str) -> None:
-    """Time an engine's scheduler and worker: a step with a prompt of 1,000 stored blocks, saves and loads."""
+    """Time an engine's scheduler and worker.
+
+    A step has a prompt of 1,000 stored blocks; then 16 blocks are saved and loaded.
+    """
     tell(engine_bench.engine(1000, layers, block_bytes, rounds), form)
