@@ -139,14 +139,16 @@ class Leader:
         """Whether the cache is open and the daemon answered the last call."""
         return self._cache is not None and self._client is not None and self._client.connected
 
-    def prefix_length(self, keys: bytes, *, for_save: bool = False) -> int:
+    def prefix_length(self, keys: bytes, *, counts: bool = False) -> int:
         """Looks up the longest prefix of a chain that all groups can serve, in mapped memory. While the daemon does not
-        answer, only blocks in memory count. ``for_save``: a lookup before a save, which is not counted as a query."""
+        answer, only blocks in memory count. ``counts``: a request's first lookup, which the hit ratio counts."""
         cache = self._cache
         if cache is None or self._reset.due:
             return 0
         few, groups = keys[: MAX_KEYS * KEY_BYTES], range(len(cache.spec.groups))
-        return cache.reader.prefix_length(few, groups, for_save=for_save) or 0
+        if counts:
+            cache.reader.ask_anew(few)
+        return cache.reader.prefix_length(few, groups, for_save=not counts) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """Returns a byte for each block of a group: not 0 if the block is certainly stored."""

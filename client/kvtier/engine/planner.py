@@ -40,6 +40,10 @@ class _PlannedRequest:
     first: int = 0
     """The first offered block; ``found``: the block after the last offered one."""
     found: int = 0
+    refused: str = ""
+    """The last reason for which nothing was offered."""
+    counted: bool = False
+    """Whether the hit ratio has counted the request."""
     bound: int | None = None
     """First block of a failed load: from this block on, no block is offered to the request again."""
     saved: int | None = None
@@ -130,7 +134,8 @@ class Planner:
             if self._fetches.is_pending(request.fetch):
                 return None
             request.pinned = request.fetch.lease
-        found = self.leader.prefix_length(chain.span(0, limit))
+        found = self.leader.prefix_length(chain.span(0, limit), counts=not request.counted)
+        request.counted = True
         if found < limit and limit - request.first >= self.options.min_blocks and request.fetch is None:
             request.fetch = self._fetches.begin(chain.span(0, limit), found)
             if request.fetch is not None:
@@ -390,14 +395,19 @@ class Planner:
         """Returns the blocks that are computed, and neither stored nor being saved."""
         if not self.leader.answers or (request.over and not request.tables):
             return range(0)
+        left = self._left(request)
+        first = left.start
+        while first < left.stop and request.chain.key(first) in self._being_saved:
+            first += 1
+        return range(first, left.stop)
+
+    def _left(self, request: _PlannedRequest) -> range:
+        """Returns the blocks that are computed, and neither stored nor in a save of this request."""
+        if request.saved is None:
+            request.saved = self.leader.prefix_length(request.chain.packed)
         end = min(request.complete, len(request.chain))
         end = end if request.most is None else min(end, request.most)
-        if request.saved is None:
-            request.saved = self.leader.prefix_length(request.chain.packed, for_save=True)
-        first = request.saved
-        while first < end and request.chain.key(first) in self._being_saved:
-            first += 1
-        return range(first, end)
+        return range(request.saved, max(request.saved, end))
 
     def _save_what_is_new(self, req_id: str, request: _PlannedRequest) -> None:
         new = self._unsaved(request)
