@@ -370,7 +370,7 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
         assert toy.run(PROMPT).loaded == 9
         toy.settle()
         assert toy.run(PROMPT).loaded == 10
-        assert "commit exists" not in toy.planner.stats()
+        assert "not saved: stored by another request" not in toy.planner.stats()
 
 
 def test_saves_leave_slots_for_loads(daemon):

@@ -24,6 +24,7 @@ from kvtier.cache import Cache
 from kvtier.client import AsyncClient, connect
 from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout
+from kvtier.engine.log import opened, report_absences
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
@@ -45,6 +46,11 @@ _MOST_OF_TIER: Final = 4
 _MOST_AHEAD: Final = 1 << 16
 _MOST_EVENTS: Final = 1 << 16
 
+_OUTCOMES: Final = {
+    BlockResult.OK: "blocks saved",
+    BlockResult.EXISTS: "not saved: stored by another request",
+    BlockResult.PARENT_MISSING: "not saved: an earlier block has been evicted",
+}
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 _log = logging.getLogger("kvtier.engine")
@@ -125,6 +131,7 @@ class Leader:
         self._written: Final[deque[Writing]] = deque()
         self._events: Final[deque[Event]] = deque(maxlen=_MOST_EVENTS)
         self._watching: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._wake: asyncio.Event
         self._thread: Final = LoopThread("kvtier-leader")
         self._serving: Final = self._thread.submit(self._serve)
@@ -196,7 +203,7 @@ class Leader:
 
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
-        self.complaints.note("saves that were dropped")
+        self._not_saved("the pages were taken away, or could not be copied", writing)
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
@@ -342,12 +349,10 @@ class Leader:
             return
         finally:
             self._tried.set()
-        size = sum(cache.spec.block_bytes(group) for group in self._groups)
-        tiers = ", ".join(f"{cache.slots(tier)} {tier}" for tier in cache.tiers)
-        pieces = sum(len(group.planes) for group in self.layout.groups)
-        line = "cache %s: blocks of %d bytes in %d pieces a rank, slots of the first group: %s"
-        _log.info(line, self.name, size, pieces, tiers)
-        if self.options.events and self._client is not None:
+        assert self._client is not None
+        _log.info("%s", opened(cache.info, self._client.address, self.layout.weights))
+        self._reporting = asyncio.create_task(report_absences(self._client, _log))
+        if self.options.events:
             self._watching = asyncio.create_task(self._watch(self._client))
         while True:
             self._wake.clear()
@@ -423,6 +428,7 @@ class Leader:
                 await self._commit_group(writing, taken)
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
+            self._not_saved("the commit failed", writing)
             await self._give_up(writing)
         finally:
             writing.done.set()
@@ -439,7 +445,7 @@ class Leader:
                 timeout=CALL_S,
             )
             for index, result in zip(indices, results, strict=True):
-                self.complaints.note(f"commit {result.name.lower()}")
+                self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
                 if result in _STAYS_BLANK:
                     writing.missing_parent = True
                     reserved.free.append(index)
@@ -448,6 +454,9 @@ class Leader:
             if not reserved.open:
                 await self._end(taken.group, reserved)
             start = stop
+
+    def _not_saved(self, why: str, writing: Writing) -> None:
+        self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
 
     async def _give_up(self, writing: Writing) -> None:
         """Ends the leases of a failed save, whose slots may or may not hold blocks."""

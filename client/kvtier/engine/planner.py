@@ -89,6 +89,7 @@ class Planner:
         self.layout: Final[Layout] = leader.layout
         self.options: Final[EngineOptions] = leader.options
         self._tokens: Final = self.layout.tokens
+        self.complaints: Final = leader.complaints
         self._note: Final = leader.complaints.note
         self._fetches: Final = Fetches(leader)
         self._requests: Final[dict[str, _PlannedRequest]] = {}
@@ -142,7 +143,10 @@ class Planner:
                 if waits:
                     return None
                 self._fetches.leave(request.fetch)
-        if not self._is_worth_it(found - request.first):
+        if (why := self._why_not(found - request.first)) is not None:
+            if why != request.refused:  # the engine asks again in each step
+                self._note(f"not offered: {why}")
+            request.refused = why
             self._unpin(request)
             return 0
         if self.options.pin:
@@ -248,6 +252,8 @@ class Planner:
         if tables is not None and request.tables:
             request.tables = tables
         request.over = time.monotonic() + self.options.load_timeout
+        if not self.leader.answers:
+            self._note("not saved: the daemon does not answer", len(self._left(request)))
         self._scheduled[req_id] = request
         if request.saving or request.loading or self._unsaved(request):
             return True
@@ -333,7 +339,7 @@ class Planner:
                 continue
             unsaved = self._unsaved(request)
             if unsaved and now > request.over:
-                self._note("blocks given up: no slot was reserved in time", len(unsaved))
+                self._note("not saved: no slot was reserved in time", len(unsaved))
             if not unsaved or now > request.over:
                 saved.add(req_id)
                 self._remove(req_id)
@@ -352,9 +358,8 @@ class Planner:
 
     def close(self) -> None:
         """Logs the counts of the session with the daemon, and ends it."""
-        _log.info(
-            "cache %s: %s", self.leader.name, ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
-        )
+        counts = ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
+        _log.info("kvtier: cache %s: %s", self.leader.name, counts or "not used")
         self.leader.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -373,16 +378,17 @@ class Planner:
     def _ticket(self, name: str, request: _PlannedRequest, pages: Table, first: int, end: int) -> _Ticket:
         return _Ticket(request, name, set(range(self.layout.ranks)), pages, first, end - first)
 
-    def _is_worth_it(self, blocks: int) -> bool:
+    def _why_not(self, blocks: int) -> str | None:
+        """Returns the reason for offering none of ``blocks`` blocks; None: they are worth a load."""
+        if blocks <= 0:
+            return "nothing is stored" if self.leader.answers else "the daemon does not answer"
         if blocks < self.options.min_blocks:
-            self._note("not offered: nothing is stored" if blocks <= 0 else "not offered: too few blocks")
-            return False
+            return "too few blocks"
         price = self.options.recompute_seconds_per_block
         if price and self._seconds_a_block > price:
-            self._note("not offered: to recompute is cheaper")
             self._seconds_a_block *= _FORGETTING
-            return False
-        return True
+            return "to recompute is cheaper"
+        return None
 
     def _needed(self, group: int, first: int, tokens: int) -> list[int]:
         """Returns the blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""
