@@ -169,7 +169,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._options = replace(options, async_blocks=0) if waits else options
             self._tokens = tokens_per_block(kv_cache_config)
             self._hashes_per_block = self._tokens // (kv_cache_config.hash_block_size or self._tokens)
-            self._events = KvEvents(self._tokens)
+            self._events = KvEvents(self._tokens, kv_cache_config.kv_cache_groups)
 
     @contextmanager
     def _starting(self, *, told: bool = True) -> Iterator[None]:
@@ -266,7 +266,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         layouts = [handshake.layout for handshake in metadata.values() if isinstance(handshake, Handshake)]
         assert all(layout == layouts[0] for layout in layouts), "the ranks of an engine have equal pages"
         with self._starting():
-            self._planner = Planner.open(layouts[0], self._options)
+            self._planner = Planner.open(layouts[0], self._options, self._events.note)
+            if self._options.events and self._planner.leader.answers:
+                self._events.wait()
 
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = _TrackedRequest(request)
@@ -354,7 +356,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._planner is None else list(self._events.of(self._planner.events()))
+        return () if self._planner is None else list(self._events.take())
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should make another step: vLLM publishes events in its steps."""
+        return self._planner is not None and self._events.waiting
 
     def reset_cache(self) -> bool | None:
         """Forgets all stored blocks, for example after a change of the weights. This engine's keys change at once,
@@ -420,7 +426,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if adapter is None or adapter != known.adapter:
                 return
             namespace += adapter
-        known.chain.extend(hashlib.sha256(namespace + key).digest() if namespace else key for key in new)
+        keys = [hashlib.sha256(namespace + key).digest() if namespace else key for key in new]
+        known.chain.extend(keys)
+        session = getattr(known.request, "session_id", None)
+        if self._options is not None and self._options.events and session is not None:
+            self._events.asked(keys, session)
 
     def _reuse(self, tables: Sequence[Sequence[int]], first: int) -> None:
         for table in tables:

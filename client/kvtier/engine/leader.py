@@ -29,9 +29,10 @@ from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
 from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
-from kvtier.events import Event
+from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
+from kvtier.mirror.follower import follow
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
 from kvtier.wire import MAX_KEYS, split_keys
@@ -44,7 +45,6 @@ _LEAST_PIN_S: Final = 0.01
 _MOST_OF_TIER: Final = 4
 """Reserved slots and slots being saved are at most one in this many of the tier: loads need slots, too."""
 _MOST_AHEAD: Final = 1 << 16
-_MOST_EVENTS: Final = 1 << 16
 
 _OUTCOMES: Final = {
     BlockResult.OK: "blocks saved",
@@ -110,8 +110,14 @@ class Writing:
 class Leader:
     """Made by :class:`kvtier.engine.Planner`. Only :meth:`close` and :meth:`pin` wait; no method raises."""
 
-    def __init__(self, layout: Layout, options: EngineOptions) -> None:
-        """Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` the error of opening the cache."""
+    def __init__(
+        self, layout: Layout, options: EngineOptions, watcher: Callable[[WatchItem], None] | None = None
+    ) -> None:
+        """``watcher``: called in the leader's own thread with the cache's snapshot and events, if the option ``events``
+        is on.
+
+        Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` the error of opening the cache.
+        """
         self.layout: Final = layout
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
@@ -129,7 +135,7 @@ class Leader:
         self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
-        self._events: Final[deque[Event]] = deque(maxlen=_MOST_EVENTS)
+        self._watcher: Final = watcher if options.events else None
         self._watching: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
         self._wake: asyncio.Event
@@ -280,13 +286,6 @@ class Leader:
         self._reset.begin()
         self._soon(self._carry_out_reset, "the cache could not be reset")
 
-    def events(self) -> list[Event]:
-        """Returns the events since the last call. After a long time the oldest are lost."""
-        seen: list[Event] = []
-        while self._events:
-            seen.append(self._events.popleft())
-        return seen
-
     def doubt(self) -> None:
         """Asks after a failed copy whether the daemon answers. While it does not, only blocks in memory are offered."""
         client = self._client
@@ -352,8 +351,8 @@ class Leader:
         assert self._client is not None
         _log.info("%s", opened(cache.info, self._client.address, self.layout.weights))
         self._reporting = asyncio.create_task(report_absences(self._client, _log))
-        if self.options.events:
-            self._watching = asyncio.create_task(self._watch(self._client))
+        if self._watcher is not None:
+            self._watching = asyncio.create_task(self._watch(self._client, self._watcher))
         while True:
             self._wake.clear()
             while self._written:
@@ -375,10 +374,15 @@ class Leader:
             self.complaints.add("the cache could not be reset yet", why)
             await asyncio.sleep(backoff.next())
 
-    async def _watch(self, client: AsyncClient) -> None:
-        async for item in client.watch(caches=[self.name]):
-            if isinstance(item, Event):
-                self._events.append(item)
+    async def _watch(self, client: AsyncClient, watcher: Callable[[WatchItem], None]) -> None:
+        backoff = Backoff(0.1, 5.0)
+        while not client.closed:
+            try:
+                await follow(client, self.name, watcher)
+            except (KvtierError, ValueError) as error:
+                if not client.closed:
+                    self.complaints.add("routers do not hear of the cache's blocks", error)
+            await asyncio.sleep(backoff.next())
 
     async def _open(self) -> Cache:
         backoff = Backoff(0.1, 5.0)

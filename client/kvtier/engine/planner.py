@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Self
@@ -20,7 +20,7 @@ from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
-from kvtier.events import Event
+from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.wire import split_keys
 
@@ -105,10 +105,10 @@ class Planner:
         self._seconds_a_block = 0.0
 
     @classmethod
-    def open(cls, layout: Layout, options: EngineOptions) -> Self:
+    def open(cls, layout: Layout, options: EngineOptions, watcher: Callable[[WatchItem], None] | None = None) -> Self:
         """Opens the cache. Raises :class:`kvtier.errors.InvalidArgument` for a bad layout, and the error of opening
-        the cache if ``on_error`` is "fail"."""
-        return cls(Leader(layout, options))
+        the cache if ``on_error`` is "fail". ``watcher``: see :class:`Leader`."""
+        return cls(Leader(layout, options, watcher))
 
     # -- what the engine asks --------------------------------------------------------------------------------------
 
@@ -293,10 +293,6 @@ class Planner:
         """Resets the cache in the background, after the engine has dropped its own. Held blocks go last."""
         self.leader.reset()
         return True
-
-    def events(self) -> list[Event]:
-        """Returns the cache's events since the last call, if the option ``events`` is on."""
-        return self.leader.events()
 
     def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         """Applies the workers' outcomes. A ticket is over when every rank has reported."""
