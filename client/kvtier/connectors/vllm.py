@@ -428,6 +428,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             namespace += adapter
         keys = [hashlib.sha256(namespace + key).digest() if namespace else key for key in new]
         known.chain.extend(keys)
+        known.chain.token_ids = _token_ids(known.request)
         session = getattr(known.request, "session_id", None)
         if self._options is not None and self._options.events and session is not None:
             self._events.asked(keys, session)
@@ -444,6 +445,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._extend(known)
         tables = _Tables(self._groups, lambda: state.resolve_block_ids(name))
         planner.scheduled(name, computed, output.num_scheduled_tokens[name], tables, chain=known.chain)
+
+
+def _token_ids(request: Request) -> Callable[[int, int], Sequence[int]] | None:
+    """Returns the token ids that a router hashes to find the request's blocks; None if it would have to hash more."""
+    if request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+        return None
+    return lambda first, last: request.all_token_ids[first:last]
 
 
 def _stream() -> StreamObject | None:

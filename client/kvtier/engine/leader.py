@@ -78,12 +78,14 @@ Slots: TypeAlias = list[tuple[Reserved, list[int]]]
 
 @dataclass(slots=True)
 class Taken:
-    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none."""
+    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none. ``tokens``:
+    token ids of 4 bytes, or none."""
 
     group: int
     keys: bytes
     parents: bytes
     at: Slots
+    tokens: bytes = b""
 
     def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
         """Returns the slots with their pages for the workers, one value per lease."""
@@ -96,6 +98,19 @@ class Taken:
             )
             for reserved, indices in self.at
         )
+
+
+@dataclass(slots=True, frozen=True)
+class _Tokens:
+    """The tokens of a commit, in the place of its prompt."""
+
+    packed: bytes
+
+    def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]:
+        return {"tokens": self.packed}
+
+    def parent_of(self, key: bytes) -> None:
+        return None
 
 
 @dataclass(slots=True)
@@ -162,6 +177,11 @@ class Leader:
         if counts:
             cache.reader.ask_anew(few)
         return cache.reader.prefix_length(few, groups, for_save=not counts) or 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the cache keeps token ids, for routers."""
+        return self._cache is not None and self._cache.info.options.keep_tokens
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """Returns a byte for each block of a group: not 0 if the block is certainly stored."""
@@ -439,11 +459,13 @@ class Leader:
 
     async def _commit_group(self, writing: Writing, taken: Taken) -> None:
         keys, parents, start = taken.keys, split_keys(taken.parents), 0
+        width = len(taken.tokens) // len(parents)
         for reserved, indices in taken.at:
             stop = start + len(indices)
             results = await reserved.lease.commit(
                 keys[start * KEY_BYTES : stop * KEY_BYTES],
                 parents=parents[start:stop],
+                prompt=_Tokens(taken.tokens[start * width : stop * width]) if width else None,
                 at=indices,
                 hold=False,
                 timeout=CALL_S,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as chained
 from itertools import count
 from typing import Final, Self
 
@@ -451,9 +453,17 @@ class Planner:
             kept = [block for block in blocks if block < end]
             at = self.leader.give_back(slots[group], keep=len(kept))
             if kept:
-                taken.append(Taken(group, request.chain.pick(kept), request.chain.parents(kept), at))
+                tokens = self._tokens_of(request.chain, kept) if self.leader.keeps_tokens else b""
+                taken.append(Taken(group, request.chain.pick(kept), request.chain.parents(kept), at, tokens))
                 places[group] = taken[-1].placed([request.tables[group][block] for block in kept])
         return tuple(taken), places, end
+
+    def _tokens_of(self, chain: KeyChain, blocks: Iterable[int]) -> bytes:
+        """Returns the token ids of blocks, packed; nothing if the engine does not tell them."""
+        of, step = chain.token_ids, self._tokens
+        if of is None:
+            return b""
+        return array("I", chained.from_iterable(of(at * step, (at + 1) * step) for at in blocks)).tobytes()
 
     def _loaded(self, ticket: _Ticket) -> None:
         self._unpin(ticket.request)
