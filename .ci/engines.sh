@@ -31,8 +31,12 @@ install_lmcache() {
         "$directory/bin/python" -m pip install -q --no-deps -t "$directory/lmcache" lmcache==0.5.6 sortedcontainers==2.4.0
 }
 
+# The index of Dynamo's routers, which the tests of events read.
+install_dynamo() { "$directory/bin/python" -m pip install -qU --no-deps -t "$directory/dynamo" ai-dynamo-runtime==1.6.1; }
+
 bash .ci/venv.sh "$directory" -e '.[daemon]'
 rm -f "$directory"/missing-*
 attempt vllm install_vllm
 attempt sglang install_sglang
 attempt lmcache install_lmcache
+attempt dynamo install_dynamo

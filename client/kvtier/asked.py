@@ -18,6 +18,8 @@ class Asked:
     """The chains asked of one cache, as packed keys. Thread-safe."""
 
     def __init__(self) -> None:
+        self.muted = False
+        """Whether nothing counts: another process of the engine asks the same questions."""
         self._lock: Final = threading.Lock()
         self._found: Final[dict[bytes, tuple[bytes, int]]] = {}
         """Maps the last key of a chain to the chain and the number of its blocks that were found."""
@@ -30,13 +32,13 @@ class Asked:
             self._found[end] = chain, found
             if len(self._found) > MOST_CHAINS:
                 del self._found[next(iter(self._found))]
-        return before is None or before[1] != found
+        return not self.muted and (before is None or before[1] != found)
 
     def read(self, chain: bytes) -> bool:
         """Notes a read. Returns whether it is a new question: no lookup of the chain, or of a longer chain that begins
         with it, came before. A read uses up its lookup; the next read is a question of its own."""
         with self._lock:
-            if self._found.pop(chain[-KEY_BYTES:], None) is not None:
+            if self.muted or self._found.pop(chain[-KEY_BYTES:], None) is not None:
                 return False
             for end, (whole, _) in reversed(self._found.items()):
                 if whole.startswith(chain):

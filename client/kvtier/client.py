@@ -128,6 +128,10 @@ class AsyncClient:
         return self._session.reachable and self._session.live_link is not None
 
     @property
+    def closed(self) -> bool:
+        return self._session.closed
+
+    @property
     def epoch(self) -> int:
         """The daemon's epoch at the last attach."""
         return self._session.welcome.epoch

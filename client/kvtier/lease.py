@@ -18,7 +18,7 @@ from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, Binding, MappedArena, send
-from kvtier.chains import ChainPart, Prompt
+from kvtier.chains import ChainPart
 from kvtier.deadline import Deadline
 from kvtier.errors import (
     DaemonError,
@@ -36,7 +36,7 @@ from kvtier.retention import BlockRetention, Retention, chain_message
 from kvtier.transport import Link
 from kvtier.types import BlockResult, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, commit_request, granted, split_keys, tier_to_wire
+from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     import torch
@@ -232,7 +232,7 @@ class WriteLease(Lease):
         parents: Sequence[bytes | None] | None = None,
         priorities: int | Sequence[int] | None = None,
         retention: Retention | BlockRetention | None = None,
-        prompt: Prompt | None = None,
+        prompt: Telling | None = None,
         at: Sequence[int] | None = None,
         hold: bool = True,
         release: bool = False,

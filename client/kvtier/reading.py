@@ -105,6 +105,14 @@ class Reader:
         with self._lock:
             self._counts.update(more)
 
+    def mute(self) -> None:
+        """Counts no chain from now on: another process of the engine looks the same chains up."""
+        self._binder.asked.muted = True
+
+    def ask_anew(self, keys: bytes) -> None:
+        """Makes the next lookup of a chain count, whatever was asked before."""
+        self._binder.asked.stored(keys)
+
     def prefix_length(self, keys: bytes, groups: Sequence[int], *, for_save: bool = False) -> int | None:
         """``for_save``: the caller will store the missing blocks, so the lookup does not count as a question."""
         length = self._look_up(keys, lambda chains: chains.prefix_length(keys, groups))

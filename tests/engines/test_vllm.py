@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -65,6 +66,7 @@ class Subscriber:
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the engine's first batch may come soon after its start
         self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         self._socket.connect(address)
 
@@ -285,6 +287,13 @@ async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon
         assert (warm.cached, warm.external) == ([FULL] * 4, TAKEN)
         by_medium = routers.stored(until={"CPU": STORED, "STORAGE": STORED})
     assert by_medium["CPU"] == by_medium["STORAGE"] <= by_medium["GPU"]
+    with (
+        Subscriber(address) as routers,
+        start({"cache": "processes"}, **told),
+    ):  # a new engine, before its first request
+        assert routers.stored(until={"CPU": STORED, "STORAGE": STORED}) == {
+            medium: by_medium[medium] for medium in ("CPU", "STORAGE")
+        }
 
 
 @pytest.mark.parametrize("settings", [SYNC, ASYNC], ids=["sync", "async"])
@@ -444,10 +453,26 @@ async def test_the_command_of_the_page(engines, daemon, make_model):
     server, port = "vllm.entrypoints.openai.api_server", free_port()
     words = [str(python), "-m", server, "--model", str(make_model("llama")), "--port", port, *words[3:]]
     words += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
-    with serving(words, {}, "Application startup complete"):
+    with serving(words, {}, "Application startup complete") as said:
+        (line,) = [line for line in said.splitlines() if "kvtier: cache served-" in line]
+        assert "INFO" in line and line.endswith("in " + str(make_model("llama")))
+        assert f"16.0 MiB host, 64.0 MiB disk, daemon at {daemon.address}, weights by samples of" in line
         asked = {"prompt": prompts(12, count=1)[0], "max_tokens": 8}
         await eventually(lambda: ask(port, asked), bool)
         await whole(daemon, "served", FULL // BLOCK)
+        await eventually(lambda: metrics(port), lambda found: found.get("saved_blocks_total") == FULL // BLOCK)
+        assert metrics(port)["not_offered_requests_total", "nothing is stored"] == 1
+
+
+def metrics(port: str) -> dict[Any, float]:
+    """The server's metrics of kvtier, by name, or by name and reason."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[Any, float] = {}
+    for name, labels, value in re.findall(r"^vllm:kvtier_(\w+){(.*)} (\S+)$", "\n".join(lines), re.MULTILINE):
+        reason = re.search(r'reason="([^"]*)"', labels)
+        found[(name, reason[1]) if reason else name] = float(value)
+    return found
 
 
 def ask(port: str, body: Mapping[str, Any]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +15,7 @@ from kvtier.bridge import Encoding
 from kvtier.bridge.vllm import AllBlocksCleared, BlockRemoved, BlockStored, VllmEvent, batch_of
 from tests import vllm_reader
 from tests.engines.conftest import require
-from tests.engines.engines import environment
+from tests.engines.engines import ROOT, environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.limit(200)]
 
@@ -52,6 +55,19 @@ def test_vllm_reads_what_the_bridge_publishes(read):
         assert {name: found[name] for name in told.keys() - SGLANGS} == {
             name: value for name, value in told.items() if name not in SGLANGS
         }
+
+
+@pytest.mark.limit(900)
+def test_after_a_hundred_kills_a_router_knows_what_the_daemon_lists(engines):
+    """Of engine and daemon, in turn by chance: vLLM's own events, in the index of Dynamo's routers."""
+    home, python = Path(tempfile.mkdtemp(prefix="kv-")), require(engines, "dynamo")
+    script = str(ROOT / "tests/engines/router_kills.py")
+    command = [str(python), script, str(home), "100"]
+    done = subprocess.run(command, env=environment(engines / "dynamo"), capture_output=True, text=True, check=False)
+    shutil.rmtree(home)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["blocks"] > 0 and found["removed"] > 0
 
 
 @pytest.mark.parametrize("kind", [BlockStored, BlockRemoved, AllBlocksCleared])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import BlockResult, Client, Tier
+from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
@@ -189,6 +189,23 @@ def test_blocks_of_the_answer_are_saved_where_that_is_wanted(daemon, save_decode
         assert sum(save.blocks for save in toy.planner.step().saves) == saved
 
 
+def test_a_cache_that_keeps_tokens_gets_them_for_routers(start_daemon):
+    daemon = start_daemon("--keep-tokens", host=4096, disk=4096)
+    with engine(daemon.address) as toy, Client(daemon.address) as client:
+        run = toy.begin(PROMPT)
+        run.chain.token_ids = lambda first, last: PROMPT[first:last]
+        toy.complete(run, chunk=3 * TOKENS)
+        toy.end(run)
+        toy.settle()
+        told: dict[bytes, tuple[int, ...]] = {}
+        with client.watch(oldest=True, caches=[toy.planner.leader.name], types=[EventType.STORED]) as watch:
+            while len(told) < 10:
+                event = next(watch)
+                assert isinstance(event, Event)
+                told |= {key: each.token_ids for key, each in zip(event.keys, event.tokens, strict=True)}
+        assert [token for at in range(10) for token in told[run.chain.key(at)]] == PROMPT[:-1]
+
+
 def test_two_layouts_share_nothing(daemon):
     other = Layout("toy", TOKENS, PLAIN.groups, identity={"dtype": "bfloat16"})
     with engine(daemon.address, PLAIN, **SMALL) as one, engine(daemon.address, other, **SMALL) as two:
@@ -355,7 +372,7 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
         assert toy.run(PROMPT).loaded == 9
         toy.settle()
         assert toy.run(PROMPT).loaded == 10
-        assert "commit exists" not in toy.planner.stats()
+        assert "not saved: stored by another request" not in toy.planner.stats()
 
 
 def test_saves_leave_slots_for_loads(daemon):

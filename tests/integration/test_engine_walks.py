@@ -96,7 +96,7 @@ class World:
 
 def recover(engine: Walk) -> None:
     """Whatever has happened, blocks are stored and loaded again soon."""
-    for what in ("commit ok", "blocks loaded"):
+    for what in ("blocks saved", "blocks loaded"):
         before = engine.planner.stats().get(what, 0)
 
         def more(what: str = what, before: int = before) -> bool:

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier import Cache, Tier
+from kvtier import Cache, Client, Tier
+from kvtier.engine import Layout, PageGroup, PlaneLayout
 from kvtier.replay.runner import replay
 from kvtier.replay.trace import read, replay_spec
 from kvtier.types import CacheStats
+from tests.engine.toy import TOKENS, engine, wait_until
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats
@@ -108,6 +110,26 @@ async def test_a_lookup_of_what_was_stored_since_is_a_question_of_its_own(client
             await lease.commit(keys)
         await cache.drop(keys)
     assert ((stats := await counted(client, name, 12)).queried, stats.found) == (12, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_request_counts_once_whatever_the_number_of_ranks(daemon, ranks):
+    layout = Layout(f"ranks{ranks}", TOKENS, (PageGroup((PlaneLayout("heads", 3000),)),), ranks=ranks)
+    asked = [[seed] * (10 * TOKENS + 1) for seed in range(8)]
+    with (
+        engine(daemon.address, layout, host_bytes=2 << 20, disk_bytes=2 << 20) as toy,
+        Client(daemon.address) as client,
+    ):
+
+        def counts() -> tuple[int, int]:
+            (found,) = [each for each in client.stats().caches if each.name == toy.planner.leader.name]
+            return found.queried, found.found
+
+        for tokens in [*asked, asked[0], asked[0]]:
+            toy.run(tokens)
+            toy.settle()
+        wait_until(lambda: counts()[0] >= 100)
+        assert counts() == (100, 20)
 
 
 async def test_replay_status_top_and_metrics_agree_with_a_script(start_fresh):

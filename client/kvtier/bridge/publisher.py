@@ -17,7 +17,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -29,7 +29,8 @@ from kvtier.bridge import Options
 from kvtier.bridge.vllm import AllBlocksCleared, Step, VllmEvent, VllmEvents, batch_of
 from kvtier.client import AsyncClient
 from kvtier.errors import InvalidArgument
-from kvtier.events import Gap
+from kvtier.events import Gap, WatchItem
+from kvtier.mirror.follower import follow
 
 HISTORY_BYTES: Final = 64 << 20
 """Most bytes of batches that are kept for readers; the last batch is always kept."""
@@ -197,16 +198,14 @@ async def run(
         # Above all numbers of an earlier bridge, so that its readers see a hole and send a request.
         publisher = Publisher(on, options, events.everything, time.time_ns() // 1000)
 
-        async def follow() -> None:
-            while True:
-                async with aclosing(client.watch(snapshot=True, caches=[cache])) as watch:
-                    async for item in watch:
-                        if isinstance(item, Gap):
-                            on_gap(item)
-                            break  # a new snapshot has the missed changes
-                        publisher.publish(events.of(item))
+        def take(item: WatchItem) -> None:
+            if isinstance(item, Gap):
+                on_gap(item)
+            publisher.publish(events.of(item))
 
-        works = [follow(), publisher.beat()] + ([publisher.answer()] if on.replay is not None else [])
+        works = [follow(client, cache, take), publisher.beat()] + (
+            [publisher.answer()] if on.replay is not None else []
+        )
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -12,7 +12,7 @@ The differences:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -20,7 +20,7 @@ import msgspec
 
 from kvtier.bridge import Encoding, Options
 from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem, split_hashes
-from kvtier.types import ROOT_PARENT, TIERS, EventType, Tier, tiers_of
+from kvtier.types import ROOT_PARENT, EventType, Tier, tiers_of
 from kvtier.wire import split_keys
 
 MEDIA: Final[Mapping[Tier, str]] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
@@ -28,6 +28,11 @@ MEDIA: Final[Mapping[Tier, str]] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.D
 EVENT_BLOCKS: Final = 1024
 """Most blocks of one event."""
 _NUMBER_BYTES: Final = 8
+
+
+def first_bits(name: bytes) -> int:
+    """The first 64 bits of a block's name: the form that every router reads."""
+    return int.from_bytes(name[:_NUMBER_BYTES], "big")
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
@@ -38,8 +43,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     array encoding omits it.
     """
 
-    block_hashes: Sequence[int]
-    parent_block_hash: int | None
+    block_hashes: Sequence[int | bytes]
+    parent_block_hash: int | bytes | None
     token_ids: Sequence[int]
     block_size: int
     lora_id: int | None
@@ -55,7 +60,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """Blocks that a medium no longer has."""
 
-    block_hashes: Sequence[int]
+    block_hashes: Sequence[int | bytes]
     medium: str
     group_idx: int | None = None
 
@@ -164,8 +169,17 @@ class VllmEvents:
     After a gap, start a new watch with a snapshot: the end of the snapshot yields the missed changes.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        media: Mapping[Tier, str] = MEDIA,
+        hash_of: Callable[[bytes], int | bytes] = first_bits,
+    ) -> None:
+        """``media``: the published tiers. ``hash_of``: a block's hash in events, from its name."""
         self._options = options
+        self._media = media
+        self._hash_of = hash_of
         self._groups: dict[int, PublishedGroup] = {}
         self._snapshot: dict[int, PublishedGroup] | None = None
         """The groups of an unfinished snapshot so far."""
@@ -177,21 +191,35 @@ class VllmEvents:
 
     def of(self, item: WatchItem) -> Iterator[Step]:
         """The steps to publish for an item."""
+        ends = isinstance(item, SnapshotEnd)
+        if ends and not self._begun:
+            self._begun = True
+            yield [AllBlocksCleared()]  # an earlier bridge at this address may have published other blocks
+        for group, changes in self.changes(item):
+            if ends:
+                yield from ([event] for event in self.events_of(group, changes))
+                continue
+            cleared = isinstance(item, Event) and item.type in (EventType.CREATED, EventType.CLEARED)
+            yield [*self.events_of(group, changes), *([AllBlocksCleared()] if cleared and not self.blocks else [])]
+
+    def changes(self, item: WatchItem) -> Iterator[tuple[PublishedGroup, list[Change]]]:
+        """Applies an item. Yields its changes in the order to publish; the end of a snapshot has the differences."""
         match item:
             case SnapshotStart():
                 self._snapshot = {}
             case SnapshotEnd():
-                yield from self._differences()
+                new, self._snapshot = self._snapshot or {}, None
+                old, self._groups = self._groups, new
+                for number in old.keys() | new.keys():
+                    group = new.setdefault(number, PublishedGroup(number))
+                    for changes in old.get(number, PublishedGroup(number)).difference(group):
+                        yield group, changes
             case Event() | SnapshotSlice() if self._options.group in (None, item.group):
                 groups = self._groups if self._snapshot is None else self._snapshot
                 group = groups.setdefault(item.group, PublishedGroup(item.group))
                 changes = group.apply(item, tokens=self._options.tokens)
                 if self._snapshot is None and changes:
-                    cleared = isinstance(item, Event) and item.type in (EventType.CREATED, EventType.CLEARED)
-                    yield [
-                        *self._events_of(group, changes),
-                        *([AllBlocksCleared()] if cleared and not self.blocks else []),
-                    ]
+                    yield group, changes
             case _:
                 pass
 
@@ -200,20 +228,9 @@ class VllmEvents:
         yield [AllBlocksCleared()]
         for group in self._groups.values():
             changes = [Change(block, 0, block.residency) for block in group.blocks.values()]
-            yield from ([event] for event in self._events_of(group, changes))
+            yield from ([event] for event in self.events_of(group, changes))
 
-    def _differences(self) -> Iterator[Step]:
-        new, self._snapshot = self._snapshot or {}, None
-        old, self._groups = self._groups, new
-        if not self._begun:
-            self._begun = True
-            yield [AllBlocksCleared()]  # an earlier bridge at this address may have published other blocks
-        for number in old.keys() | new.keys():
-            group = new.setdefault(number, PublishedGroup(number))
-            for changes in old.get(number, PublishedGroup(number)).difference(group):
-                yield from ([event] for event in self._events_of(group, changes))
-
-    def _events_of(self, group: PublishedGroup, changes: Sequence[Change]) -> Iterator[VllmEvent]:
+    def events_of(self, group: PublishedGroup, changes: Sequence[Change]) -> Iterator[VllmEvent]:
         """Events of stored blocks, chain by chain and each in all its media, then of removed blocks, children first.
 
         Readers drop a child whose parent they do not know, and the parent can be in another medium.
@@ -223,18 +240,19 @@ class VllmEvents:
         blocks = parents_first(change.block for change in changes)
         for run in _runs(blocks, added):
             for tier in tiers_of(added[run[0].key]):
-                yield self._chain(group, run, MEDIA[tier])
-        for tier in reversed(TIERS):
-            old = [_hash(block.name) for block in reversed(blocks) if lost[block.key] & tier.bit]
+                if tier in self._media:
+                    yield self._chain(group, run, self._media[tier])
+        for tier in reversed(list(self._media)):
+            old = [self._hash_of(block.name) for block in reversed(blocks) if lost[block.key] & tier.bit]
             for place in range(0, len(old), EVENT_BLOCKS):
-                yield BlockRemoved(old[place : place + EVENT_BLOCKS], MEDIA[tier], group.number)
+                yield BlockRemoved(old[place : place + EVENT_BLOCKS], self._media[tier], group.number)
 
     def _chain(self, group: PublishedGroup, run: Sequence[PublishedBlock], medium: str) -> BlockStored:
         first = run[0]
         lora_name = None if first.lora_id is None else self._options.lora_names.get(first.lora_id, str(first.lora_id))
         return BlockStored(
-            block_hashes=[_hash(block.name) for block in run],
-            parent_block_hash=None if first.parent_name is None else _hash(first.parent_name),
+            block_hashes=[self._hash_of(block.name) for block in run],
+            parent_block_hash=None if first.parent_name is None else self._hash_of(first.parent_name),
             token_ids=[token for block in run for token in block.token_ids or ()],
             block_size=group.tokens_per_block,
             lora_id=first.lora_id,
@@ -246,11 +264,6 @@ class VllmEvents:
             kv_cache_spec_sliding_window=group.window_tokens or None,
             cache_salt=first.cache_salt,
         )
-
-
-def _hash(name: bytes) -> int:
-    """The first 64 bits of a block's name: the form that every router reads."""
-    return int.from_bytes(name[:_NUMBER_BYTES], "big")
 
 
 def parents_first(blocks: Iterable[PublishedBlock]) -> list[PublishedBlock]:

@@ -10,7 +10,6 @@ page, so every layout of the pool works. Engines with different pools get differ
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -27,13 +26,14 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.connectors.store import Store, options_of
 from kvtier.engine import Weights, weights_of
+from kvtier.engine.log import below
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
 
 _OF_MODEL: Final = ("quantization", "kv_cache_dtype", "quantization_param_path")
 _OF_POOL: Final = ("layout", "dtype", "start_layer", "end_layer", "layer_num", "head_num", "storage_format_tag")
 
-_log = logging.getLogger("kvtier.connectors")
+_log = below("sglang")
 
 
 class HostPool(Protocol):
@@ -153,7 +153,8 @@ class KvtierHiCache(HiCacheStorage):
                 if not some:
                     continue
                 share = sum(pages.nbytes for pages in some.values()) / total
-                store = Store(options, self._spec(some, alike), share)
+                asks = not alike or self._config.tp_rank == 0
+                store = Store(options, self._spec(some, alike), share, weights=self._weights.told, asks=asks)
                 self._stores.append(store)
                 for group, pages in enumerate(some.values()):
                     pages.store, pages.group = store, group

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
+from kvtier.engine.log import opened, report_absences
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument, KvtierError, RetryableError
@@ -50,8 +51,15 @@ class Store:
     """A cache for an engine's threads. No method raises, or waits longer than ``load_timeout`` seconds for a silent
     daemon. A lookup waits for ``remote_wait`` seconds if blocks could come from a remote store."""
 
-    def __init__(self, options: EngineOptions, spec: CacheSpec, share: float = 1.0) -> None:
-        """``share``: this cache's share of the budgets in the options.
+    def __init__(
+        self, options: EngineOptions, spec: CacheSpec, share: float = 1.0, *, weights: str = "", asks: bool = True
+    ) -> None:
+        """Opens the cache.
+
+        Args:
+            share: this cache's share of the budgets in the options.
+            weights: for the log, the source of the weights' digest.
+            asks: whether reads count in the hit ratio; not on a rank that reads the same blocks as the first rank.
 
         Raises :class:`InvalidArgument` and other errors that a retry does not mend; with ``on_error = "fail"`` also
         :class:`kvtier.errors.DaemonUnavailable` and :class:`TierFull`.
@@ -66,6 +74,8 @@ class Store:
         self._reset: Final = PendingReset(self.name, options.address)
         self._options: Final = options
         self._spec: Final = spec
+        self._weights: Final = weights
+        self._asks: Final = asks
         self._budgets = {tier: int(nbytes * share) for tier, nbytes in (options.budgets or {}).items()}
         self._client: Client | None = None
         self._groups: Sequence[SyncCache] = ()
@@ -129,7 +139,7 @@ class Store:
 
         def put(cache: SyncCache) -> list[bool]:
             if not self._reachable:
-                self.complaints.note("blocks not saved: the daemon does not answer", len(keys))
+                self.complaints.note("not saved: the daemon does not answer", len(keys))
                 return [False] * len(keys)
             first = {key: at for at, key in reversed(list(enumerate(keys)))}  # a call has no key twice
             some = sorted(first.values())
@@ -191,15 +201,16 @@ class Store:
         except BaseException:
             client.close()
             raise
+        if not self._asks:
+            cache.inner.reader.mute()
         groups = [cache.in_group(at) for at in range(len(self._spec.groups))]
+        _log.info("%s", opened(cache.info, client.address, self._weights))
+        client.submit(lambda: report_absences(client.inner, _log))
         with self._lock:
             if not self._closed.is_set():
                 self._client, self._groups = client, groups
         if self._closed.is_set():
             client.close()
-        for at, each in enumerate(groups):
-            slots = ", ".join(f"{each.slots(tier)} on {tier}" for tier in each.tiers)
-            _log.info("kvtier's cache %s, group %d: blocks of %d bytes, %s", self.name, at, each.block_bytes, slots)
 
     def _open_later(self) -> None:
         while not self._closed.wait(_OPEN_S):

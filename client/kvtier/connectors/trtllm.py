@@ -307,7 +307,7 @@ class _Worker:
         weights = self._weights()
         digest = hashlib.sha256(settings.encode()).hexdigest()
         identity |= {"engine": engine, "weights": weights.digest, "settings": digest}
-        layout = Layout(weights.name, tokens, groups, self._ranks, identity)
+        layout = Layout(weights.name, tokens, groups, self._ranks, identity, weights.told)
         self._mover = Mover(layout, self._options, pages, rank=self._rank)
         atexit.register(self.close)
         made = False

@@ -11,7 +11,6 @@ scheduler before the first request. In each step the scheduler's plan goes to th
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import select
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -40,7 +40,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connectors.vllm_events import KvEvents
 from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, tokens_per_block
+from kvtier.connectors.vllm_stats import KvtierMetrics, KvtierStats, NewCounts
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
+from kvtier.engine.log import below
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import CallerError
 from kvtier.memory.gpu import StreamObject
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-_log: Final = logging.getLogger("vllm.kvtier")
+_log: Final = below("vllm")
 _NAMESPACE_BYTES: Final = 16
 _FLUSH_S: Final = 0.05
 """Seconds that a step waits for saves of pages that it overwrites. vLLM soon reuses pages that have left a window."""
@@ -155,7 +157,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._saved: set[str] = set()
         self._namespace = b""
         self._adapters = Adapters(_log)
-        with self._starting():
+        self._counts = NewCounts()
+        with self._starting(told=role is KVConnectorRole.SCHEDULER):  # the workers have the same settings
             published, scheduler = vllm_config.kv_events_config, vllm_config.scheduler_config
             told = published is not None and published.enable_kv_cache_events
             options = EngineOptions.of(self._settings, events=told)
@@ -166,17 +169,19 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._options = replace(options, async_blocks=0) if waits else options
             self._tokens = tokens_per_block(kv_cache_config)
             self._hashes_per_block = self._tokens // (kv_cache_config.hash_block_size or self._tokens)
-            self._events = KvEvents(self._tokens)
+            self._events = KvEvents(self._tokens, kv_cache_config.kv_cache_groups)
 
     @contextmanager
-    def _starting(self) -> Iterator[None]:
-        """Logs an invalid setting in one line; the engine then runs without kvtier, or ends if the settings say so."""
+    def _starting(self, *, told: bool = True) -> Iterator[None]:
+        """Logs an invalid setting in one line if ``told``. The engine then runs without kvtier, or ends if the
+        settings say so."""
         try:
             yield
         except CallerError as error:
             if self._settings.get("on_error") == "fail":
                 raise
-            _log.error("this engine runs without kvtier: %s", error)
+            if told:
+                _log.error("this engine runs without kvtier: %s", error)
             self._options = None
 
     @property
@@ -261,7 +266,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         layouts = [handshake.layout for handshake in metadata.values() if isinstance(handshake, Handshake)]
         assert all(layout == layouts[0] for layout in layouts), "the ranks of an engine have equal pages"
         with self._starting():
-            self._planner = Planner.open(layouts[0], self._options)
+            self._planner = Planner.open(layouts[0], self._options, self._events.note)
+            if self._options.events and self._planner.leader.answers:
+                self._events.wait()
 
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = _TrackedRequest(request)
@@ -349,7 +356,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._planner is None else list(self._events.of(self._planner.events()))
+        return () if self._planner is None else list(self._events.take())
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should make another step: vLLM publishes events in its steps."""
+        return self._planner is not None and self._events.waiting
 
     def reset_cache(self) -> bool | None:
         """Forgets all stored blocks, for example after a change of the weights. This engine's keys change at once,
@@ -365,6 +376,21 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._planner.aborted(name)
             known.chain, known.stale = KeyChain.adopt(), known.running or known.loading
         return True
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Returns the counts of this half since the last call."""
+        half = self._planner or self._mover
+        return None if half is None else self._counts.of(half.complaints.counts)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KvtierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return KvtierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for half in (self._mover, self._planner):
@@ -400,7 +426,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if adapter is None or adapter != known.adapter:
                 return
             namespace += adapter
-        known.chain.extend(hashlib.sha256(namespace + key).digest() if namespace else key for key in new)
+        keys = [hashlib.sha256(namespace + key).digest() if namespace else key for key in new]
+        known.chain.extend(keys)
+        known.chain.token_ids = _token_ids(known.request)
+        session = getattr(known.request, "session_id", None)
+        if self._options is not None and self._options.events and session is not None:
+            self._events.asked(keys, session)
 
     def _reuse(self, tables: Sequence[Sequence[int]], first: int) -> None:
         for table in tables:
@@ -414,6 +445,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._extend(known)
         tables = _Tables(self._groups, lambda: state.resolve_block_ids(name))
         planner.scheduled(name, computed, output.num_scheduled_tokens[name], tables, chain=known.chain)
+
+
+def _token_ids(request: Request) -> Callable[[int, int], Sequence[int]] | None:
+    """Returns the token ids that a router hashes to find the request's blocks; None if it would have to hash more."""
+    if request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+        return None
+    return lambda first, last: request.all_token_ids[first:last]
 
 
 def _stream() -> StreamObject | None:

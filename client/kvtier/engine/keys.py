@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +22,8 @@ class KeyChain(ABC):
 
     def __init__(self) -> None:
         self._keys: Final = bytearray()
+        self.token_ids: Callable[[int, int], Sequence[int]] | None = None
+        """Returns the request's token ids ``[first, last)``, if routers may have them."""
 
     @staticmethod
     def of_tokens(tokens_per_block: int, scope: Scope = PLAIN) -> KeyChain:

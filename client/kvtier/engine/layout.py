@@ -55,7 +55,7 @@ class Layout:
 
     A cache has the planes of all ranks: one pool for the replicated planes, then one pool per rank. All ranks commit a
     block at once. ``identity``: all other properties that decide the meaning of the bytes: weights, attention backend,
-    engine.
+    engine. ``weights``: for the log, the source of the weights' digest.
     """
 
     model: str
@@ -63,6 +63,7 @@ class Layout:
     groups: tuple[PageGroup, ...]
     ranks: int = 1
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
+    weights: str = field(default="", compare=False)
 
     @cached_property
     def spec(self) -> CacheSpec:

@@ -24,13 +24,15 @@ from kvtier.cache import Cache
 from kvtier.client import AsyncClient, connect
 from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout
+from kvtier.engine.log import opened, report_absences
 from kvtier.engine.options import Complaints, EngineOptions
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
 from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
-from kvtier.events import Event
+from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
+from kvtier.mirror.follower import follow
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
 from kvtier.wire import MAX_KEYS, split_keys
@@ -43,8 +45,12 @@ _LEAST_PIN_S: Final = 0.01
 _MOST_OF_TIER: Final = 4
 """Reserved slots and slots being saved are at most one in this many of the tier: loads need slots, too."""
 _MOST_AHEAD: Final = 1 << 16
-_MOST_EVENTS: Final = 1 << 16
 
+_OUTCOMES: Final = {
+    BlockResult.OK: "blocks saved",
+    BlockResult.EXISTS: "not saved: stored by another request",
+    BlockResult.PARENT_MISSING: "not saved: an earlier block has been evicted",
+}
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 _log = logging.getLogger("kvtier.engine")
@@ -72,12 +78,14 @@ Slots: TypeAlias = list[tuple[Reserved, list[int]]]
 
 @dataclass(slots=True)
 class Taken:
-    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none."""
+    """Slots for blocks of one group; ``keys`` and ``parents`` are packed, a parent of zeros means none. ``tokens``:
+    token ids of 4 bytes, or none."""
 
     group: int
     keys: bytes
     parents: bytes
     at: Slots
+    tokens: bytes = b""
 
     def placed(self, pages: Sequence[int]) -> tuple[Placed, ...]:
         """Returns the slots with their pages for the workers, one value per lease."""
@@ -92,6 +100,19 @@ class Taken:
         )
 
 
+@dataclass(slots=True, frozen=True)
+class _Tokens:
+    """The tokens of a commit, in the place of its prompt."""
+
+    packed: bytes
+
+    def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]:
+        return {"tokens": self.packed}
+
+    def parent_of(self, key: bytes) -> None:
+        return None
+
+
 @dataclass(slots=True)
 class Writing:
     """A save: the slots that the workers write, and whether its commit missed a parent."""
@@ -104,8 +125,14 @@ class Writing:
 class Leader:
     """Made by :class:`kvtier.engine.Planner`. Only :meth:`close` and :meth:`pin` wait; no method raises."""
 
-    def __init__(self, layout: Layout, options: EngineOptions) -> None:
-        """Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` the error of opening the cache."""
+    def __init__(
+        self, layout: Layout, options: EngineOptions, watcher: Callable[[WatchItem], None] | None = None
+    ) -> None:
+        """``watcher``: called in the leader's own thread with the cache's snapshot and events, if the option ``events``
+        is on.
+
+        Raises :class:`InvalidArgument`, and with ``on_error = "fail"`` the error of opening the cache.
+        """
         self.layout: Final = layout
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
@@ -123,8 +150,9 @@ class Leader:
         self._reserved: Final[list[deque[Reserved]]] = [deque() for _ in self._groups]
         self._target: Final = [options.reserve_blocks for _ in self._groups]
         self._written: Final[deque[Writing]] = deque()
-        self._events: Final[deque[Event]] = deque(maxlen=_MOST_EVENTS)
+        self._watcher: Final = watcher if options.events else None
         self._watching: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._wake: asyncio.Event
         self._thread: Final = LoopThread("kvtier-leader")
         self._serving: Final = self._thread.submit(self._serve)
@@ -139,14 +167,21 @@ class Leader:
         """Whether the cache is open and the daemon answered the last call."""
         return self._cache is not None and self._client is not None and self._client.connected
 
-    def prefix_length(self, keys: bytes, *, for_save: bool = False) -> int:
+    def prefix_length(self, keys: bytes, *, counts: bool = False) -> int:
         """Looks up the longest prefix of a chain that all groups can serve, in mapped memory. While the daemon does not
-        answer, only blocks in memory count. ``for_save``: a lookup before a save, which is not counted as a query."""
+        answer, only blocks in memory count. ``counts``: a request's first lookup, which the hit ratio counts."""
         cache = self._cache
         if cache is None or self._reset.due:
             return 0
         few, groups = keys[: MAX_KEYS * KEY_BYTES], range(len(cache.spec.groups))
-        return cache.reader.prefix_length(few, groups, for_save=for_save) or 0
+        if counts:
+            cache.reader.ask_anew(few)
+        return cache.reader.prefix_length(few, groups, for_save=not counts) or 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the cache keeps token ids, for routers."""
+        return self._cache is not None and self._cache.info.options.keep_tokens
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """Returns a byte for each block of a group: not 0 if the block is certainly stored."""
@@ -194,7 +229,7 @@ class Leader:
 
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
-        self.complaints.note("saves that were dropped")
+        self._not_saved("the pages were taken away, or could not be copied", writing)
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
@@ -271,13 +306,6 @@ class Leader:
         self._reset.begin()
         self._soon(self._carry_out_reset, "the cache could not be reset")
 
-    def events(self) -> list[Event]:
-        """Returns the events since the last call. After a long time the oldest are lost."""
-        seen: list[Event] = []
-        while self._events:
-            seen.append(self._events.popleft())
-        return seen
-
     def doubt(self) -> None:
         """Asks after a failed copy whether the daemon answers. While it does not, only blocks in memory are offered."""
         client = self._client
@@ -340,13 +368,11 @@ class Leader:
             return
         finally:
             self._tried.set()
-        size = sum(cache.spec.block_bytes(group) for group in self._groups)
-        tiers = ", ".join(f"{cache.slots(tier)} {tier}" for tier in cache.tiers)
-        pieces = sum(len(group.planes) for group in self.layout.groups)
-        line = "cache %s: blocks of %d bytes in %d pieces a rank, slots of the first group: %s"
-        _log.info(line, self.name, size, pieces, tiers)
-        if self.options.events and self._client is not None:
-            self._watching = asyncio.create_task(self._watch(self._client))
+        assert self._client is not None
+        _log.info("%s", opened(cache.info, self._client.address, self.layout.weights))
+        self._reporting = asyncio.create_task(report_absences(self._client, _log))
+        if self._watcher is not None:
+            self._watching = asyncio.create_task(self._watch(self._client, self._watcher))
         while True:
             self._wake.clear()
             while self._written:
@@ -368,10 +394,15 @@ class Leader:
             self.complaints.add("the cache could not be reset yet", why)
             await asyncio.sleep(backoff.next())
 
-    async def _watch(self, client: AsyncClient) -> None:
-        async for item in client.watch(caches=[self.name]):
-            if isinstance(item, Event):
-                self._events.append(item)
+    async def _watch(self, client: AsyncClient, watcher: Callable[[WatchItem], None]) -> None:
+        backoff = Backoff(0.1, 5.0)
+        while not client.closed:
+            try:
+                await follow(client, self.name, watcher)
+            except (KvtierError, ValueError) as error:
+                if not client.closed:
+                    self.complaints.add("routers do not hear of the cache's blocks", error)
+            await asyncio.sleep(backoff.next())
 
     async def _open(self) -> Cache:
         backoff = Backoff(0.1, 5.0)
@@ -421,23 +452,26 @@ class Leader:
                 await self._commit_group(writing, taken)
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
+            self._not_saved("the commit failed", writing)
             await self._give_up(writing)
         finally:
             writing.done.set()
 
     async def _commit_group(self, writing: Writing, taken: Taken) -> None:
         keys, parents, start = taken.keys, split_keys(taken.parents), 0
+        width = len(taken.tokens) // len(parents)
         for reserved, indices in taken.at:
             stop = start + len(indices)
             results = await reserved.lease.commit(
                 keys[start * KEY_BYTES : stop * KEY_BYTES],
                 parents=parents[start:stop],
+                prompt=_Tokens(taken.tokens[start * width : stop * width]) if width else None,
                 at=indices,
                 hold=False,
                 timeout=CALL_S,
             )
             for index, result in zip(indices, results, strict=True):
-                self.complaints.note(f"commit {result.name.lower()}")
+                self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
                 if result in _STAYS_BLANK:
                     writing.missing_parent = True
                     reserved.free.append(index)
@@ -446,6 +480,9 @@ class Leader:
             if not reserved.open:
                 await self._end(taken.group, reserved)
             start = stop
+
+    def _not_saved(self, why: str, writing: Writing) -> None:
+        self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
 
     async def _give_up(self, writing: Writing) -> None:
         """Ends the leases of a failed save, whose slots may or may not hold blocks."""

@@ -294,6 +294,7 @@ class Mover:
                 self._fault = error
                 self._closing.wait(backoff.next())
                 continue
+            cache.inner.reader.mute()  # the scheduler has asked, once for all ranks
             with self._lock:
                 if not self._closing.is_set():
                     self._client, self._cache, client = client, cache, None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as chained
 from itertools import count
 from typing import Final, Self
 
@@ -20,7 +22,7 @@ from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
-from kvtier.events import Event
+from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.wire import split_keys
 
@@ -40,6 +42,10 @@ class _PlannedRequest:
     first: int = 0
     """The first offered block; ``found``: the block after the last offered one."""
     found: int = 0
+    refused: str = ""
+    """The last reason for which nothing was offered."""
+    counted: bool = False
+    """Whether the hit ratio has counted the request."""
     bound: int | None = None
     """First block of a failed load: from this block on, no block is offered to the request again."""
     saved: int | None = None
@@ -85,6 +91,7 @@ class Planner:
         self.layout: Final[Layout] = leader.layout
         self.options: Final[EngineOptions] = leader.options
         self._tokens: Final = self.layout.tokens
+        self.complaints: Final = leader.complaints
         self._note: Final = leader.complaints.note
         self._fetches: Final = Fetches(leader)
         self._requests: Final[dict[str, _PlannedRequest]] = {}
@@ -100,10 +107,10 @@ class Planner:
         self._seconds_a_block = 0.0
 
     @classmethod
-    def open(cls, layout: Layout, options: EngineOptions) -> Self:
+    def open(cls, layout: Layout, options: EngineOptions, watcher: Callable[[WatchItem], None] | None = None) -> Self:
         """Opens the cache. Raises :class:`kvtier.errors.InvalidArgument` for a bad layout, and the error of opening
-        the cache if ``on_error`` is "fail"."""
-        return cls(Leader(layout, options))
+        the cache if ``on_error`` is "fail". ``watcher``: see :class:`Leader`."""
+        return cls(Leader(layout, options, watcher))
 
     # -- what the engine asks --------------------------------------------------------------------------------------
 
@@ -130,14 +137,18 @@ class Planner:
             if self._fetches.is_pending(request.fetch):
                 return None
             request.pinned = request.fetch.lease
-        found = self.leader.prefix_length(chain.span(0, limit))
+        found = self.leader.prefix_length(chain.span(0, limit), counts=not request.counted)
+        request.counted = True
         if found < limit and limit - request.first >= self.options.min_blocks and request.fetch is None:
             request.fetch = self._fetches.begin(chain.span(0, limit), found)
             if request.fetch is not None:
                 if waits:
                     return None
                 self._fetches.leave(request.fetch)
-        if not self._is_worth_it(found - request.first):
+        if (why := self._why_not(found - request.first)) is not None:
+            if why != request.refused:  # the engine asks again in each step
+                self._note(f"not offered: {why}")
+            request.refused = why
             self._unpin(request)
             return 0
         if self.options.pin:
@@ -243,6 +254,8 @@ class Planner:
         if tables is not None and request.tables:
             request.tables = tables
         request.over = time.monotonic() + self.options.load_timeout
+        if not self.leader.answers:
+            self._note("not saved: the daemon does not answer", len(self._left(request)))
         self._scheduled[req_id] = request
         if request.saving or request.loading or self._unsaved(request):
             return True
@@ -282,10 +295,6 @@ class Planner:
         """Resets the cache in the background, after the engine has dropped its own. Held blocks go last."""
         self.leader.reset()
         return True
-
-    def events(self) -> list[Event]:
-        """Returns the cache's events since the last call, if the option ``events`` is on."""
-        return self.leader.events()
 
     def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         """Applies the workers' outcomes. A ticket is over when every rank has reported."""
@@ -328,7 +337,7 @@ class Planner:
                 continue
             unsaved = self._unsaved(request)
             if unsaved and now > request.over:
-                self._note("blocks given up: no slot was reserved in time", len(unsaved))
+                self._note("not saved: no slot was reserved in time", len(unsaved))
             if not unsaved or now > request.over:
                 saved.add(req_id)
                 self._remove(req_id)
@@ -347,9 +356,8 @@ class Planner:
 
     def close(self) -> None:
         """Logs the counts of the session with the daemon, and ends it."""
-        _log.info(
-            "cache %s: %s", self.leader.name, ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
-        )
+        counts = ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
+        _log.info("kvtier: cache %s: %s", self.leader.name, counts or "not used")
         self.leader.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -368,16 +376,17 @@ class Planner:
     def _ticket(self, name: str, request: _PlannedRequest, pages: Table, first: int, end: int) -> _Ticket:
         return _Ticket(request, name, set(range(self.layout.ranks)), pages, first, end - first)
 
-    def _is_worth_it(self, blocks: int) -> bool:
+    def _why_not(self, blocks: int) -> str | None:
+        """Returns the reason for offering none of ``blocks`` blocks; None: they are worth a load."""
+        if blocks <= 0:
+            return "nothing is stored" if self.leader.answers else "the daemon does not answer"
         if blocks < self.options.min_blocks:
-            self._note("not offered: nothing is stored" if blocks <= 0 else "not offered: too few blocks")
-            return False
+            return "too few blocks"
         price = self.options.recompute_seconds_per_block
         if price and self._seconds_a_block > price:
-            self._note("not offered: to recompute is cheaper")
             self._seconds_a_block *= _FORGETTING
-            return False
-        return True
+            return "to recompute is cheaper"
+        return None
 
     def _needed(self, group: int, first: int, tokens: int) -> list[int]:
         """Returns the blocks, from ``first`` on, that a prefix of ``tokens`` tokens needs in a group."""
@@ -390,14 +399,19 @@ class Planner:
         """Returns the blocks that are computed, and neither stored nor being saved."""
         if not self.leader.answers or (request.over and not request.tables):
             return range(0)
+        left = self._left(request)
+        first = left.start
+        while first < left.stop and request.chain.key(first) in self._being_saved:
+            first += 1
+        return range(first, left.stop)
+
+    def _left(self, request: _PlannedRequest) -> range:
+        """Returns the blocks that are computed, and neither stored nor in a save of this request."""
+        if request.saved is None:
+            request.saved = self.leader.prefix_length(request.chain.packed)
         end = min(request.complete, len(request.chain))
         end = end if request.most is None else min(end, request.most)
-        if request.saved is None:
-            request.saved = self.leader.prefix_length(request.chain.packed, for_save=True)
-        first = request.saved
-        while first < end and request.chain.key(first) in self._being_saved:
-            first += 1
-        return range(first, end)
+        return range(request.saved, max(request.saved, end))
 
     def _save_what_is_new(self, req_id: str, request: _PlannedRequest) -> None:
         new = self._unsaved(request)
@@ -439,9 +453,17 @@ class Planner:
             kept = [block for block in blocks if block < end]
             at = self.leader.give_back(slots[group], keep=len(kept))
             if kept:
-                taken.append(Taken(group, request.chain.pick(kept), request.chain.parents(kept), at))
+                tokens = self._tokens_of(request.chain, kept) if self.leader.keeps_tokens else b""
+                taken.append(Taken(group, request.chain.pick(kept), request.chain.parents(kept), at, tokens))
                 places[group] = taken[-1].placed([request.tables[group][block] for block in kept])
         return tuple(taken), places, end
+
+    def _tokens_of(self, chain: KeyChain, blocks: Iterable[int]) -> bytes:
+        """Returns the token ids of blocks, packed; nothing if the engine does not tell them."""
+        of, step = chain.token_ids, self._tokens
+        if of is None:
+            return b""
+        return array("I", chained.from_iterable(of(at * step, (at + 1) * step) for at in blocks)).tobytes()
 
     def _loaded(self, ticket: _Ticket) -> None:
         self._unpin(ticket.request)

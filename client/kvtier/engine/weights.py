@@ -39,6 +39,11 @@ class Weights:
     digest: str
     source: str | None
 
+    @property
+    def told(self) -> str:
+        """The source, for a line of the log."""
+        return self.source or "the model's path alone"
+
     def log(self, log: logging.Logger) -> None:
         """Writes one line about the source."""
         if self.source is not None:

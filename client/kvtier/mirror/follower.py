@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Self
@@ -14,7 +14,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.client import AsyncClient
 from kvtier.deadline import Backoff
 from kvtier.errors import ClientClosed, DaemonError, DeadlineExceeded, InvalidArgument, KvtierError
-from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
+from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import TIERS, CacheInfo, Cursor, Tier, fastest
 from kvtier.watch import Watch
@@ -32,6 +32,17 @@ _ASK_S: Final = 2.0
 """Seconds that a daemon has to report its capacity."""
 _GIVEN_UP_S: Final = 60.0
 """Seconds before a mirror that gave up tries again."""
+
+
+async def follow(client: AsyncClient, cache: str, take: Callable[[WatchItem], None]) -> None:
+    """Passes a snapshot of a cache to ``take``, and the events after it. A gap is passed, too, and a new snapshot
+    follows it. Raises the errors of :meth:`kvtier.AsyncClient.watch`."""
+    while True:
+        async with aclosing(client.watch(snapshot=True, caches=[cache])) as watch:
+            async for item in watch:
+                take(item)
+                if isinstance(item, Gap):
+                    break
 
 
 class MirrorState(StrEnum):

@@ -1,0 +1,60 @@
+"""The lines of a connector's log: below the engine's own loggers, at the start and when the daemon goes or comes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvtier.connectors.store import Store, options_of
+from kvtier.engine import log as engine_log
+from tests.engine.toy import PLAIN, engine, wait_until
+from tests.integration.blocks import SPEC
+
+
+@pytest.fixture
+def lines():
+    """Lines of an engine that configures its own logger only, as vLLM does, by the names of their loggers."""
+    found: list[tuple[str, str]] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append((record.name, record.getMessage()))
+
+    theirs, ours, handler = logging.getLogger("an-engine"), logging.getLogger("kvtier"), Lines()
+    before = ours.handlers[:], ours.propagate, ours.level
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.INFO)
+    theirs.propagate = False
+    engine_log.below("an-engine")
+    yield found
+    theirs.removeHandler(handler)
+    ours.handlers[:], ours.propagate = before[:2]
+    ours.setLevel(before[2])
+
+
+@pytest.fixture
+def daemon(start_daemon):
+    return start_daemon(host=4096, disk=4096)
+
+
+def test_a_line_at_the_start_one_for_a_loss_and_one_for_the_return(daemon, lines):
+    with engine(daemon.address, PLAIN, host_bytes=1 << 20, disk_bytes=2 << 20) as toy:
+        name = toy.planner.leader.name
+        (start,) = [line for line in lines if "cache" in line[1]]
+        assert start == (
+            "an-engine.kvtier.engine",
+            f"kvtier: cache {name}, 1020.0 KiB host, 2.0 MiB disk, daemon at {daemon.address}",
+        )
+        daemon.kill()
+        wait_until(lambda: len(lines) == 2)
+        assert "lost the daemon" in lines[1][1]
+        daemon.start()
+        wait_until(lambda: len(lines) == 3)
+        assert "is back after" in lines[2][1]
+
+
+def test_an_engine_with_a_store_of_its_own_keys_says_the_same(daemon, lines):
+    store = Store(options_of({"address": daemon.address}), SPEC, weights="commit abc")
+    assert lines[0][1].startswith(f"kvtier: cache {store.name}, ") and lines[0][1].endswith(", weights by commit abc")
+    store.close()
