@@ -155,7 +155,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._saved: set[str] = set()
         self._namespace = b""
         self._adapters = Adapters(_log)
-        with self._starting():
+        with self._starting(silent=role is not KVConnectorRole.SCHEDULER):  # each rank finds the same fault
             published, scheduler = vllm_config.kv_events_config, vllm_config.scheduler_config
             told = published is not None and published.enable_kv_cache_events
             options = EngineOptions.of(self._settings, events=told)
@@ -169,14 +169,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._events = KvEvents(self._tokens)
 
     @contextmanager
-    def _starting(self) -> Iterator[None]:
-        """Logs an invalid setting in one line; the engine then runs without kvtier, or ends if the settings say so."""
+    def _starting(self, *, silent: bool = False) -> Iterator[None]:
+        """Logs an invalid setting in one line, unless ``silent``; the engine then runs without kvtier, or ends if the
+        settings say so."""
         try:
             yield
         except CallerError as error:
             if self._settings.get("on_error") == "fail":
                 raise
-            _log.error("this engine runs without kvtier: %s", error)
+            if not silent:
+                _log.error("this engine runs without kvtier: %s", error)
             self._options = None
 
     @property

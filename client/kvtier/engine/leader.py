@@ -25,9 +25,10 @@ from kvtier.client import AsyncClient, connect
 from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout
 from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.outage import Outage, can_pass
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
-from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
+from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
@@ -110,6 +111,7 @@ class Leader:
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
         self.name: Final = layout.cache(options.cache)
+        self._outage: Final = Outage(_log, self.name)
         self._reset: Final = PendingReset(self.name, options.address)
         self._groups: Final = range(len(layout.groups))
         self._full: Final = [group for group in self._groups if not layout.groups[group].window] or [0]
@@ -292,6 +294,7 @@ class Leader:
             if self._client is not None:
                 await self._client.close()
 
+        self._outage.close()
         self._thread.stop(farewell)
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
@@ -302,8 +305,7 @@ class Leader:
         if self.options.on_error == "fail":
             self.close()
             raise fault
-        later = ", until it answers" if isinstance(fault, RetryableError) else ""
-        _log.warning("the engine runs without kvtier%s: %s", later, fault)
+        self._outage.begin(fault)
 
     def _live(self, group: int) -> list[Reserved]:
         for reserved in list(self._reserved[group]):
@@ -337,14 +339,17 @@ class Leader:
             self._soon(self._carry_out_reset, "the cache could not be reset")
         except KvtierError as error:
             self._fault = error
+            if self._tried.is_set():  # the engine's start has not seen this error
+                self._outage.begin(error)
             return
         finally:
             self._tried.set()
         size = sum(cache.spec.block_bytes(group) for group in self._groups)
+        self._outage.watch(lambda: self.answers)
         tiers = ", ".join(f"{cache.slots(tier)} {tier}" for tier in cache.tiers)
         pieces = sum(len(group.planes) for group in self.layout.groups)
-        line = "cache %s: blocks of %d bytes in %d pieces a rank, slots of the first group: %s"
-        _log.info(line, self.name, size, pieces, tiers)
+        line = "cache %s: blocks of %d bytes in %d pieces a rank, slots of the first group: %s, write policy %s"
+        _log.info(line, self.name, size, pieces, tiers, cache.info.options.write_policy)
         if self.options.events and self._client is not None:
             self._watching = asyncio.create_task(self._watch(self._client))
         while True:
@@ -385,10 +390,10 @@ class Leader:
                 )
                 if self._reset.due and not await self._reset.carry_out(cache):
                     raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
-            except TierFull:
-                raise
-            except RetryableError as error:
-                self._fault = error
+            except (KvtierError, OSError) as error:  # OSError: memory or descriptors for the mapping are short
+                if not can_pass(error):
+                    raise
+                self._fault = error if isinstance(error, KvtierError) else RetryableError(str(error))
                 self._tried.set()
                 await asyncio.sleep(backoff.next())
                 continue
