@@ -342,6 +342,8 @@ class Binder:
                 if self._options is not None:
                     request.options.CopyFrom(options_to_wire(self._options))
             reply = await send(link, lambda stubs: stubs.caches.Open, request)
+            if reply.kept:
+                _log.warning("cache %s keeps its former budgets and write policy: %s", self._name, reply.kept)
             info = cache_info(reply.info)
             spec = self._spec or info.spec
             if named is None and info.spec.fingerprint() != spec.fingerprint():

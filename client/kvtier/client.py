@@ -152,7 +152,8 @@ class AsyncClient:
 
         Args:
             spec: the meaning of its bytes. None: the cache must exist, also after a restart of the daemon.
-            budgets: of a new cache, bytes by tier, or by tier one number per window group; None: a default share.
+            budgets: of a new cache, bytes by tier, or by tier one number per window group; None: a default share. An
+                idle cache whose identity names an engine gets them, too, and the write policy.
             device: its configured name, or ``GPU-<uuid>``; None: the cache's device, or the device with most left.
             write: False maps the memory read-only. ``mapped`` False maps none: bytes go through streams.
 
@@ -401,6 +402,7 @@ MOST_KEYS: Final = 32
 
 WHY_GONE: Final[Mapping[int, str]] = {
     Cause.CAPACITY: "Room was needed, and no tier below could or should take it.",
+    Cause.QUOTA: "Another cache of its family took over the budgets of its idle cache.",
     Cause.EXPLICIT: "It was dropped by call, or its cache was removed.",
     Cause.RESET: "Its cache was reset.",
     Cause.CORRUPT: "Its bytes failed verification, and there was no other copy.",

@@ -415,7 +415,7 @@ class Holdings:
 @dataclass(slots=True, frozen=True)
 class DaemonStats:
     """The daemon's statistics. ``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix
-    epoch.
+    epoch. ``notes``: the latest takeovers of budgets.
 
     ``uptime_ns``: by a clock that never jumps, read with the counters; divide differences of counters by its
     differences to get rates. ``watcher_stats``: the ``watchers`` that belong to ``sessions``.
@@ -436,6 +436,7 @@ class DaemonStats:
     event_log: EventLogStats = EventLogStats()
     devices: tuple[DeviceStats, ...] = ()
     tiers: tuple[TierBytes, ...] = ()
+    notes: tuple[str, ...] = ()
     remote: RemoteStats = RemoteStats()
     peers: tuple[PeerStats, ...] = ()
 

@@ -412,6 +412,7 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
         caches=tuple(_cache_stats(cache) for cache in message.caches),
         sessions=tuple(same_fields(SessionStats, session) for session in message.sessions),
         problems=tuple(message.problems),
+        notes=tuple(message.notes),
         watcher_stats=tuple(same_fields(WatcherStats, watcher) for watcher in message.watcher_stats),
         event_log=same_fields(EventLogStats, message.event_log),
         devices=tuple(same_fields(DeviceStats, device) for device in message.devices),

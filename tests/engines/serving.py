@@ -36,7 +36,7 @@ def changed(words: Sequence[str], option: str, change: Mapping[str, Any], *path:
     value = json.loads(words[at])
     within = value
     for name in path:
-        within = within[name]
+        within = within.setdefault(name, {})
     within.update(change)
     return [*words[:at], json.dumps(value), *words[at + 1 :]]
 

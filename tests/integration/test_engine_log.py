@@ -48,10 +48,10 @@ def test_a_line_at_the_start_one_for_a_loss_and_one_for_the_return(daemon, lines
         )
         daemon.kill()
         wait_until(lambda: len(lines) == 2)
-        assert "lost the daemon" in lines[1][1]
+        assert f"the engine runs without kvtier's cache {name}: the daemon does not answer" in lines[1][1]
         daemon.start()
         wait_until(lambda: len(lines) == 3)
-        assert "is back after" in lines[2][1]
+        assert lines[2][1] == f"kvtier's cache {name} is back"
 
 
 def test_an_engine_with_a_store_of_its_own_keys_says_the_same(daemon, lines):

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise, permutations
 from typing import Final, TypeVar
 
@@ -32,7 +33,6 @@ SMALL: Final = sizes(device=6, host=6, disk=12)
 Test = TypeVar("Test", bound=Callable[..., object])
 
 NOT_DRIVEN: Final = {
-    Cause.QUOTA: "slots are given out when a cache is opened, so a full cache makes room in itself: capacity",
     Cause.REMOTE: "nothing is beyond the host here: tests/remote/test_tier.py drives it",
 }
 """Causes that nothing says, and why."""
@@ -285,6 +285,19 @@ async def test_a_disk_that_is_given_up(start_fresh):
         await eventually(client.stats, lambda stats: not stats.problems)
         await move(cache, await put(cache, "again", 2), DISK)
         await books.agree(cache)
+
+
+@drives((CLEARED, Cause.QUOTA))
+async def test_a_cache_of_the_family_takes_over(start_fresh):
+    daemon = start_fresh(**SLOTS)
+    async with kept(daemon) as (client, books):
+        old = await client.open_cache("old", replace(SPEC, identity={"engine": "toy 1"}))
+        await put(old, "unreachable soon", 4)
+        await old.close()
+        new = await client.open_cache("new", replace(SPEC, identity={"engine": "toy 2"}))
+        await put(new, "anything", 2)
+        await books.agree(new)
+        await say(books, (CLEARED, Cause.QUOTA, 0, 0))
 
 
 @drives((CLEARED, Cause.SHUTDOWN), (CREATED, Cause.RECOVERED), (STORED, Cause.RECOVERED), (CLEARED, Cause.LOST))

@@ -153,6 +153,7 @@ def head(stats: DaemonStats, address: str, away: str = "") -> RenderableType:
             f"last event {stats.last_event_id}  epoch {stats.epoch}  boot {stats.boot}"
         ),
         *(Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems),
+        *(Text(f"note: {clean(note)}") for note in stats.notes),
     ]
     if away:
         lines.append(Text(f"AWAY: {clean(away)}", style="bold red"))

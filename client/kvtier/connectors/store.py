@@ -16,10 +16,12 @@ import numpy as np
 
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
-from kvtier.engine.log import opened, report_absences
+from kvtier.deadline import Backoff
+from kvtier.engine.log import opened
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
+from kvtier.engine.outage import Outage, can_pass
 from kvtier.engine.resets import PendingReset
-from kvtier.errors import InvalidArgument, KvtierError, RetryableError
+from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages
 from kvtier.sync import Client, SyncCache
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
@@ -30,7 +32,7 @@ _SETTINGS: Final = (
     "write_policy",
 )
 _OPEN_S: Final = 5.0
-"""Seconds that an attempt to open the cache may take, and seconds until the next attempt."""
+"""Seconds that an attempt to open the cache may take, and most seconds until the next attempt."""
 _STORED: Final = (BlockResult.OK, BlockResult.EXISTS)
 _MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
@@ -61,8 +63,8 @@ class Store:
             weights: for the log, the source of the weights' digest.
             asks: whether reads count in the hit ratio; not on a rank that reads the same blocks as the first rank.
 
-        Raises :class:`InvalidArgument` and other errors that a retry does not mend; with ``on_error = "fail"`` also
-        :class:`kvtier.errors.DaemonUnavailable` and :class:`TierFull`.
+        Raises :class:`InvalidArgument`; with ``on_error = "fail"`` any error of opening the cache. Else other errors
+        are logged, and a thread tries again.
         """
         try:
             fingerprint = spec.fingerprint().hex()
@@ -71,6 +73,7 @@ class Store:
         prefix = _NO_NAME.sub("-", options.cache or spec.model).strip("-._")[-80:] or "cache"
         self.name: Final = f"{prefix}-{fingerprint[:16]}"
         self.complaints: Final = Complaints(_log)
+        self._outage: Final = Outage(_log, self.name)
         self._reset: Final = PendingReset(self.name, options.address)
         self._options: Final = options
         self._spec: Final = spec
@@ -83,10 +86,10 @@ class Store:
         self._lock: Final = threading.Lock()
         try:
             self._open()
-        except RetryableError as error:
-            if options.on_error == "fail":
+        except KvtierError as error:
+            if options.on_error == "fail" or not can_pass(error):
                 raise
-            _log.warning("the engine runs without kvtier's cache %s for now: %s", self.name, error)
+            self._outage.begin(error)
             threading.Thread(target=self._open_later, name="kvtier-open", daemon=True).start()
 
     def probe(self, group: int, keys: Sequence[bytes]) -> list[bool]:
@@ -166,6 +169,7 @@ class Store:
     def close(self) -> None:
         with self._lock:
             self._closed.set()
+            self._outage.close()
             client, self._client, self._groups = self._client, None, ()
         _log.info("%s closed: %s", self.name, dict(self.complaints.counts))
         if client is not None:
@@ -205,23 +209,23 @@ class Store:
             cache.inner.reader.mute()
         groups = [cache.in_group(at) for at in range(len(self._spec.groups))]
         _log.info("%s", opened(cache.info, client.address, self._weights))
-        client.submit(lambda: report_absences(client.inner, _log))
         with self._lock:
             if not self._closed.is_set():
                 self._client, self._groups = client, groups
         if self._closed.is_set():
             client.close()
+        self._outage.watch(lambda: self._reachable)
 
     def _open_later(self) -> None:
-        while not self._closed.wait(_OPEN_S):
+        backoff = Backoff(0.1, _OPEN_S)
+        while not self._closed.wait(backoff.next()):
             try:
                 self._open()
                 return
-            except RetryableError:
-                continue
             except KvtierError as error:
-                _log.error("the engine runs without kvtier's cache %s: %s", self.name, error)
-                return
+                if not can_pass(error):
+                    self._outage.begin(error)
+                    return
 
 
 def _chosen(blocks: Any, at: Sequence[int]) -> Any:

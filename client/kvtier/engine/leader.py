@@ -24,11 +24,12 @@ from kvtier.cache import Cache
 from kvtier.client import AsyncClient, connect
 from kvtier.deadline import Backoff
 from kvtier.engine.layout import Layout
-from kvtier.engine.log import opened, report_absences
+from kvtier.engine.log import opened
 from kvtier.engine.options import Complaints, EngineOptions
+from kvtier.engine.outage import Outage, can_pass
 from kvtier.engine.resets import PendingReset
 from kvtier.engine.work import Placed
-from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError, TierFull
+from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
 from kvtier.lease import WriteLease
@@ -137,6 +138,7 @@ class Leader:
         self.options: Final = options
         self.complaints: Final = Complaints(_log)
         self.name: Final = layout.cache(options.cache)
+        self._outage: Final = Outage(_log, self.name)
         self._reset: Final = PendingReset(self.name, options.address)
         self._groups: Final = range(len(layout.groups))
         self._full: Final = [group for group in self._groups if not layout.groups[group].window] or [0]
@@ -152,7 +154,6 @@ class Leader:
         self._written: Final[deque[Writing]] = deque()
         self._watcher: Final = watcher if options.events else None
         self._watching: asyncio.Task[None] | None = None
-        self._reporting: asyncio.Task[None] | None = None
         self._wake: asyncio.Event
         self._thread: Final = LoopThread("kvtier-leader")
         self._serving: Final = self._thread.submit(self._serve)
@@ -320,6 +321,7 @@ class Leader:
             if self._client is not None:
                 await self._client.close()
 
+        self._outage.close()
         self._thread.stop(farewell)
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
@@ -330,8 +332,7 @@ class Leader:
         if self.options.on_error == "fail":
             self.close()
             raise fault
-        later = ", until it answers" if isinstance(fault, RetryableError) else ""
-        _log.warning("the engine runs without kvtier%s: %s", later, fault)
+        self._outage.begin(fault)
 
     def _live(self, group: int) -> list[Reserved]:
         for reserved in list(self._reserved[group]):
@@ -365,12 +366,14 @@ class Leader:
             self._soon(self._carry_out_reset, "the cache could not be reset")
         except KvtierError as error:
             self._fault = error
+            if self._tried.is_set():  # the engine's start has not seen this error
+                self._outage.begin(error)
             return
         finally:
             self._tried.set()
         assert self._client is not None
         _log.info("%s", opened(cache.info, self._client.address, self.layout.weights))
-        self._reporting = asyncio.create_task(report_absences(self._client, _log))
+        self._outage.watch(lambda: self.answers)
         if self._watcher is not None:
             self._watching = asyncio.create_task(self._watch(self._client, self._watcher))
         while True:
@@ -416,10 +419,10 @@ class Leader:
                 )
                 if self._reset.due and not await self._reset.carry_out(cache):
                     raise RetryableError("blocks that were to be forgotten are held or pinned", reason="HELD")
-            except TierFull:
-                raise
-            except RetryableError as error:
-                self._fault = error
+            except (KvtierError, OSError) as error:  # OSError: memory or descriptors for the mapping are short
+                if not can_pass(error):
+                    raise
+                self._fault = error if isinstance(error, KvtierError) else RetryableError(str(error))
                 self._tried.set()
                 await asyncio.sleep(backoff.next())
                 continue

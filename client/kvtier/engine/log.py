@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from typing import Final
 
-from kvtier.client import AsyncClient
 from kvtier.types import CacheInfo, size
-
-_LOOK_S: Final = 0.5
 
 
 class _Below(logging.Handler):
@@ -45,17 +40,3 @@ def opened(info: CacheInfo, address: str, weights: str) -> str:
         sizes[str(tier.tier)] = sizes.get(str(tier.tier), 0) + tier.slots * tier.slot_bytes
     tiers = "".join(f", {size(nbytes)} {tier}" for tier, nbytes in sizes.items())
     return f"kvtier: cache {info.name}{tiers}, daemon at {address}" + (f", weights by {weights}" if weights else "")
-
-
-async def report_absences(client: AsyncClient, log: logging.Logger) -> None:
-    """Logs when the daemon is lost, and when it is back, until the client is closed."""
-    since: float | None = None
-    while not client.closed:
-        now = time.monotonic()
-        if since is None and not client.connected:
-            since = now
-            log.warning("kvtier: lost the daemon at %s: loads only from mapped memory, saves nothing", client.address)
-        elif since is not None and client.connected:
-            log.warning("kvtier: the daemon at %s is back after %.1f s", client.address, now - since)
-            since = None
-        await asyncio.sleep(_LOOK_S)

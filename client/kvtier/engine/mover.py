@@ -287,6 +287,9 @@ class Mover:
         while not self._closing.is_set():
             try:
                 client = client or Client(self.options.address, timeout=self.options.load_timeout, patience=SILENCE_S)
+                # A cache that this worker opened first could not get the budgets that the scheduler asks for.
+                if not any(each.sessions for each in client.caches() if each.name == self._name):
+                    raise DaemonUnavailable("the scheduler has not opened it", reason="NOT_OPEN")
                 cache = client.open_cache(self._name)
                 if cache.spec.fingerprint() != self.layout.spec.fingerprint():
                     raise SpecMismatch("spec", cache.spec, f"that of the engine's pages, in cache {self._name}")

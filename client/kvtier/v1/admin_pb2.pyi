@@ -1058,6 +1058,7 @@ class StatsResponse(google.protobuf.message.Message):
     CACHES_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
@@ -1083,6 +1084,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty = healthy"""
+
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """the latest takeovers of budgets inside of a family"""
 
     @property
     def event_log(self) -> global___EventLogStats: ...
@@ -1117,6 +1122,7 @@ class StatsResponse(google.protobuf.message.Message):
         caches: collections.abc.Iterable[global___CacheStats] | None = ...,
         sessions: collections.abc.Iterable[global___SessionStats] | None = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
         event_log: global___EventLogStats | None = ...,
         devices: collections.abc.Iterable[global___DeviceStats] | None = ...,
         tiers: collections.abc.Iterable[global___TierBytes] | None = ...,
@@ -1126,6 +1132,6 @@ class StatsResponse(google.protobuf.message.Message):
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["event_log", b"event_log", "remote", b"remote"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "peers", b"peers", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "tiers", b"tiers", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "devices", b"devices", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "notes", b"notes", "peers", b"peers", "pid", b"pid", "problems", b"problems", "remote", b"remote", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "tiers", b"tiers", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

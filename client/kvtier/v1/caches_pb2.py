@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/caches.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"v\n\x08PoolSpec\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\x11\n\tkv_factor\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"o\n\x0fWindowGroupSpec\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\"\n\x05pools\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.PoolSpec\x12\x0c\n\x04\x66lat\x18\x03 \x01(\x08\x12\x13\n\x0bsink_tokens\x18\x04 \x01(\r\"\xf8\x01\n\tCacheSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12*\n\x06groups\x18\x06 \x03(\x0b\x32\x1a.kvtier.v1.WindowGroupSpec\x12\x34\n\x08identity\x18\x07 \x03(\x0b\x32\".kvtier.v1.CacheSpec.IdentityEntry\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"O\n\nTierBudget\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bgroup_bytes\x18\x03 \x03(\x04\"a\n\rEdgeThreshold\x12\x1d\n\x04\x66rom\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x1b\n\x02to\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x14\n\x0cmin_priority\x18\x03 \x01(\r\"\xb7\x01\n\x0c\x43\x61\x63heOptions\x12,\n\x0cwrite_policy\x18\x01 \x01(\x0e\x32\x16.kvtier.v1.WritePolicy\x12\x10\n\x08\x65viction\x18\x02 \x01(\t\x12\x12\n\nevent_hash\x18\x03 \x01(\t\x12\x13\n\x0bkeep_tokens\x18\x04 \x01(\x08\x12,\n\nthresholds\x18\x05 \x03(\x0b\x32\x18.kvtier.v1.EdgeThreshold\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\xae\x01\n\x0bOpenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04spec\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12&\n\x07\x62udgets\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.TierBudget\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12(\n\x07options\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\"U\n\x0cOpenResponse\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\"\n\x04info\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheInfo\"-\n\x0c\x43loseRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"\x0f\n\rCloseResponse\"\x13\n\x11ListCachesRequest\":\n\x12ListCachesResponse\x12$\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.CacheInfo\"p\n\rGroupTierInfo\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"Z\n\tGroupInfo\x12\r\n\x05group\x18\x01 \x01(\r\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\'\n\x05tiers\x18\x03 \x03(\x0b\x32\x18.kvtier.v1.GroupTierInfo\"\xa2\x02\n\tCacheInfo\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\"\n\x04spec\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.GroupInfo\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12(\n\x07options\x18\x08 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\x12\x0e\n\x06remote\x18\n \x01(\x08\x12\x12\n\ngeneration\x18\x0b \x01(\x04\x12\x16\n\x0ehas_old_blocks\x18\x0c \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"O\n\x12RemoveCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"b\n\x13RemoveCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12$\n\x05\x66reed\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.TierBudget\x12\x15\n\rkept_in_store\x18\x03 \x01(\x08*x\n\x0bWritePolicy\x12\x1c\n\x18WRITE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITE_POLICY_BACK\x10\x01\x12\x18\n\x14WRITE_POLICY_THROUGH\x10\x02\x12\x1a\n\x16WRITE_POLICY_SELECTIVE\x10\x03\x32\x8b\x02\n\x06\x43\x61\x63hes\x12\x37\n\x04Open\x12\x16.kvtier.v1.OpenRequest\x1a\x17.kvtier.v1.OpenResponse\x12:\n\x05\x43lose\x12\x17.kvtier.v1.CloseRequest\x1a\x18.kvtier.v1.CloseResponse\x12\x43\n\x04List\x12\x1c.kvtier.v1.ListCachesRequest\x1a\x1d.kvtier.v1.ListCachesResponse\x12G\n\x06Remove\x12\x1d.kvtier.v1.RemoveCacheRequest\x1a\x1e.kvtier.v1.RemoveCacheResponseB!\n\tkvtier.v1P\x01Z\x12kvtier/v1;kvtierv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/caches.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\"v\n\x08PoolSpec\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\x11\n\tkv_factor\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"o\n\x0fWindowGroupSpec\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\"\n\x05pools\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.PoolSpec\x12\x0c\n\x04\x66lat\x18\x03 \x01(\x08\x12\x13\n\x0bsink_tokens\x18\x04 \x01(\r\"\xf8\x01\n\tCacheSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x18\n\x10tokens_per_block\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12*\n\x06groups\x18\x06 \x03(\x0b\x32\x1a.kvtier.v1.WindowGroupSpec\x12\x34\n\x08identity\x18\x07 \x03(\x0b\x32\".kvtier.v1.CacheSpec.IdentityEntry\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"O\n\nTierBudget\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bgroup_bytes\x18\x03 \x03(\x04\"a\n\rEdgeThreshold\x12\x1d\n\x04\x66rom\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x1b\n\x02to\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\x14\n\x0cmin_priority\x18\x03 \x01(\r\"\xb7\x01\n\x0c\x43\x61\x63heOptions\x12,\n\x0cwrite_policy\x18\x01 \x01(\x0e\x32\x16.kvtier.v1.WritePolicy\x12\x10\n\x08\x65viction\x18\x02 \x01(\t\x12\x12\n\nevent_hash\x18\x03 \x01(\t\x12\x13\n\x0bkeep_tokens\x18\x04 \x01(\x08\x12,\n\nthresholds\x18\x05 \x03(\x0b\x32\x18.kvtier.v1.EdgeThreshold\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\xae\x01\n\x0bOpenRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04spec\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12&\n\x07\x62udgets\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.TierBudget\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12(\n\x07options\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\"c\n\x0cOpenResponse\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\"\n\x04info\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheInfo\x12\x0c\n\x04kept\x18\x04 \x01(\t\"-\n\x0c\x43loseRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"\x0f\n\rCloseResponse\"\x13\n\x11ListCachesRequest\":\n\x12ListCachesResponse\x12$\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.CacheInfo\"p\n\rGroupTierInfo\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvtier.v1.Tier\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"Z\n\tGroupInfo\x12\r\n\x05group\x18\x01 \x01(\r\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\'\n\x05tiers\x18\x03 \x03(\x0b\x32\x18.kvtier.v1.GroupTierInfo\"\xa2\x02\n\tCacheInfo\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\"\n\x04spec\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.CacheSpec\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.kvtier.v1.GroupInfo\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12(\n\x07options\x18\x08 \x01(\x0b\x32\x17.kvtier.v1.CacheOptions\x12\x0e\n\x06remote\x18\n \x01(\x08\x12\x12\n\ngeneration\x18\x0b \x01(\x04\x12\x16\n\x0ehas_old_blocks\x18\x0c \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"O\n\x12RemoveCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"b\n\x13RemoveCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12$\n\x05\x66reed\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.TierBudget\x12\x15\n\rkept_in_store\x18\x03 \x01(\x08*x\n\x0bWritePolicy\x12\x1c\n\x18WRITE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITE_POLICY_BACK\x10\x01\x12\x18\n\x14WRITE_POLICY_THROUGH\x10\x02\x12\x1a\n\x16WRITE_POLICY_SELECTIVE\x10\x03\x32\x8b\x02\n\x06\x43\x61\x63hes\x12\x37\n\x04Open\x12\x16.kvtier.v1.OpenRequest\x1a\x17.kvtier.v1.OpenResponse\x12:\n\x05\x43lose\x12\x17.kvtier.v1.CloseRequest\x1a\x18.kvtier.v1.CloseResponse\x12\x43\n\x04List\x12\x1c.kvtier.v1.ListCachesRequest\x1a\x1d.kvtier.v1.ListCachesResponse\x12G\n\x06Remove\x12\x1d.kvtier.v1.RemoveCacheRequest\x1a\x1e.kvtier.v1.RemoveCacheResponseB!\n\tkvtier.v1P\x01Z\x12kvtier/v1;kvtierv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\tkvtier.v1P\001Z\022kvtier/v1;kvtierv1'
   _globals['_CACHESPEC_IDENTITYENTRY']._loaded_options = None
   _globals['_CACHESPEC_IDENTITYENTRY']._serialized_options = b'8\001'
-  _globals['_WRITEPOLICY']._serialized_start=2000
-  _globals['_WRITEPOLICY']._serialized_end=2120
+  _globals['_WRITEPOLICY']._serialized_start=2014
+  _globals['_WRITEPOLICY']._serialized_end=2134
   _globals['_POOLSPEC']._serialized_start=61
   _globals['_POOLSPEC']._serialized_end=179
   _globals['_WINDOWGROUPSPEC']._serialized_start=181
@@ -54,25 +54,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENREQUEST']._serialized_start=912
   _globals['_OPENREQUEST']._serialized_end=1086
   _globals['_OPENRESPONSE']._serialized_start=1088
-  _globals['_OPENRESPONSE']._serialized_end=1173
-  _globals['_CLOSEREQUEST']._serialized_start=1175
-  _globals['_CLOSEREQUEST']._serialized_end=1220
-  _globals['_CLOSERESPONSE']._serialized_start=1222
-  _globals['_CLOSERESPONSE']._serialized_end=1237
-  _globals['_LISTCACHESREQUEST']._serialized_start=1239
-  _globals['_LISTCACHESREQUEST']._serialized_end=1258
-  _globals['_LISTCACHESRESPONSE']._serialized_start=1260
-  _globals['_LISTCACHESRESPONSE']._serialized_end=1318
-  _globals['_GROUPTIERINFO']._serialized_start=1320
-  _globals['_GROUPTIERINFO']._serialized_end=1432
-  _globals['_GROUPINFO']._serialized_start=1434
-  _globals['_GROUPINFO']._serialized_end=1524
-  _globals['_CACHEINFO']._serialized_start=1527
-  _globals['_CACHEINFO']._serialized_end=1817
-  _globals['_REMOVECACHEREQUEST']._serialized_start=1819
-  _globals['_REMOVECACHEREQUEST']._serialized_end=1898
-  _globals['_REMOVECACHERESPONSE']._serialized_start=1900
-  _globals['_REMOVECACHERESPONSE']._serialized_end=1998
-  _globals['_CACHES']._serialized_start=2123
-  _globals['_CACHES']._serialized_end=2390
+  _globals['_OPENRESPONSE']._serialized_end=1187
+  _globals['_CLOSEREQUEST']._serialized_start=1189
+  _globals['_CLOSEREQUEST']._serialized_end=1234
+  _globals['_CLOSERESPONSE']._serialized_start=1236
+  _globals['_CLOSERESPONSE']._serialized_end=1251
+  _globals['_LISTCACHESREQUEST']._serialized_start=1253
+  _globals['_LISTCACHESREQUEST']._serialized_end=1272
+  _globals['_LISTCACHESRESPONSE']._serialized_start=1274
+  _globals['_LISTCACHESRESPONSE']._serialized_end=1332
+  _globals['_GROUPTIERINFO']._serialized_start=1334
+  _globals['_GROUPTIERINFO']._serialized_end=1446
+  _globals['_GROUPINFO']._serialized_start=1448
+  _globals['_GROUPINFO']._serialized_end=1538
+  _globals['_CACHEINFO']._serialized_start=1541
+  _globals['_CACHEINFO']._serialized_end=1831
+  _globals['_REMOVECACHEREQUEST']._serialized_start=1833
+  _globals['_REMOVECACHEREQUEST']._serialized_end=1912
+  _globals['_REMOVECACHERESPONSE']._serialized_start=1914
+  _globals['_REMOVECACHERESPONSE']._serialized_end=2012
+  _globals['_CACHES']._serialized_start=2137
+  _globals['_CACHES']._serialized_end=2404
 # @@protoc_insertion_point(module_scope)

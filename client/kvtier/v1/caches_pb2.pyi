@@ -218,7 +218,7 @@ global___EdgeThreshold = EdgeThreshold
 
 @typing.final
 class CacheOptions(google.protobuf.message.Message):
-    """How a cache behaves. Fixed while it lives and remembered with it; not part of the fingerprint."""
+    """How a cache behaves. Fixed while it is open and remembered with it; not part of the fingerprint."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -304,8 +304,11 @@ class OpenResponse(google.protobuf.message.Message):
     CACHE_ID_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
     INFO_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     created: builtins.bool
+    kept: builtins.str
+    """why a cache of an engine keeps other budgets or another write policy; "": it has those asked for"""
     @property
     def info(self) -> global___CacheInfo: ...
     def __init__(
@@ -314,9 +317,10 @@ class OpenResponse(google.protobuf.message.Message):
         cache_id: builtins.int = ...,
         created: builtins.bool = ...,
         info: global___CacheInfo | None = ...,
+        kept: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["info", b"info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "created", b"created", "info", b"info"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "created", b"created", "info", b"info", "kept", b"kept"]) -> None: ...
 
 global___OpenResponse = OpenResponse
 

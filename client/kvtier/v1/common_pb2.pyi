@@ -76,7 +76,7 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     CAUSE_WATERMARK: _Cause.ValueType  # 4
     """copied down to keep slots clean ahead of need; its source stays"""
     CAUSE_QUOTA: _Cause.ValueType  # 5
-    """nothing says this: budgets are slots, so a full cache makes room in itself (CAPACITY)"""
+    """another cache of the family took over the cache's budgets"""
     CAUSE_EXPIRED: _Cause.ValueType  # 6
     """its retention ended"""
     CAUSE_DEMAND: _Cause.ValueType  # 7
@@ -116,7 +116,7 @@ CAUSE_CAPACITY: Cause.ValueType  # 3
 CAUSE_WATERMARK: Cause.ValueType  # 4
 """copied down to keep slots clean ahead of need; its source stays"""
 CAUSE_QUOTA: Cause.ValueType  # 5
-"""nothing says this: budgets are slots, so a full cache makes room in itself (CAPACITY)"""
+"""another cache of the family took over the cache's budgets"""
 CAUSE_EXPIRED: Cause.ValueType  # 6
 """its retention ended"""
 CAUSE_DEMAND: Cause.ValueType  # 7

@@ -74,8 +74,9 @@ class Stores:
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """A cache to be made. ``stored``: it is on disk already. ``unclean``: the life before did not end by a clean stop.
-    ``old``: the earlier sessions whose leases are honoured if the cache's memory was kept; None = fresh memory."""
+    """A cache to be made. ``stored``: it is on disk already. ``changed``: with other slots or options. ``unclean``: the
+    life before did not end by a clean stop. ``old``: the earlier sessions whose leases are honoured if the cache's
+    memory was kept; None = fresh memory."""
 
     name: str
     spec: CacheSpec
@@ -85,6 +86,7 @@ class Plan:
     stored: bool = False
     unclean: bool = False
     old: OldLife | None = None
+    changed: bool = False
 
     @property
     def restarted(self) -> bool:
@@ -186,7 +188,7 @@ class Assembler:
 
     def _remember(self, plan: Plan) -> None:
         remembered, device = self._stores.remembered, plan.device.id
-        if not plan.stored:
+        if not plan.stored or plan.changed:
             in_memory = Tier.DISK not in plan.slots  # a disk store has its options
             past = PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored()) if in_memory else None
             remembered.put(plan.name, plan.slots, past, device)
@@ -309,10 +311,14 @@ class Assembler:
         root = self._stores.disk
         if root is None or Tier.DISK not in plan.slots:
             return None
-        if plan.stored:
+        if plan.stored and not plan.changed:
             return root.open_cache(plan.name)
         slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
-        return root.create(plan.name, plan.spec, slots, plan.options.to_stored(), plan.options.label_bytes(plan.spec))
+        options, label_bytes = plan.options.to_stored(), plan.options.label_bytes(plan.spec)
+        if not plan.stored:
+            return root.create(plan.name, plan.spec, slots, options, label_bytes)
+        root.resize(plan.name, slots, options, label_bytes)
+        return root.open_cache(plan.name)
 
 
 def _copies(

@@ -1,6 +1,6 @@
 """Budgets: the slots that a cache has of each tier.
 
-The configuration sets a tier's size. A cache's slots are fixed when it is made. The disk remembers its own slots, the
+The configuration sets a tier's size. A cache's slots are fixed while it is open. The disk remembers its own slots, the
 state directory remembers the slots of the memory tiers.
 
 A budget without ``group_bytes`` is split over the cache's window groups. A full-attention group keeps all n blocks of a
@@ -208,9 +208,10 @@ class Budgets:
         """The accounts of the configured tiers, the highest first."""
         return [self._accounts[tier] for tier in sorted(self._accounts)]
 
-    def left(self, tier: Tier) -> int:
-        """Free bytes of a tier; 0 if it is not configured."""
-        return self._accounts[tier].left if tier in self._accounts else 0
+    def left(self, tier: Tier, own: str = "") -> int:
+        """Free bytes of a tier, with the bytes of the cache ``own``; 0 if it is not configured."""
+        account = self._accounts.get(tier)
+        return 0 if account is None else account.left + account.given.get(own, 0)
 
     def take(self, name: str, spec: CacheSpec, slots: Slots) -> None:
         """Takes slots for a cache, which must fit: see :meth:`slots_for`."""
@@ -223,6 +224,13 @@ class Budgets:
             account = self._accounts[tier]
             del account.given[name]
             account.refused = False
+
+    def wanted(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, int]:
+        """Bytes by tier for budgets; without budgets the default share of every tier."""
+        if asked:
+            return {tier: budget.nbytes for tier, budget in asked.items()}
+        least = least_bytes(spec)
+        return {each.tier: max(self._default.of(each.size), least) for each in self.accounts}
 
     def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
         """Slots for budgets; without budgets the default share of every tier, or the rest of the tier if that is less.
@@ -266,11 +274,10 @@ class Budgets:
 
     def _default_slots(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
         """Default slots: at least a slot for each group in each tier with enough room."""
-        least = least_bytes(spec)
-        sizes = {each.tier: min(each.left, max(self._default.of(each.size), least)) for each in self.accounts}
+        sizes = {tier: min(self.left(tier), nbytes) for tier, nbytes in self.wanted(spec, {}).items()}
         found = {tier: share for tier, nbytes in sizes.items() if (share := share_of(spec, nbytes))}
         if not found:
-            says = f"a slot of each window group takes {_exact(least)}"
+            says = f"a slot of each window group takes {_exact(least_bytes(spec))}"
             raise BudgetExhausted(self.accounts[0], says, len(spec.groups), 0)
         return found
 

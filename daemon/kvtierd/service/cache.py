@@ -1,4 +1,4 @@
-"""A cache and its options: chosen when it is made, fixed while it lives, stored with it.
+"""A cache and its options: chosen when it is made, fixed while it is open, stored with it.
 
 The daemon refuses an unknown option.
 """
@@ -196,8 +196,8 @@ class Removal:
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
-def require_same_cache(cache: ServedCache, spec: CacheSpec, asked: Mapping[Tier, TierBudget], device: str) -> None:
-    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, BUDGET_MISMATCH, DEVICE_MISMATCH) if the cache differs from the request.
+def require_same_cache(cache: ServedCache, spec: CacheSpec, device: str) -> None:
+    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, DEVICE_MISMATCH) if the cache differs from the request.
 
     ``device``: "" = any.
     """
@@ -205,11 +205,15 @@ def require_same_cache(cache: ServedCache, spec: CacheSpec, asked: Mapping[Tier,
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
         limit = f"{getattr(cache.spec, difference)!r}, the value of cache {cache.name}"
         raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
-    for tier, budget in asked.items():
-        has = cache.slots.get(tier, ())
-        if slots_of(spec, tier, budget) != has:
-            limit = f"{tier_bytes(spec, has)} bytes, the budget of cache {cache.name}, or absent"
-            raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")
     if device and device not in (cache.device.name, cache.device.id):
         limit = f"{cache.device.id or 'none'}, the device of cache {cache.name}, or absent"
         raise bad_argument("device", device, limit, reason="DEVICE_MISMATCH")
+
+
+def require_same_budgets(cache: ServedCache, asked: Mapping[Tier, TierBudget]) -> None:
+    """Raises INVALID_ARGUMENT (BUDGET_MISMATCH) if the cache has other budgets."""
+    for tier, budget in asked.items():
+        has = cache.slots.get(tier, ())
+        if slots_of(cache.spec, tier, budget) != has:
+            limit = f"{tier_bytes(cache.spec, has)} bytes, the budget of cache {cache.name}, or absent"
+            raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")

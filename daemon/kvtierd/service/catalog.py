@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import wraps
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from itertools import count
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -25,7 +26,7 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
-from kvtierd.service.budgets import Account, TierBudget, tier_bytes
+from kvtierd.service.budgets import Account, Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.cache import (
     CacheSettings,
     Removal,
@@ -33,9 +34,12 @@ from kvtierd.service.cache import (
     Wanted,
     prefix_of,
     require_same,
+    require_same_budgets,
     require_same_cache,
 )
+from kvtierd.service.devices import Device
 from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unknown
+from kvtierd.service.families import LastOpen, bytes_in, family_of, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.sessions import ClientSession
@@ -45,7 +49,19 @@ from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, Tie
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MAX_NOTES: Final = 8
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Opening:
+    """``created``: whether the call made the cache. ``kept``: why it does not get the asked budgets and write policy;
+    empty = it has them."""
+
+    cache: ServedCache
+    created: bool = False
+    kept: str = ""
 
 
 def _to_the_end(
@@ -100,6 +116,8 @@ class Catalog:
         self._ids = count(1)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.notes: Final[deque[str]] = deque(maxlen=_MAX_NOTES)
+        """The latest takeovers of budgets, for status."""
 
     def __iter__(self) -> Iterator[ServedCache]:
         return iter(self._by_id.values())
@@ -172,8 +190,12 @@ class Catalog:
         device: str = "",
         *,
         create: bool,
-    ) -> tuple[ServedCache, bool]:
-        """The cache of a name, and whether this call made it. A cancelled caller does not stop the making.
+        last_open: LastOpen,
+    ) -> Opening:
+        """Opens or makes the cache of a name. A cancelled caller does not stop the making.
+
+        Idle members of its family give way to a new cache. An idle cache with a family gets the asked budgets and write
+        policy; one that cannot have them opens as it is.
 
         Args:
             spec: None = the cache's own; a new cache needs a specification.
@@ -192,13 +214,99 @@ class Catalog:
                     if spec is None or not create:
                         raise unknown("name", name)
                     home = self._stores.devices.for_new(device, asked)
+                    await self._make_room(name, spec, home, asked, last_open)
                     slots = home.budgets.slots_for(spec, asked)
                     plan = Plan(name, spec, slots, self._new_options(name, spec, named), home)
                     home.budgets.take(name, spec, slots)
-                    return await self._make(plan), True
-        require_same_cache(cache, spec or cache.spec, asked, device)
-        require_same(cache.options, named, name)
-        return cache, False
+                    cache = await self._make(plan)
+                    self._note_opening(cache)
+                    return Opening(cache, created=True)
+        require_same_cache(cache, spec or cache.spec, device)
+        if family_of(cache.spec) is None:
+            require_same_budgets(cache, asked)
+            require_same(cache.options, named, name)
+            return Opening(cache)
+        self._note_opening(cache)
+        require_same(cache.options, {field: value for field, value in named.items() if field != "write_policy"}, name)
+        return await self._changed(cache, asked, replace(cache.options, **named), last_open)
+
+    async def _make_room(
+        self, name: str, spec: CacheSpec, home: Device, asked: Mapping[Tier, TierBudget], last_open: LastOpen
+    ) -> None:
+        """Has idle members of the family give way until the cache's budgets fit. No member gives way if that is not
+        enough for the asked budgets."""
+        wanted, disk = home.budgets.wanted(spec, asked), self._stores.disk
+        while any(nbytes > home.budgets.left(tier, name) for tier, nbytes in wanted.items()):
+            before = {} if disk is None else await asyncio.to_thread(disk.last_openings)
+            # A member whose lock is held may itself wait for another member's lock.
+            free = [cache for cache in self if not self._lock_of(cache.name).locked()]
+            members = idle_members(spec, free, last_open, before)
+            short = []
+            for tier, nbytes in wanted.items():
+                has, idle = home.budgets.left(tier, name), sum(bytes_in(cache, tier, home) for cache in members)
+                if asked and nbytes > has + idle:
+                    return
+                if has < min(nbytes, has + idle):
+                    short.append(tier)
+            if not short:
+                return
+            giving = next(cache for cache in members if any(bytes_in(cache, tier, home) for tier in short))
+            await self._give_way(giving, name, last_open)
+
+    async def _give_way(self, idle: ServedCache, name: str, last_open: LastOpen) -> None:
+        """Removes a cache, if it is still idle, in favour of the cache ``name``. A remote store keeps its blocks."""
+
+        def check(cache: ServedCache) -> None:
+            if cache is not idle or idle_since(cache, last_open) is None:
+                raise refused(grpc.StatusCode.FAILED_PRECONDITION, "CACHE_IN_USE", f"cache {cache.name} is in use")
+
+        with suppress(CallRefused):  # it is gone or in use: the caller looks again
+            removal = await self.remove(idle.name, check, force=False, dry_run=False, cause=Cause.QUOTA)
+            family = f"an idle cache of its family with {removal.blocks} blocks"
+            self.notes.append(f"cache {name} took over the budgets of {idle.name}, {family}")
+            _log.info("%s", self.notes[-1])
+
+    async def _changed(
+        self, cache: ServedCache, asked: Mapping[Tier, TierBudget], options: CacheSettings, last_open: LastOpen
+    ) -> Opening:
+        """Opens a cache, with other budgets or another write policy if it is idle and the budgets fit."""
+        home, spec = cache.device, cache.spec
+        slots = dict(cache.slots) | {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
+        if (slots, options) == (cache.slots, cache.options):
+            return Opening(cache)
+        async with self.holding(cache) as served:
+            if not served:
+                return Opening(cache)  # the caller finds it gone
+            if asked and idle_since(cache, last_open) is not None:
+                await self._make_room(cache.name, spec, home, asked, last_open)
+            lacking = [tier for tier in asked if tier_bytes(spec, slots[tier]) > home.budgets.left(tier, cache.name)]
+            if idle_since(cache, last_open) is None:
+                return Opening(cache, kept="a session has it open, or blocks are held")
+            if lacking:
+                return Opening(cache, kept=f"the {lacking[0]} tier has too few bytes left")
+            return Opening(await self._remake(cache, slots, options))
+
+    async def _remake(self, cache: ServedCache, slots: Slots, options: CacheSettings) -> ServedCache:
+        """Makes a cache anew with other slots or options, or as it was if that fails. Blocks on disk stay."""
+        name, spec, budgets = cache.name, cache.spec, cache.device.budgets
+        size = partial(tier_bytes, spec)
+        budgets.take(name, spec, {tier: max(slots[tier], cache.slots.get(tier, ()), key=size) for tier in slots})
+        await self._dismantle(cache, Cause.EXPLICIT)
+        stored, fault = Tier.DISK in cache.slots, None
+        for now, its_options in ((slots, options), (cache.slots, cache.options)):
+            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True)
+            budgets.take(name, spec, now)
+            try:
+                return await self._make(plan)
+            except TierError as error:
+                fault = error
+                _log.warning("a cache cannot be made anew name=%s why=%r", name, str(error))
+        self._left_out[name], self._unfinished[name] = str(fault), Removal(0, spec, {}, None)
+        raise TierIOError(0, f"cache {name} is left out: {fault}")
+
+    def _note_opening(self, cache: ServedCache) -> None:
+        if (disk := self._stores.disk) is not None and family_of(cache.spec) is not None:
+            self._spawn(asyncio.to_thread(disk.note_opening, cache.name), f"note-{cache.name}")
 
     def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheSettings:
         """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
@@ -218,8 +326,17 @@ class Catalog:
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
 
     @_to_the_end
-    async def remove(self, name: str, check: Callable[[ServedCache], None], *, force: bool, dry_run: bool) -> Removal:
-        """Removes a cache, its blocks and its files. ``check`` refuses by raising.
+    async def remove(
+        self,
+        name: str,
+        check: Callable[[ServedCache], None],
+        *,
+        force: bool,
+        dry_run: bool,
+        cause: Cause = Cause.EXPLICIT,
+    ) -> Removal:
+        """Removes a cache, its blocks and its files. ``check`` refuses by raising. A remote store keeps its blocks
+        unless ``cause`` is EXPLICIT.
 
         A cache that is left out is removed only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
         """
@@ -238,10 +355,11 @@ class Catalog:
             if dry_run:
                 return removal
             if cache is not None:
-                await self._dismantle(cache)
+                await self._dismantle(cache, cause)
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
-            await self._forget(name, removal.spec)
+            if cause is Cause.EXPLICIT:
+                await self._forget(name, removal.spec)
             del self._left_out[name], self._unfinished[name]
             self._lost.pop(name, None)
             if removal.spec is not None and removal.device is not None:
@@ -259,13 +377,13 @@ class Catalog:
                 forgotten.set(prefix, before.after_reset())
                 forgotten.keep(prefix, ())
 
-    async def _dismantle(self, cache: ServedCache) -> None:
+    async def _dismantle(self, cache: ServedCache, cause: Cause) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
         await self._engine.remove_cache(cache.id)
         for group in range(len(cache.spec.groups)):
-            self._engine.announce_gone(cache.id, GroupId(group), Cause.EXPLICIT)
+            self._engine.announce_gone(cache.id, GroupId(group), cause)
         self._stores.keeper.forget(cache.name)
         for tier in Tier:
             self.note(cache, tier, None)

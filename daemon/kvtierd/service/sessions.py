@@ -111,6 +111,8 @@ class ReplyMemory(Generic[T]):
                 self._calls[seq] = call
 
 
+COMES_BACK_S: Final = 5.0
+"""Seconds after the end of the daemon's start in which clients of its earlier life attach again."""
 IDLE_ORPHANED_S: Final = 30.0
 """Life of an orphaned local session without a lease: its client may come back for a reply."""
 
@@ -310,6 +312,7 @@ class SessionRegistry:
         Call when all slots of earlier sessions are known.
         """
         gone, self._gone_before_settled = self._gone_before_settled, None
+        self._began = time.monotonic()
         for ended in gone or ():
             self._engine.end_session(ended)
         if not self._engine.session_leases(self._keeper):
@@ -332,6 +335,15 @@ class SessionRegistry:
         if any(cache in session.caches for session in self):
             return None
         return int(time.monotonic() - self.left.get(cache, self._began))
+
+    def last_open(self, cache: CacheId) -> float | None:
+        """When a session last had the cache open, on the monotonic clock; 0 = in an earlier life of the daemon. None: a
+        session has it open, or a client of the earlier life may still come back to it."""
+        if any(cache in session.caches for session in self):
+            return None
+        starting = self._gone_before_settled is not None
+        comes_back = starting or time.monotonic() - self._began < COMES_BACK_S
+        return self.left.get(cache, None if comes_back else 0.0)
 
     def authenticate(
         self, metadata: Iterable[tuple[str, str | bytes]] | None, caller: Identity | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import time
 import zlib
 from collections.abc import Callable
@@ -221,3 +222,35 @@ def test_a_superblock_that_could_not_be_read_back_is_not_written(tmp_path: Path)
         write_superblock(tmp_path, "budgets", {"caches": "x" * (1 << 20)})
     assert read_superblock(tmp_path, "budgets") == {"caches": "few"}
     assert os.listdir(tmp_path) == [SUPERBLOCK]
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(32, [3]), (4, [3]), (3, [])])
+def test_a_cache_gets_other_slots_and_keeps_the_records_that_fit(tmp_path: Path, slots: int, kept: list[int]) -> None:
+    root = open_root(made(tmp_path))
+    root.resize("first", {GROUP: slots}, {"colour": "red"}, label_bytes=500)
+    slab, index = (tmp_path / "caches" / "first" / name for name in ("group-0.slab", "index/data.mdb"))
+    assert slab.stat().st_size == slots * spec().record_bytes(0)
+    assert index.stat().st_size >= json.loads((slab.parent / SUPERBLOCK).read_text().partition("\n")[2])["index_bytes"]
+    root.close()
+    root = open_root(tmp_path)
+    assert [(cache.slots, cache.options) for cache in root.caches()] == [({GROUP: slots}, {"colour": "red"})]
+    store = root.open_cache("first")
+    assert [record.slot for record in store.recover().records[GROUP]] == kept
+    assert not store.write([block(2, 0)])
+    root.close()
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_was(tmp_path: Path) -> None:
+    root = open_root(made(tmp_path))
+    with pytest.raises(TierConfigError, match="disk bytes"):
+        root.resize("first", {GROUP: 1 << 30}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        with pytest.raises(TierIOError, match="cannot resize"):
+            root.resize("first", {GROUP: 1 << 12}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [record.slot for record in root.open_cache("first").recover().records[GROUP]] == [3]
+    assert root.caches()[0].slots == {GROUP: 16}
+    root.close()

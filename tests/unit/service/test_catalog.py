@@ -232,7 +232,9 @@ async def test_an_open_that_fails_when_its_caller_has_gone_is_told_to_the_log(
     async with running(config(short_dir, device=8, host=16, disk=64)) as daemon, attached(daemon) as client:
         with monkeypatch.context() as failing:
             failing.setattr(RememberedSlots, "put", full)
-            opening = asyncio.create_task(daemon._catalog.open("gone", SPEC, {}, {}, create=True))
+            opening = asyncio.create_task(
+                daemon._catalog.open("gone", SPEC, {}, {}, create=True, last_open=lambda _: None)
+            )
             await eventually(begun.is_set, PATIENCE_S)
             opening.cancel()
             await asyncio.wait([opening])

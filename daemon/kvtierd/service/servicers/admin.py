@@ -100,6 +100,7 @@ class AdminService:
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, caches, held.get(one.id, 0)) for one in seen.values()],
             problems=self._health.problems(caches),
+            notes=self._catalog.notes,
             event_log=None if self._log is None else _event_log(self._log.status()),
             devices=self._devices,
             tiers=[_tier_bytes(account, {cache.name for cache in caches}) for account in self._catalog.accounts],

@@ -42,16 +42,26 @@ class CachesService:
             self._access.require_on(session, Right.WRITE, name)
         named = wanted(request.options)
         budgets = self._budgets(request)
+
+        def last_open(other: ServedCache) -> float | None:
+            may = self._access.may(session, Right.WRITE, other.name)
+            return self._sessions.last_open(other.id) if may else None
+
         try:
-            cache, created = await self._catalog.open(name, spec, budgets, named, request.device, create=may_create)
+            opening = await self._catalog.open(
+                name, spec, budgets, named, request.device, create=may_create, last_open=last_open
+            )
         except BudgetExhausted as refusal:
             refusal.tell(lambda other: self._access.may(session, Right.READ, other), self._idle_s)
             raise
         require_attached(session)
+        cache = opening.cache
         if self._catalog.get(cache.id) is not cache:
             raise unknown("name", name)  # removed meanwhile
         session.caches[cache.id] += 1
-        return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
+        return caches_pb2.OpenResponse(
+            cache_id=cache.id, created=opening.created, info=self._info(cache), kept=opening.kept
+        )
 
     async def close(self, session: ClientSession, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
         cache = self._catalog.opened(session, request.cache_id)

@@ -21,7 +21,15 @@ import lmdb
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
-from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, open_file, refuse_link, sync_directory
+from kvtierd.tiers.disk.superblock import (
+    PRIVATE_DIR,
+    PRIVATE_FILE,
+    allocate,
+    io_errors,
+    open_file,
+    refuse_link,
+    sync_directory,
+)
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -33,7 +41,7 @@ ENGINE: Final = 0
 
 DAMAGE: Final = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 """LMDB's errors at a damaged page."""
-_DATA: Final = "data.mdb"
+DATA: Final = "data.mdb"
 _LOCK: Final = "lock.mdb"
 OPEN: Final = "OPEN"
 """The file beside LMDB's that exists while a process has the environment open."""
@@ -180,16 +188,11 @@ class Index:
         """
         with io_errors(f"cannot create {path}"), _lmdb_errors(f"cannot create {path}"):
             path.mkdir(PRIVATE_DIR)
-            (path / _DATA).touch(PRIVATE_FILE)
+            (path / DATA).touch(PRIVATE_FILE)
             (path / _LOCK).touch(PRIVATE_FILE)
             index = cls(path, groups, map_bytes)
             index.close()
-            fd = os.open(path / _DATA, os.O_RDWR)
-            try:
-                os.posix_fallocate(fd, 0, map_bytes)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            allocate(path / DATA, map_bytes)
             sync_directory(path)
 
     @classmethod
@@ -199,12 +202,12 @@ class Index:
 
         A short file is refused here: LMDB reads through a mapping, and a read past the end of the file is a SIGBUS.
         """
-        data = path / _DATA
+        data = path / DATA
         with io_errors(f"cannot open {path}"):
             for each in (path, data, path / _LOCK, path / OPEN):  # LMDB itself opens through links
                 refuse_link(each)
         if not data.is_file() or data.stat().st_size < map_bytes:
-            raise DamagedDirectory(path, f"{_DATA} is missing or shorter than {map_bytes} bytes")
+            raise DamagedDirectory(path, f"{DATA} is missing or shorter than {map_bytes} bytes")
         try:
             with opening(path) as unclean:
                 index = cls(path, groups, map_bytes, read_all=unclean, durable=durable)

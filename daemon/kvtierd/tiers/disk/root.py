@@ -23,7 +23,8 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -32,7 +33,7 @@ from kvtierd.core.ids import GroupId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError, TierError, TierIOError
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.slab import SlabShape
-from kvtierd.tiers.disk.store import DiskStore, create_files
+from kvtierd.tiers.disk.store import DiskStore, create_files, grow_files, trim_files
 from kvtierd.tiers.disk.superblock import (
     SET_ASIDE,
     SUPERBLOCK,
@@ -129,6 +130,17 @@ class DiskRoot:
         """The directory of a cache, which need not exist."""
         return self._path / CACHES / name
 
+    def note_opening(self, name: str) -> None:
+        """Notes on disk that a cache is opened now."""
+        with suppress(OSError):  # the note is only an order in which caches give way
+            os.utime(self.directory_of(name) / SUPERBLOCK)
+
+    def last_openings(self) -> dict[str, float]:
+        """The time of each cache's last noted opening, by name."""
+        with suppress(OSError):
+            return {path.name: (path / SUPERBLOCK).stat().st_mtime for path in self._directories()}
+        return {}
+
     def caches(self) -> list[StoredCache]:
         """The stored caches that can be trusted, by name."""
         found = (_read_or_fault(directory) for directory in self._directories())
@@ -183,6 +195,30 @@ class DiskRoot:
         store = self._open_cache(name)
         store.recover()
         return store
+
+    def resize(self, name: str, slots: Mapping[GroupId, int], options: Mapping[str, Any], label_bytes: int = 0) -> None:
+        """Gives a stored cache that is not open other slots and options. Its next opening drops the records beyond a
+        smaller slab. After a crash it has its old slots or the new ones.
+
+        Raises :class:`TierConfigError` (too little free space), :class:`DamagedDirectory`, :class:`TierIOError`.
+        """
+        directory = self._path / CACHES / name
+        with self._changing:
+            before = _read_cache(directory)
+            map_bytes = max(before.map_bytes, index_bytes(sum(slots.values()), label_bytes))
+            after = _CacheBlock(replace(before.cache, slots=dict(slots), options=dict(options)), map_bytes)
+            growth = [shape.nbytes - before.shapes[group].nbytes for group, shape in after.shapes.items()]
+            _require_room(
+                self._path, sum(max(0, more) for more in growth) + map_bytes - before.map_bytes, self._floor_bytes
+            )
+            shapes = before.shapes
+            with io_errors(f"cannot resize {directory}"):
+                try:
+                    grow_files(directory, after.shapes, map_bytes)
+                    write_superblock(directory, "cache", _encode(after))
+                    shapes = after.shapes
+                finally:
+                    trim_files(directory, shapes)
 
     def open_cache(self, name: str) -> DiskStore:
         """The store of a stored cache, to be recovered before use.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +17,11 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
 from kvtierd.tiers.disk.batch import Batch, DiskWrite, GroupTable, Restatement, Retirement
-from kvtierd.tiers.disk.index import Index, IndexChanges
+from kvtierd.tiers.disk.index import DATA, Index, IndexChanges
 from kvtierd.tiers.disk.records import checksum
 from kvtierd.tiers.disk.recovery import Recovery, recover_group
 from kvtierd.tiers.disk.slab import Slab, SlabRecord, SlabShape, create_slab
-from kvtierd.tiers.disk.superblock import io_errors, sync_directory
+from kvtierd.tiers.disk.superblock import allocate, io_errors, sync_directory
 
 INDEX: Final = "index"
 _MIN_TOUCH_BYTES: Final = 64 << 10
@@ -81,6 +82,19 @@ def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes
     Index.create(directory / INDEX, tuple(shapes), map_bytes)
     with io_errors(f"cannot create {directory}"):
         sync_directory(directory)
+
+
+def grow_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes: int) -> None:
+    """Allocates disk space for a store that is not open and is to become larger. Raises OSError."""
+    for group, shape in shapes.items():
+        allocate(directory / slab_name(group), shape.nbytes)
+    allocate(directory / INDEX / DATA, map_bytes)
+
+
+def trim_files(directory: Path, shapes: Mapping[GroupId, SlabShape]) -> None:
+    """Gives back disk space behind the slabs of a store that is not open. Raises OSError."""
+    for group, shape in shapes.items():
+        os.truncate(directory / slab_name(group), shape.nbytes)
 
 
 class DiskStore:

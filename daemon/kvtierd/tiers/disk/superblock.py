@@ -169,6 +169,16 @@ def exposure(directory: Path) -> str | None:
     return f"others may write to {directory}: it has the mode {mode:04o} and belongs to uid {status.st_uid}"
 
 
+def allocate(path: Path, nbytes: int) -> None:
+    """Allocates the first ``nbytes`` of a file, without a change to its content. Raises OSError."""
+    fd = open_file(path, os.O_RDWR)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def refuse_link(path: Path) -> None:
     """Raises :class:`NotAFile` for a link in place of a file or directory inside of a kvtier directory."""
     if path.is_symlink():
