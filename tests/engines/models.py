@@ -68,7 +68,31 @@ def mla() -> Any:
     )
 
 
-KINDS: Final[Mapping[str, Callable[[], Any]]] = {"llama": llama, "medium": medium, "hybrid": hybrid, "mla": mla}
+def states() -> Any:
+    """Three of four layers keep a state (GDN). vLLM's kernels for CPUs take heads of 64 or 128 and bfloat16."""
+    from transformers import Qwen3NextConfig
+
+    linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 2}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
+    return Qwen3NextConfig(
+        **_COMMON,
+        **linear,
+        **experts,
+        linear_num_key_heads=2,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        shared_expert_intermediate_size=128,
+    )
+
+
+KINDS: Final[Mapping[str, Callable[[], Any]]] = {
+    "llama": llama,
+    "medium": medium,
+    "hybrid": hybrid,
+    "mla": mla,
+    "states": states,
+}
 
 
 def make(kind: str, directory: Path, seed: int) -> None:
