@@ -23,6 +23,8 @@ _COMMON: Final[Mapping[str, Any]] = {
     "initializer_range": 0.1,
 }
 
+_SLOW: Final = -5.0
+
 
 def llama() -> Any:
     from transformers import LlamaConfig
@@ -69,7 +71,8 @@ def mla() -> Any:
 
 
 def states() -> Any:
-    """Three of four layers keep a state (GDN). vLLM's kernels for CPUs take heads of 64 or 128 and bfloat16."""
+    """Three of four layers keep a state (GDN) that fades slowly. vLLM's kernels for CPUs take heads of 64 or 128 and
+    bfloat16."""
     from transformers import Qwen3NextConfig
 
     linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 2}
@@ -105,6 +108,9 @@ def make(kind: str, directory: Path, seed: int) -> None:
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(_SLOW)
     model.save_pretrained(directory)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))

@@ -245,6 +245,11 @@ def test_several_pools_and_their_windows(in_pools, daemon):
     assert (status, said.splitlines()[-1]) == (0, "ok"), said
 
 
+def test_states_and_keys_and_values(in_pools, daemon):
+    status, said = in_pools("states", on_error="fail")
+    assert (status, said.splitlines()[-1]) == (0, "ok"), said
+
+
 def test_ranks_share_what_they_have_alike(in_pools, daemon):
     status, said = in_pools("ranks", on_error="fail")
     assert (status, said.splitlines()[-1]) == (0, "ok"), said

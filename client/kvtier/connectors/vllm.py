@@ -441,7 +441,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether a later prompt may go on with the state after so many tokens: the prompt or the answer ends near
         there, or chains branch."""
         last = (request.num_prompt_tokens - 1) // self._tokens * self._tokens
-        return tokens >= last or tokens == request.shared_prefix_boundary
+        return tokens >= last or bool(tokens == request.shared_prefix_boundary)
 
     def _reuse(self, tables: Sequence[Sequence[int]], first: int) -> None:
         for table in tables:

@@ -147,7 +147,8 @@ def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.
     for number, group in enumerate(kv.kv_cache_groups):
         page = caches[group.layer_names[0]]
         states = sorted({_described(spec) for spec in _specs(group).values() if isinstance(spec, MambaSpec)})
-        identity |= {f"state{number}": " ".join(states)} if states else {}
+        if states:
+            identity[f"state{number}"] = hashlib.sha256(" ".join(states).encode()).hexdigest()
         identity[f"page{number}"] = f"{page.dtype} {tuple(page.shape[1:])} {page.stride()[1:]}"
     return identity
 

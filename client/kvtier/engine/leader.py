@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -268,13 +269,9 @@ class Leader:
 
     def forget(self, key: bytes) -> None:
         """Drops the state of a block, in the background. A state that is held stays."""
-        cache = self._cache
-
-        async def drop() -> None:
-            for group in self.layout.states if cache is not None else ():
-                await cache.in_group(group).drop(key)
-
-        self._soon(drop, "a state could not be dropped")
+        if (cache := self._cache) is not None:
+            for group in self.layout.states:
+                self._soon(partial(cache.in_group(group).drop, key), "a state could not be dropped")
 
     def reset(self) -> None:
         """Forgets every block of the cache: earlier blocks are no longer offered, nor by the next engine. Asks the

@@ -58,9 +58,9 @@ class _PlannedRequest:
     prompt: int = 0
     """Blocks of the prompt."""
     state: bytes | None = None
-    """Key of the last state before the tokens that the engine computes; None: they are the first ones."""
-    answering: bool = False
-    """Whether this state lies within the request's answer."""
+    """Key of the last state of the prompt, at first of the part that the engine does not compute; None: no state."""
+    answer: bytes | None = None
+    """Key of the last state of the answer."""
     over: float | None = None
     """Set once the engine has finished the request: monotonic time until which its pages wait for slots to be saved."""
 
@@ -282,7 +282,7 @@ class Planner:
         self._unpin(request)
         request.fetch = None
         request.tables, request.complete, request.saved = {}, 0, None
-        request.state, request.answering = None, False
+        request.state = request.answer = None
         self._scheduled.pop(req_id, None)
 
     def aborted(self, req_id: str) -> None:
@@ -506,12 +506,14 @@ class Planner:
         request, group = ticket.request, self.layout.states[0]
         for key in [key for taken in writing.taken if taken.group == group for key in split_keys(taken.keys)]:
             blocks = ticket.first + ticket.keys.index(key) + 1
-            branch, answer = blocks < request.prompt - 1, blocks > request.prompt
-            passed = self._states.add(key, request.state, branch=branch, passed=answer and request.answering)
-            request.state, request.answering = key, answer
-            if passed is not None:
-                self._note("states passed")
-                self.leader.forget(passed)
+            if blocks > request.prompt:
+                passed, request.answer = self._states.add_answer(key, request.state, request.answer), key
+            else:
+                passed = self._states.add_prompt(key, request.state, branch=blocks < request.prompt - 1)
+                request.state = key
+            self._note("states passed", len(passed))
+            for each in passed:
+                self.leader.forget(each)
 
     def _drop_loads(self, req_id: str, request: _PlannedRequest) -> None:
         """Drops the request's loads of this step, which no worker knows yet, and its holds."""
