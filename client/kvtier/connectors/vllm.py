@@ -36,7 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -50,6 +50,7 @@ from kvtier.memory.gpu import StreamObject
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -438,8 +439,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 known.states[group][tokens // self._tokens - 1] = page
 
     def _is_wanted(self, request: Request, tokens: int) -> bool:
-        """Whether a later prompt may go on with the state after so many tokens: the prompt or the answer ends near
-        there, or chains branch."""
+        """Returns whether a later prompt may continue from the state after the first ``tokens`` tokens: the prompt or
+        the answer ends there, or chains branch."""
         last = (request.num_prompt_tokens - 1) // self._tokens * self._tokens
         return tokens >= last or bool(tokens == request.shared_prefix_boundary)
 
