@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvtier import connect
+from tests.engines.conftest import require
+from tests.engines.engines import environment
 from tests.engines.test_vllm import assert_same, daemon, on_disk, start, template, whole  # noqa: F401 – fixtures
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import eventually
@@ -122,6 +125,38 @@ def test_drafts_are_refused(start):  # noqa: F811
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     with start(cache("drafts") | {"on_error": "continue"}, speculative_config=drafts, **STATES) as engine:
         assert "this engine runs without kvtier: speculative_config = ngram: must be left out" in engine.log
+
+
+MODES = """
+from types import SimpleNamespace as Some
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+from kvtier.connectors.vllm_layout import require_supported
+parallel = dict.fromkeys(
+    ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1
+)
+cached = Some(prefix_caching_hash_algo="sha256", enable_prefix_caching=True)
+config = Some(parallel_config=Some(**parallel), cache_config=cached, speculative_config=None)
+for mode in ("align", "all"):
+    spec = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+    groups = [Some(kv_cache_spec=spec, layer_names=["layer"])]
+    try:
+        require_supported(config, Some(kv_cache_groups=groups, prefix_cacheable_group_ids=[0]))
+        print(mode, "is supported")
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_other_modes_are_refused(engines):
+    """vLLM 0.32 has no other mode with prefix caching."""
+    ended = subprocess.run(
+        [require(engines, "vllm"), "-c", MODES], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines() == [
+        "align is supported",
+        "mamba_cache_mode = all: must be align: states are kept at block ends",
+    ]
 
 
 def prefixes(tokens: Sequence[int]) -> list[tuple[int, ...]]:
