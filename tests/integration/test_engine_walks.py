@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
 from kvtier import Client
-from kvtier.engine import Completed, CopyResult, Layout, PageGroup, PlaneLayout, Planner, Work
+from kvtier.engine import STATE, Completed, CopyResult, Layout, PageGroup, PlaneLayout, Planner, Work
 from tests.engine.toy import TOKENS, assert_right, wait_until
 from tests.engine.walk import STALL_S, FaultyMover, Walk, walk
 from tests.integration.daemon import DaemonProcess
@@ -30,8 +30,20 @@ SINKS: Final = Layout(
 RANKS: Final = Layout(
     "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 300), PlaneLayout("latent", 200, replicated=True))),), ranks=2
 )
-LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS)}
+STATES: Final = Layout(
+    "states",
+    TOKENS,
+    (
+        PageGroup((PlaneLayout("conv", 100), PlaneLayout("ssm", 800)), window=STATE),
+        PageGroup((PlaneLayout("full", 600),)),
+        PageGroup((PlaneLayout("conv", 100), PlaneLayout("ple", 200, replicated=True)), window=STATE),
+    ),
+    ranks=2,
+)
+LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS, STATES)}
 STEPS: Final = 100
+MANY_SLOTS: Final = 2048
+"""Slots of a group, of which a group of states gets a few: there is a state for every 1,024 blocks of a toy."""
 
 
 class World:
@@ -128,7 +140,7 @@ def go(daemon: DaemonProcess, layout: Layout, seed: int, *, rough: bool, steps: 
 def settings(layout: Layout, seed: int) -> dict[str, Any]:
     """Some walks have hardly any slots, some hold what they offer, some have several threads."""
     chances = random.Random(seed)
-    slots = chances.choice([12, 60, 200])
+    slots = chances.choice([12, 60, 200]) if not layout.states else MANY_SLOTS
     slot_bytes = 4096 * max(-(-layout.spec.block_bytes(group) // 4096) + 2 for group in range(len(layout.groups)))
     return {
         "host_bytes": slots * len(layout.groups) * slot_bytes,
@@ -143,6 +155,10 @@ def settings(layout: Layout, seed: int) -> dict[str, Any]:
     }
 
 
+def daemon_for(start_daemon: Callable[..., DaemonProcess], layout: Layout) -> DaemonProcess:
+    return start_daemon(host=512, disk=1024) if not layout.states else start_daemon(host=8192, disk=16_384)
+
+
 def walks(daemon: DaemonProcess, layout: Layout, seed: int) -> None:
     go(daemon, layout, seed, rough=seed % 2 == 1, **settings(layout, seed))
 
@@ -150,7 +166,7 @@ def walks(daemon: DaemonProcess, layout: Layout, seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_page_is_right_or_named(start_daemon, layout, seed):
-    walks(start_daemon(host=512, disk=1024), LAYOUTS[layout], seed)
+    walks(daemon_for(start_daemon, LAYOUTS[layout]), LAYOUTS[layout], seed)
 
 
 class SavesWhatAFailedLoadSpoiled(Planner):
@@ -165,6 +181,12 @@ class KeepsOldTables(Planner):
 
     def finished(self, req_id: str, tables: Any = None) -> bool:
         return super().finished(req_id)
+
+
+class SavesUnfinishedStates(Planner):
+    def scheduled(self, req_id: str, computed_tokens: int, new_tokens: int, tables: Any, **given: Any) -> None:
+        missing = -(computed_tokens + new_tokens) % TOKENS
+        super().scheduled(req_id, computed_tokens, new_tokens + missing, tables, **given)
 
 
 class BelievesOneRank(Planner):
@@ -202,6 +224,7 @@ NO_SLOTS: Final = {"reserve_blocks": 1, "host_bytes": 1 << 18, "disk_bytes": 1 <
 FAULTS: Final = [
     (HYBRID, SavesWhatAFailedLoadSpoiled, {"broken": 0.7, "unsaved": 0.0, "async_blocks": 1000}),
     (HYBRID, KeepsOldTables, NO_SLOTS),
+    (STATES, SavesUnfinishedStates, {"host_bytes": 64 << 20, "disk_bytes": 128 << 20}),
     (RANKS, BelievesOneRank, {"broken": 0.3}),
     (RANKS, WaitsForOneRank, {}),
     (HYBRID, ForgetsToFlush, {}),
@@ -216,7 +239,7 @@ FAULTS: Final = [
     ("layout", "fault", "given"), [pytest.param(*each, id=str(each[1].__name__)) for each in FAULTS]
 )
 def test_a_planted_fault_is_found(start_daemon, layout, fault, given):
-    daemon = start_daemon(host=512, disk=1024)
+    daemon = daemon_for(start_daemon, layout)
     planted = {"planner" if issubclass(fault, Planner) else "mover": fault}
     for seed in range(20):
         plenty = {"host_bytes": None, "disk_bytes": None, "pin": False, "late": 0.3}
