@@ -101,7 +101,7 @@ class PrefixStore:
         with torch.no_grad():
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
         self.argument: Final = "cache" if "cache" in done else "past_key_values"
-        """Name of the argument of ``generate`` and of the model that takes a cache. It differs between versions."""
+        """Name of the argument of ``generate`` and of the model that takes a cache. Versions name it differently."""
         self._states: Final = [States.of(states) for states in _tensors("model", done.get(self.argument))]
         if len(devices := {str(states.device) for states in self._states}) > 1:
             raise InvalidArgument("model", f"layers on {', '.join(sorted(devices))}", "on one device")
