@@ -34,9 +34,17 @@ install_lmcache() {
 # The index of Dynamo's routers, which the tests of events read.
 install_dynamo() { "$directory/bin/python" -m pip install -qU --no-deps -t "$directory/dynamo" ai-dynamo-runtime==1.6.1; }
 
+# The oldest version that kvtier runs with, beside the one that vLLM pins.
+install_transformers() {
+    rm -rf "$directory/transformers" &&
+        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/transformers" \
+            transformers==5.0.0 huggingface-hub==1.10.0 httpcore==1.0.9 httpx==0.28.1 tokenizers==0.22.2 typer-slim==0.24.0
+}
+
 bash .ci/venv.sh "$directory" -e '.[daemon]'
 rm -f "$directory"/missing-*
 attempt vllm install_vllm
 attempt sglang install_sglang
 attempt lmcache install_lmcache
 attempt dynamo install_dynamo
+attempt transformers install_transformers

@@ -5,6 +5,7 @@ from kvtier.abi.event_hashes import event_hashes as event_hashes
 from kvtier.abi.keys import MultimodalItem as MultimodalItem, Scope as Scope, chain_keys as chain_keys
 from kvtier.abi.memory import empty as empty
 from kvtier.abi.spec import CacheSpec as CacheSpec, PoolSpec as PoolSpec, WindowGroupSpec as WindowGroupSpec
+from kvtier.bridge.trtllm import TrtllmEvents as TrtllmEvents
 from kvtier.cache import Cache as Cache
 from kvtier.chains import Prompt as Prompt
 from kvtier.client import AsyncClient as AsyncClient, Explanation as Explanation, connect as connect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 torch.set_num_threads(1)  # several spin for each other where cores are busy, and the matrices are small
 
 VOCABULARY: Final = 512
+ARGUMENT: Final = (
+    "cache" if "cache" in signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+)
+"""The name of the installed version for the argument that takes a cache."""
 SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

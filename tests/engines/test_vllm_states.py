@@ -11,8 +11,8 @@ import pytest
 
 from kvtier import connect
 from tests.engines.conftest import require
-from tests.engines.engines import environment
-from tests.engines.test_vllm import assert_same, daemon, on_disk, start, template, whole  # noqa: F401 – fixtures
+from tests.engines.engines import assert_same, environment
+from tests.engines.test_vllm import daemon, on_disk, start, template, whole  # noqa: F401 – fixtures
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import eventually
 

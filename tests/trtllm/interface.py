@@ -165,6 +165,10 @@ class Ranks:
         self._met = threading.Barrier(size)
         self._given: list[Any] = [None] * size
 
+    @property
+    def world(self) -> int:
+        return self.size
+
     def become(self, rank: int) -> None:
         self._here.rank = rank
 
@@ -181,12 +185,30 @@ class Ranks:
         return given
 
 
+class Owner(Ranks):
+    """A rank of attention data parallelism: it has its own executor and meets no other rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(1)
+        self._rank: Final = rank
+
+    @property
+    def world(self) -> int:
+        return self._rank + 2
+
+    def rank(self) -> int:
+        return self._rank
+
+    def allgather(self, value: Any) -> Sequence[Any]:
+        raise AssertionError("a collective between ranks that may have no step in common")
+
+
 @contextmanager
 def standing_in(ranks: Ranks) -> Iterator[Ranks]:
     """While it lasts ``import tensorrt_llm`` finds what is here."""
     contents: dict[str, dict[str, Any]] = {
         CONNECTORS: {each.__name__: each for each in (KvCacheConnectorScheduler, KvCacheConnectorWorker)},
-        UTILITIES: {"mpi_rank": ranks.rank, "mpi_world_size": lambda: ranks.size, "mpi_allgather": ranks.allgather},
+        UTILITIES: {"mpi_rank": ranks.rank, "mpi_world_size": lambda: ranks.world, "mpi_allgather": ranks.allgather},
         "tensorrt_llm": {"__version__": "1.4.0rc1"},
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ import importlib
 import json
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ from tests.integration.daemon import DaemonProcess
 from tests.integration.test_engine import held as held_leases
 from tests.integration.waiting import eventually
 from tests.trtllm.executor import Answer, Executor, Request, State
-from tests.trtllm.interface import Ranks, standing_in
-from tests.trtllm.model import Model
+from tests.trtllm.interface import CONNECTORS, Owner, Ranks, standing_in
+from tests.trtllm.model import GroupedPool, Model
 from tests.trtllm.traffic import SHARED, TAILS, ask, outputs
 
 V1: Final = Model()
@@ -53,15 +54,18 @@ def engine(
     way: Mapping[str, Any],
     *,
     ranks: int = 1,
+    owner: int | None = None,
     worker: Any = None,
     cache: Mapping[str, Any] = MappingProxyType({}),
     **how: Any,
 ) -> Iterator[Executor]:
-    """One engine instance, which ends with the block."""
+    """One engine instance, which ends with the block. ``owner``: it is this rank of attention data parallelism."""
     args = llm_args(model, **cache)
     if how.get("drafts"):
         args.speculative_config = SimpleNamespace(max_draft_len=how["drafts"])
-    with standing_in(Ranks(ranks)) as interface, pytest.MonkeyPatch.context() as patch:
+    args.enable_attention_dp = owner is not None
+    stand_in = Ranks(ranks) if owner is None else Owner(owner)
+    with standing_in(stand_in) as interface, pytest.MonkeyPatch.context() as patch:
         patch.setenv(trtllm.OPTIONS, json.dumps({"address": daemon.address, **way}))
         module, *classes = CONFIGURED
         scheduler, configured = (getattr(importlib.import_module(module), each) for each in classes)
@@ -120,6 +124,55 @@ def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, rank
         second.run()
     assert outputs(warm) == outputs(cold)
     assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm) < first.computed
+
+
+@both_models
+def test_ranks_of_attention_data_parallelism_share_a_cache(daemon, model):
+    """No rank waits for another, and each plans for itself."""
+    with engine(daemon, model, SYNC, owner=0, reuse=False, seed=1) as first:
+        cold = ask(first)
+        first.run()
+    with engine(daemon, model, SYNC, owner=1, reuse=False, seed=2) as second:
+        assert all(type(each).supports_attention_dp for each in (second.scheduler, *second.workers))
+        warm = ask(second)
+        second.run()
+    assert outputs(warm) == outputs(cold)
+    assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "host", "disk"),
+    [
+        ({"max_tokens": 65}, 9, 9),
+        ({"max_tokens": 64, "host_bytes": 4 << 20, "disk_bytes": 5 * 4096}, 8, 5),
+        ({"max_tokens": 1 << 30, "host_bytes": 7 * 4096, "disk_bytes": 5 * 4096}, 7, 5),
+    ],
+    ids=["tokens-alone", "fewer-tokens", "fewer-bytes"],
+)
+def test_the_least_of_tokens_and_bytes_is_the_budget(daemon, sizes, host, disk):
+    """A block has 8 tokens, and a record of 4096 bytes."""
+    with engine(daemon, V1, {"pin_wait": 5.0, **sizes}), Client(daemon.address) as client:
+        (cache,) = client.caches()
+        assert [tier.capacity for tier in client.stats().caches[0].tiers] == [host, disk], cache
+
+
+def test_a_layout_without_replicated_regions(daemon):
+    """As V2's first versions describe it."""
+    model = Model(windows=(0, 0), index=True)
+
+    def worker(args: Any) -> Any:
+        made = trtllm.KvtierWorker(args)
+        register = made.register_kv_cache_layout
+
+        def register_early(layout: Any) -> None:
+            groups = [SimpleNamespace(window_size=None, regions=group.regions) for group in layout.groups]
+            register(SimpleNamespace(tokens_per_block=layout.tokens_per_block, groups=groups))
+
+        made.register_kv_cache_layout = register_early
+        return made
+
+    with engine(daemon, model, SYNC, worker=worker), Client(daemon.address) as client:
+        assert [len(cache.spec.groups[0].pools) for cache in client.caches()] == [1]
 
 
 def test_saves_that_wait_for_slots_read_no_page_that_is_gone(daemon):
@@ -197,6 +250,20 @@ def test_pages_of_rejected_drafts_are_not_believed(daemon, model, way):
     if model is V2:  # pages that a window has left are gone at the end
         stored = sum(each.prompt // model.tokens_per_block * model.tokens_per_block for each in cold)
     assert loaded >= stored
+
+
+@pytest.mark.parametrize(("drafts", "loaded"), [(0, 32), (5, 24)], ids=["plain", "drafts"])
+def test_with_drafts_a_block_also_needs_its_next_token(daemon, drafts, loaded):
+    """Draft layers look at it."""
+    one, other = (SHARED[:32] + (last,) * 5 for last in (1, 2))
+    with engine(daemon, V2, SYNC, reuse=False, seed=1, drafts=drafts) as first:
+        first.submit(one)
+        first.run()
+    for prompt, saved in ((one, 32), (other, loaded)):
+        with engine(daemon, V2, {**SYNC, "save_decode": False}, reuse=False, seed=2, drafts=drafts) as second:
+            second.submit(prompt)
+            second.run()
+        assert second.computed == len(prompt) - saved
 
 
 async def test_blocks_outlive_the_daemon(daemon):
@@ -353,7 +420,11 @@ async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
     [
         ("{", {}, trtllm.OPTIONS),
         ('{"adress": "/run/kvtier"}', {}, "adress"),
+        ('{"max_tokens": 0}', {}, "max_tokens = 0: must be a number of tokens"),
         ('{"on_error": "fail"}', {"max_attention_window": [4096]}, "use_kv_cache_manager_v2"),
+        ('{"on_error": "fail"}', {"enable_block_reuse": False}, "enable_block_reuse = False: must be true"),
+        ('{"on_error": "fail"}', {"host_cache_size": 1 << 30}, "host_cache_size = 1073741824: must be 0"),
+        ('{"on_error": "fail"}', {"disk_cache_size": 1 << 30}, "disk_cache_size"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, cache, said):
@@ -362,6 +433,33 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, cache, said
         worker = trtllm.KvtierWorker(llm_args(V1, **cache))
         worker.register_kv_caches(None)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["v1", "v2"])
+def test_only_v1_needs_a_scheduler_that_evicts_nothing(monkeypatch, grouped):
+    monkeypatch.setenv(trtllm.OPTIONS, '{"on_error": "fail"}')
+    monkeypatch.setattr(trtllm._Scheduler, "here", None)
+    with standing_in(Ranks(1)):
+        worker = trtllm.KvtierWorker(args := llm_args(V1))
+        args.scheduler_config = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
+        if grouped:
+            pool = GroupedPool(V1, 0, 4)
+            worker.register_kv_cache_layout(pool.layout)
+            worker.close()
+        else:
+            with pytest.raises(InvalidArgument, match="MAX_UTILIZATION: must be GUARANTEED_NO_EVICT"):
+                worker.register_kv_caches(None)
+
+
+def test_an_engine_without_the_interfaces_is_named_in_one_line(monkeypatch):
+    for name in ("KvtierScheduler", "KvtierWorker"):
+        monkeypatch.delitem(vars(trtllm), name, raising=False)
+    with pytest.raises(ImportError, match=r"TensorRT-LLM 1\.4: No module named 'tensorrt_llm'"):
+        trtllm.KvtierWorker  # noqa: B018
+    with standing_in(Ranks(1)):
+        monkeypatch.delattr(sys.modules[CONNECTORS], "KvCacheConnectorWorker")
+        with pytest.raises(ImportError, match="has no attribute 'KvCacheConnectorWorker'"):
+            trtllm.KvtierWorker  # noqa: B018
 
 
 def test_an_engine_runs_without_kvtier_where_it_cannot_be_used(daemon, caplog):

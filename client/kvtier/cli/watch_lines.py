@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from rich.text import Text
 
+from kvtier.bridge.trtllm import TrtllmEvents
 from kvtier.cli.common import Interrupts
 from kvtier.cli.output import yaml_lines
-from kvtier.cli.trtllm import TrtllmEvents
 from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, WatchItem
 from kvtier.types import EventType, duration, size, tiers_of
 

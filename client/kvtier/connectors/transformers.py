@@ -3,11 +3,11 @@
 ::
 
     store = PrefixStore(client, model)
-    cache, known = store.load_prefix(ids)
-    done = model.generate(ids, cache=cache, return_dict_in_generate=True)
-    store.save_prefix(done.cache, done.sequences)
+    past, known = store.load_prefix(ids)
+    sequences = model.generate(ids, **{store.argument: past})
+    store.save_prefix(past, sequences)
 
-Older versions call ``cache`` ``past_key_values``.
+The model extends ``past``, which :meth:`PrefixStore.save_prefix` therefore stores.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class PrefixStore:
         """
         with torch.no_grad():
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
-        past = done["cache"] if "cache" in done else done.get("past_key_values")
-        self._states: Final = [States.of(states) for states in _tensors("model", past)]
+        self.argument: Final = "cache" if "cache" in done else "past_key_values"
+        """Name of the argument of ``generate`` and of the model that takes a cache. Versions name it differently."""
+        self._states: Final = [States.of(states) for states in _tensors("model", done.get(self.argument))]
         if len(devices := {str(states.device) for states in self._states}) > 1:
             raise InvalidArgument("model", f"layers on {', '.join(sorted(devices))}", "on one device")
         self._tokens: Final = tokens_per_block

@@ -25,7 +25,7 @@ import os
 import select
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, TypeVar
 
 from kvtier.abi.keys import Scope
@@ -53,17 +53,42 @@ _BASES: Final = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 _IDLE_S: Final = 0.001
 """Seconds that the worker of an idle engine waits for the end of a copy, instead of being called again at once."""
 
+_NO_EVICT: Final = "GUARANTEED_NO_EVICT"
+
 _log = logging.getLogger("kvtier.engine")
 
 
 def __getattr__(name: str) -> type:
-    """Makes ``KvtierScheduler`` and ``KvtierWorker``, with the engine's own base classes."""
+    """Makes ``KvtierScheduler`` and ``KvtierWorker``, with the engine's own base classes. Raises :class:`ImportError`
+    for an engine without them."""
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     mixin, base = _CLASSES[name]
-    made = type(name, (mixin, getattr(importlib.import_module(_BASES), base)), {"__doc__": mixin.__doc__})
+    try:
+        bases = mixin, getattr(importlib.import_module(_BASES), base)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"kvtier needs the connector interface of TensorRT-LLM 1.4: {error}") from error
+    made = type(name, bases, {"__doc__": mixin.__doc__})
     globals()[name] = made
     return made
+
+
+@dataclass(slots=True, frozen=True)
+class _Options(EngineOptions):
+    """``max_tokens``: budget of a tier in tokens. The smaller of it and the tier's bytes is taken."""
+
+    max_tokens: int | None = None
+
+    def limited(self, layout: Layout) -> EngineOptions:
+        """Returns the options with ``max_tokens`` as bytes: blocks of all layers, as if none had a window."""
+        if self.max_tokens is None:
+            return self
+        block = sum(layout.spec.record_bytes(group) for group in range(len(layout.groups)))
+        most = -(-self.max_tokens // layout.tokens) * block
+        host, disk = self.host_bytes, self.disk_bytes
+        if host is None and disk is None:
+            host = disk = most
+        return replace(self, host_bytes=host and min(host, most), disk_bytes=disk and min(disk, most))
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,8 +122,9 @@ class _OfferedRequest:
 
 
 class _Scheduler:
-    """Plans loads and saves; on the leader only."""
+    """Plans loads and saves; on the leader, or with attention data parallelism on every rank."""
 
+    supports_attention_dp: ClassVar = True
     here: ClassVar[_Scheduler | None] = None
     """The scheduler of this process. The engine makes it, but does not tell it the worker's memory."""
 
@@ -110,7 +136,10 @@ class _Scheduler:
         self._allocated: dict[int, Mapping[int, Sequence[int]]] = {}
         self._parked: set[int] = set()
         self._over: tuple[set[int], set[int]] = set(), set()
-        self._drafts = getattr(llm_args, "speculative_config", None) is not None
+        drafts = getattr(llm_args, "speculative_config", None)
+        self._drafts = drafts is not None
+        # A draft layer's keys and values depend on later tokens, too: one, or one a layer.
+        self._ahead = int(getattr(drafts, "num_nextn_predict_layers", None) or 1) if self._drafts else 0
         _Scheduler.here = self
 
     def open(self, layout: Layout, options: EngineOptions) -> bool:
@@ -133,8 +162,10 @@ class _Scheduler:
         name, size, tokens = str(request.request_id), self._layout.tokens, request.get_tokens(0)
         # A block that the engine has in part is loaded as a whole: the part is the request's own copy.
         first = num_computed_tokens - num_computed_tokens % size
+        if self._ahead:
+            scope = replace(scope, salt=repr((scope.salt, *tokens[: self._ahead])))
         chain = KeyChain.of_tokens(size, scope)
-        chain.extend(tokens)
+        chain.extend(tokens[self._ahead :])
         # The engine asks once: blocks of a remote store are fetched for the next request.
         offered = self._planner.offer(name, chain, first, total_tokens=len(tokens), waits=False) or 0
         end = max(num_computed_tokens, first + offered)
@@ -249,7 +280,10 @@ class _Scheduler:
 
 
 class _Worker:
-    """Copies between the engine's pages and kvtier; on every rank."""
+    """Copies between the engine's pages and kvtier; on every rank. With attention data parallelism every rank has whole
+    pages and requests of its own: it is the only rank of its layout, and all ranks share one cache."""
+
+    supports_attention_dp: ClassVar = True
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)  # type: ignore[call-arg]
@@ -257,8 +291,9 @@ class _Worker:
         self._args = llm_args
         self._options = _options()
         self._allgather = ranks.mpi_allgather
-        self._rank: int = ranks.mpi_rank()
-        self._ranks: int = ranks.mpi_world_size()
+        alone = bool(getattr(llm_args, "enable_attention_dp", False))
+        self._rank: int = 0 if alone else ranks.mpi_rank()
+        self._ranks: int = 1 if alone else ranks.mpi_world_size()
         self._leader: _Scheduler | None = None
         self._mover: Mover | None = None
         self._step: _Step | None = None
@@ -268,13 +303,7 @@ class _Worker:
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """V1: ``[blocks, layers, 2, heads * tokens * size]``; a block is contiguous."""
-        if window := self._args.kv_cache_config.max_attention_window:
-            # V1 does not say which pages a window has left.
-            limit = "left out, unless use_kv_cache_manager_v2 is true"
-            fault = InvalidArgument("kv_cache_config.max_attention_window", window, limit)
-            if self._options.on_error == "fail":
-                raise fault
-            _log.warning("the engine runs without kvtier: %s", fault)
+        if self._refuses(_v1_fault(self._args) or _fault(self._args)):
             return
         pages = GroupPages.block_outermost(0, kv_cache_tensor)
         identity = {"block": str(tuple(kv_cache_tensor.shape[1:]))}
@@ -282,20 +311,29 @@ class _Worker:
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """V2: one plane per region; each group has its own page numbers."""
+        if self._refuses(_fault(self._args)):
+            return
         groups, pages = [], []
         for number, group in enumerate(layout.groups):
             planes, tensors = [], {}
-            for region in (*group.replicated_regions, *group.regions):
+            replicated = getattr(group, "replicated_regions", ())  # an early V2 has none
+            for region in (*replicated, *group.regions):
                 first = region.buffers[0]
                 name = f"{first.layer_id}.{first.role}+{len(region.buffers)}"
                 tensors[name] = region.as_tensor()
-                planes.append(
-                    PlaneLayout(name, region.size, region in group.replicated_regions, str(tensors[name].dtype))
-                )
+                planes.append(PlaneLayout(name, region.size, region in replicated, str(tensors[name].dtype)))
             groups.append(PageGroup(tuple(planes), window=group.window_size or 0))
             pages.append(GroupPages(number, tensors))
         identity = {"dtype": str(self._args.kv_cache_config.dtype)}
         self._open(layout.tokens_per_block, tuple(groups), pages, identity)
+
+    def _refuses(self, fault: InvalidArgument | None) -> bool:
+        """Returns whether a fault keeps kvtier out of the engine. Raises the fault if an error ends the engine."""
+        if fault is not None and self._options.on_error == "fail":
+            raise fault
+        if fault is not None:
+            _log.warning("the engine runs without kvtier: %s", fault)
+        return fault is not None
 
     def _open(
         self, tokens: int, groups: tuple[PageGroup, ...], pages: Sequence[GroupPages], identity: dict[str, str]
@@ -308,12 +346,13 @@ class _Worker:
         digest = hashlib.sha256(settings.encode()).hexdigest()
         identity |= {"engine": engine, "weights": weights.digest, "settings": digest}
         layout = Layout(weights.name, tokens, groups, self._ranks, identity, weights.told)
-        self._mover = Mover(layout, self._options, pages, rank=self._rank)
+        options = self._options.limited(layout)
+        self._mover = Mover(layout, options, pages, rank=self._rank)
         atexit.register(self.close)
         made = False
         if self._rank == 0 and _Scheduler.here is not None:
             self._leader = _Scheduler.here
-            made = self._leader.open(layout, self._options)
+            made = self._leader.open(layout, options)
         if any(self._gathered(made)):
             # If the first load had to ask the daemon for its memory, it could fail, though its blocks are pinned.
             self._mover.open()
@@ -402,14 +441,40 @@ _CLASSES: Final[Mapping[str, tuple[type, str]]] = {
 }
 
 
-def _options() -> EngineOptions:
+def _fault(args: Any) -> InvalidArgument | None:
+    """Returns the first setting with which the engine asks no connector, or moves pages that kvtier copies."""
+    config = args.kv_cache_config
+    if not (reuse := getattr(config, "enable_block_reuse", True)):
+        return InvalidArgument("kv_cache_config.enable_block_reuse", reuse, "true, or the engine asks no connector")
+    for name in ("host_cache_size", "disk_cache_size"):
+        if size := getattr(config, name, None):
+            return InvalidArgument(f"kv_cache_config.{name}", size, "0, because kvtier has the tiers beyond the GPU")
+    return None
+
+
+def _v1_fault(args: Any) -> InvalidArgument | None:
+    """Like :func:`_fault`, for V1 alone."""
+    if window := args.kv_cache_config.max_attention_window:
+        # V1 does not say which pages a window has left.
+        limit = "left out, unless use_kv_cache_manager_v2 is true"
+        return InvalidArgument("kv_cache_config.max_attention_window", window, limit)
+    policy = getattr(getattr(args, "scheduler_config", None), "capacity_scheduler_policy", _NO_EVICT)
+    if (name := getattr(policy, "name", policy)) != _NO_EVICT:
+        return InvalidArgument("scheduler_config.capacity_scheduler_policy", name, _NO_EVICT)
+    return None
+
+
+def _options() -> _Options:
     """Reads the options from the environment: the engine's configuration has no place for a connector's settings."""
     text = os.environ.get(OPTIONS, "{}")
     try:
         settings = json.loads(text)
     except ValueError as error:
         raise InvalidArgument(OPTIONS, text, 'JSON, such as {"address": "/run/kvtier"}') from error
-    return EngineOptions.of(settings, pin=True)
+    options = _Options.of(settings, pin=True)
+    if (most := options.max_tokens) is not None and (type(most) is not int or most < 1):
+        raise InvalidArgument("kvtier setting max_tokens", most, "a number of tokens, 1 or more")
+    return options
 
 
 def _scope(request: Any) -> Scope | None:

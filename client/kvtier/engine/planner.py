@@ -21,7 +21,7 @@ from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
-from kvtier.engine.states import States
+from kvtier.engine.states import KeptStates
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
@@ -101,7 +101,7 @@ class Planner:
         self.complaints: Final = leader.complaints
         self._note: Final = leader.complaints.note
         self._fetches: Final = Fetches(leader)
-        self._states: Final = States()
+        self._states: Final = KeptStates()
         self._requests: Final[dict[str, _PlannedRequest]] = {}
         self._scheduled: Final[dict[str, _PlannedRequest]] = {}
         """Requests of the step being planned, and finished requests with blocks left to save."""

@@ -30,7 +30,7 @@ class _State:
         return self.prompts + self.answers >= _BRANCH
 
 
-class States:
+class KeptStates:
     """The states that this engine has stored lately, by the key of their block."""
 
     def __init__(self) -> None:

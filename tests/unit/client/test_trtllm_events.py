@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.cli.trtllm import WHOLE_WINDOW, TrtllmEvents
+from kvtier import TrtllmEvents
+from kvtier.bridge.trtllm import WHOLE_WINDOW
 from kvtier.cli.watch_lines import trtllm_lines
 from kvtier.events import BlockTokens, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier

@@ -56,7 +56,8 @@ class _SeenGroup:
 
 
 class TrtllmEvents:
-    """Converts the events of one cache, which must be unfiltered: a block without its events stays unknown.
+    """Converts the events of one cache to TensorRT-LLM's, as dicts. The events must be unfiltered: a block without its
+    events stays unknown. The module's docstring lists the differences.
 
     ``attention_dp_rank``: the rank in every event; None without attention data parallelism.
     """
@@ -67,7 +68,7 @@ class TrtllmEvents:
         self._next_id = 0
 
     def of(self, item: WatchItem) -> Iterator[Json]:
-        """Yields an item as TensorRT-LLM's events, in order."""
+        """Yields an item as TensorRT-LLM's events in order, each as a dict that JSON can hold."""
         match item:
             case Event() | SnapshotSlice():
                 group = self._groups.setdefault(item.group, _SeenGroup(item.group))

@@ -1,0 +1,38 @@
+"""The code of docs/engines.md with transformers of the version that vLLM pins, and with the oldest version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.engines.conftest import require
+from tests.engines.engines import ROOT, START_S, environment
+from tests.integration.conftest import pool, start_fresh
+
+pytestmark = [pytest.mark.engines, pytest.mark.limit(300)]
+
+__all__ = ["pool", "start_fresh"]
+
+PAGE = (ROOT / "docs/engines.md").read_text()
+MODEL = "from pathlib import Path\nfrom tests.connectors import tiny\ntiny.save(Path('my-model'))\n"
+
+
+@pytest.mark.parametrize("version", ["vllm", "transformers"], ids=["pinned-by-vllm", "oldest"])
+def test_a_prompt_is_computed_once(engines, start_fresh, tmp_path, version):
+    python = require(engines, version)
+    daemon = start_fresh("--host-bytes", "64MiB", "--disk-bytes", "64MiB")
+    (code,) = re.findall(r"^```python runnable\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    folders = [] if version == "vllm" else [engines / "transformers"]
+    variables = environment(*folders) | {"KVTIER_ADDRESS": daemon.address}
+    done = subprocess.run(
+        [python, "-c", MODEL + code],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert done.stdout == "0 tokens loaded, 32 stored\n32 tokens loaded, 48 stored\n", done.stderr
