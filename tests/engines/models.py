@@ -23,6 +23,8 @@ _COMMON: Final[Mapping[str, Any]] = {
     "initializer_range": 0.1,
 }
 
+_SLOW: Final = -5.0
+
 
 def llama() -> Any:
     from transformers import LlamaConfig
@@ -68,7 +70,32 @@ def mla() -> Any:
     )
 
 
-KINDS: Final[Mapping[str, Callable[[], Any]]] = {"llama": llama, "medium": medium, "hybrid": hybrid, "mla": mla}
+def states() -> Any:
+    """Three of four layers keep a state (GDN) that fades slowly. vLLM's kernels for CPUs take heads of 64 or 128 and
+    bfloat16."""
+    from transformers import Qwen3NextConfig
+
+    linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 2}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
+    return Qwen3NextConfig(
+        **_COMMON,
+        **linear,
+        **experts,
+        linear_num_key_heads=2,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        shared_expert_intermediate_size=128,
+    )
+
+
+KINDS: Final[Mapping[str, Callable[[], Any]]] = {
+    "llama": llama,
+    "medium": medium,
+    "hybrid": hybrid,
+    "mla": mla,
+    "states": states,
+}
 
 
 def make(kind: str, directory: Path, seed: int) -> None:
@@ -81,6 +108,9 @@ def make(kind: str, directory: Path, seed: int) -> None:
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(_SLOW)
     model.save_pretrained(directory)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))

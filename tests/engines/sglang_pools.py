@@ -4,6 +4,7 @@
 
 - ``window``: two pools, one of them of a sliding window, in each layout: their random bytes are stored, and loaded into
   other pages;
+- ``states``: the pools of a hybrid model, attention and Mamba's states: a prefix ends where a state is stored;
 - ``ranks``: what two tensor-parallel ranks see of each other;
 - ``put``, ``fetch``: two hosts with one store;
 - ``off``: with wrong settings everything is a miss.
@@ -18,13 +19,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBufferLayout,
+    KVBuffers,
+    MambaStateBufferInfo,
+    MHABufferInfo,
+    MLABufferInfo,
+)
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import publish
@@ -102,6 +110,18 @@ def mla() -> Any:
     )
 
 
+def mamba(seed: int, heads: int = 2) -> Any:
+    """Of two layers, with a page for each state."""
+    torch.manual_seed(seed)
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(2, PAGES, heads, 16, 16), conv=(torch.zeros(2, PAGES, 24, 3, dtype=torch.bfloat16),)
+    )
+    made = MambaPoolHost(info, 1.0, 0, device_capacity=PAGES, pin_memory=False, layout="page_first_direct")
+    for buffer in made.kv_buffer:
+        buffer.copy_(torch.rand(buffer.shape))
+    return made
+
+
 def indices(*pages: int) -> torch.Tensor:
     """Of the tokens of pages."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
@@ -172,6 +192,39 @@ def window_in(layout: str, settings: dict[str, Any]) -> None:
     backend.close()
 
 
+def states(settings: dict[str, Any]) -> None:
+    """A node of SGLang's tree has the state at its end, under the key of its last page."""
+    full, kept = mha(3, "page_first_direct"), mamba(1)
+    pools = {PoolName.KV: full, PoolName.MAMBA: kept}
+    backend = backend_of(settings, pools)
+    assert backend.batch_set_v1(KEYS[:STORED], indices(*range(STORED))) == [True] * STORED
+
+    def state_of(page: int, place: int) -> PoolTransfer:
+        key, at = [KEYS[page]], torch.tensor([place])
+        return PoolTransfer(PoolName.MAMBA, at, keys=key, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    asked = PoolTransfer(PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert backend.batch_exists_v2(KEYS, [asked]).kv_hit_pages == 0, "no state is stored"
+    for page, place in ((1, 0), (4, 3)):
+        assert backend.batch_set_v2([state_of(page, place)]) == {PoolName.MAMBA: [True]}
+    found = backend.batch_exists_v2(KEYS, [asked])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (5, [2, 5])
+    assert backend.batch_exists_v2(KEYS[:4], [asked]).kv_hit_pages == 2, "a state cannot go back"
+    right = kept.get_data_page(3).clone()
+    assert backend.batch_get_v2([state_of(4, 7)]) == {PoolName.MAMBA: [True]}
+    assert torch.equal(kept.get_data_page(7), right)
+    assert backend.batch_get_v2([state_of(2, 7)]) == {PoolName.MAMBA: [False]}, "in between"
+    assert torch.equal(kept.get_data_page(7), right)
+    for pool, there in ((mamba(1), 5), (mamba(1, heads=4), 0)):  # other states are another cache
+        other = backend_of(settings, pools | {PoolName.MAMBA: pool})
+        assert other.batch_exists_v2(KEYS, [asked]).kv_hit_pages == there
+        other.close()
+    second = backend_of(settings, pools, 1, 2)  # states are sharded over ranks
+    assert second.batch_exists_v2(KEYS, [asked]).kv_hit_pages == 0
+    second.close()
+    backend.close()
+
+
 def ranks(settings: dict[str, Any]) -> None:
     """Heads are divided over ranks, latent vectors are the same on each: rank 0 alone is asked to store those."""
     for pool, seen in ((mha(2, "layer_first"), 0), (mla(), STORED)):
@@ -217,5 +270,6 @@ def off(settings: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     publish(ServerArgs(model_path=sys.argv[2], device="cpu"), role="scheduler")
-    {"window": window, "ranks": ranks, "put": put, "fetch": fetch, "off": off}[sys.argv[1]](json.loads(sys.argv[3]))
+    kinds = {"window": window, "states": states, "ranks": ranks, "put": put, "fetch": fetch, "off": off}
+    kinds[sys.argv[1]](json.loads(sys.argv[3]))
     print("ok")

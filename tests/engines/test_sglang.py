@@ -235,8 +235,8 @@ def in_pools(python, path, home, make_model):
     return in_pools
 
 
-@pytest.mark.parametrize("what", ["window", "ranks"])
-def test_pools_have_windows_and_ranks_share_what_they_have_alike(in_pools, daemon, what):
+@pytest.mark.parametrize("what", ["window", "states", "ranks"])
+def test_pools_have_windows_or_states_and_ranks_share_what_they_have_alike(in_pools, daemon, what):
     status, said = in_pools(what, on_error="fail")
     assert (status, said.splitlines()[-1]) == (0, "ok"), said
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from kvtier import Client
-from kvtier.engine import Completed, CopyResult, Layout, PageGroup, PlaneLayout, Planner, Work
+from kvtier.engine import STATE, Completed, CopyResult, Layout, PageGroup, PlaneLayout, Planner, Work
 from tests.engine.toy import TOKENS, assert_right, wait_until
 from tests.engine.walk import STALL_S, FaultyMover, Walk, walk
 from tests.integration.daemon import DaemonProcess
@@ -30,7 +30,17 @@ SINKS: Final = Layout(
 RANKS: Final = Layout(
     "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 300), PlaneLayout("latent", 200, replicated=True))),), ranks=2
 )
-LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS)}
+STATES: Final = Layout(
+    "states",
+    TOKENS,
+    (
+        PageGroup((PlaneLayout("conv", 100), PlaneLayout("ssm", 800)), window=STATE),
+        PageGroup((PlaneLayout("full", 600),)),
+        PageGroup((PlaneLayout("conv", 100), PlaneLayout("ple", 200, replicated=True)), window=STATE),
+    ),
+    ranks=2,
+)
+LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS, STATES)}
 STEPS: Final = 100
 
 
@@ -167,6 +177,12 @@ class KeepsOldTables(Planner):
         return super().finished(req_id)
 
 
+class SavesUnfinishedStates(Planner):
+    def scheduled(self, req_id: str, computed_tokens: int, new_tokens: int, tables: Any, **given: Any) -> None:
+        missing = -(computed_tokens + new_tokens) % TOKENS
+        super().scheduled(req_id, computed_tokens, new_tokens + missing, tables, **given)
+
+
 class BelievesOneRank(Planner):
     def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         return super().completed([replace(each, failed={} if each.rank else each.failed) for each in outcomes])
@@ -202,6 +218,7 @@ NO_SLOTS: Final = {"reserve_blocks": 1, "host_bytes": 1 << 18, "disk_bytes": 1 <
 FAULTS: Final = [
     (HYBRID, SavesWhatAFailedLoadSpoiled, {"broken": 0.7, "unsaved": 0.0, "async_blocks": 1000}),
     (HYBRID, KeepsOldTables, NO_SLOTS),
+    (STATES, SavesUnfinishedStates, {}),
     (RANKS, BelievesOneRank, {"broken": 0.3}),
     (RANKS, WaitsForOneRank, {}),
     (HYBRID, ForgetsToFlush, {}),

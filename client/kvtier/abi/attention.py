@@ -46,7 +46,7 @@ class Attention:
     @classmethod
     def of(cls, tokens_per_block: int, window_tokens: int, sink_tokens: int = 0, *, flat: bool = False) -> Self:
         """See :class:`kvtier.abi.spec.WindowGroupSpec`."""
-        span, sinks = (-(-tokens // tokens_per_block) for tokens in (window_tokens, sink_tokens))
+        span, sinks = (0 if flat else -(-tokens // tokens_per_block) for tokens in (window_tokens, sink_tokens))
         return cls(span, sinks, chained=not flat and not span)
 
     def first_block(self, blocks: int) -> int:

@@ -123,7 +123,8 @@ class PoolSpec:
 
 @dataclass(slots=True, frozen=True)
 class WindowGroupSpec:
-    """Pools whose blocks come and go together. ``window_tokens`` 0 = full attention, else a sliding window.
+    """Pools whose blocks come and go together. ``window_tokens`` 0 = full attention, 1 = the state of a sequence after
+    the block, else a sliding window.
 
     ``flat``: its keys form no chains; each block is stored, found and evicted by itself. ``sink_tokens``: number of
     first tokens of a sequence that stay in a sliding window.
@@ -196,7 +197,7 @@ class CacheSpec:
         where = f"groups[{index}]"
         require_int(f"{where}.window_tokens", group.window_tokens, 0, _MAX_WINDOW_TOKENS, SpecError)
         require_int(f"{where}.sink_tokens", group.sink_tokens, 0, _MAX_WINDOW_TOKENS, SpecError)
-        if group.flat and group.window_tokens:
+        if group.flat and group.window_tokens > 1:
             raise SpecError(f"{where}.flat", True, "False for a sliding window, which is one over a chain")
         if group.sink_tokens and not group.window_tokens:
             raise SpecError(f"{where}.sink_tokens", group.sink_tokens, "0 without a sliding window")

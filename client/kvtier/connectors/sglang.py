@@ -26,12 +26,21 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.connectors.store import Store, options_of
-from kvtier.engine import Weights, weights_of
+from kvtier.engine import STATE, Weights, weights_of
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
 
 _OF_MODEL: Final = ("quantization", "kv_cache_dtype", "quantization_param_path")
 _OF_POOL: Final = ("layout", "dtype", "start_layer", "end_layer", "layer_num", "head_num", "storage_format_tag")
+_OF_STATES: Final = (
+    "num_mamba_layers",
+    "conv_state_shapes",
+    "temporal_state_shape",
+    "temporal_dtype",
+    "size_per_token",
+)
+_STATE_TOKENS: Final = 4096
+"""Tokens of a state's share of the budgets."""
 
 _log = logging.getLogger("kvtier.connectors")
 
@@ -147,12 +156,12 @@ class KvtierHiCache(HiCacheStorage):
             options = options_of(self._settings)
             found = {name: _StoredPool(self._pools[name]) for name in names if not self._is_logical(name)}
             self._pages.update(found)
-            total = sum(pages.nbytes for pages in self._pages.values())
+            total = sum(self._weight(name) for name in self._pages)
             for alike in (False, True):
                 some = {name: pages for name, pages in found.items() if self._alike(name) == alike}
                 if not some:
                     continue
-                share = sum(pages.nbytes for pages in some.values()) / total
+                share = sum(map(self._weight, some)) / total
                 store = Store(options, self._spec(some, alike), share)
                 self._stores.append(store)
                 for group, pages in enumerate(some.values()):
@@ -164,6 +173,11 @@ class KvtierHiCache(HiCacheStorage):
 
     def _is_logical(self, name: str) -> bool:
         return isinstance(self._pools[name], LogicalHostPool)
+
+    def _weight(self, name: str) -> float:
+        """Returns the bytes of a pool for each page of tokens."""
+        nbytes = self._pages[name].nbytes
+        return nbytes * self._pools[PoolName.KV].page_size / _STATE_TOKENS if name == PoolName.MAMBA else nbytes
 
     def _alike(self, name: str) -> bool:
         sharded = name == PoolName.MAMBA or isinstance(self._pools[name], MHATokenToKVPoolHost)
@@ -187,9 +201,13 @@ class KvtierHiCache(HiCacheStorage):
         identity |= {name: _text(getattr(model, name, None)) for name in _OF_MODEL}
         for name in pools:
             pool = self._pools[name]
-            described = [f"{each}={_text(getattr(pool, each, None))}" for each in _OF_POOL]
-            identity[f"pool {_text(name)}"] = " ".join([type(pool).__name__, *described])
-        groups = tuple(WindowGroupSpec(flat=True, pools=(PoolSpec.opaque(pages.nbytes),)) for pages in pools.values())
+            known = (*_OF_POOL, *(_OF_STATES if name == PoolName.MAMBA else ()))
+            described = [f"{each}={_text(getattr(pool, each, None))}" for each in known]
+            identity[f"pool {_text(name)}"] = _text(" ".join([type(pool).__name__, *described]))
+        groups = tuple(
+            WindowGroupSpec(STATE if name == PoolName.MAMBA else 0, (PoolSpec.opaque(pages.nbytes),), flat=True)
+            for name, pages in pools.items()
+        )
         return CacheSpec(
             _text(weights.name), "uint8", self._pools[PoolName.KV].page_size, rank, ranks, groups, identity
         )

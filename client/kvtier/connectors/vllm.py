@@ -14,10 +14,12 @@ import hashlib
 import logging
 import os
 import select
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -39,7 +41,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connectors.vllm_events import KvEvents
-from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, tokens_per_block
+from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, states_of, tokens_per_block
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import CallerError
@@ -48,6 +50,7 @@ from kvtier.memory.gpu import StreamObject
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -99,7 +102,7 @@ class _TrackedRequest:
 
     ``waits``: vLLM was told that the load is asynchronous; ``loading``: this load is under way. ``running``: the
     request has pages. ``stale``: its pages hold blocks from before a reset. ``adapter``: the digest of its LoRA adapter
-    when its first key was made.
+    when its first key was made. ``states``: by group, the pages that hold a finished state, by the state's block.
     """
 
     request: Request
@@ -110,21 +113,34 @@ class _TrackedRequest:
     running: bool = False
     stale: bool = False
     adapter: bytes | None = None
+    states: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class _Tables(Mapping[int, list[int]]):
-    """The block tables of a request by group, copied only if the planner reads them. Valid until the step goes out."""
+    """The block tables of a request by group, copied only if the planner reads them. Valid until the step goes out.
 
-    def __init__(self, groups: int, resolve: Callable[[], Sequence[Sequence[int]]]) -> None:
+    ``states``: by group of states, the pages to save. vLLM writes the other pages of this group, or has freed them.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        resolve: Callable[[], Sequence[Sequence[int]]],
+        states: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
+    ) -> None:
         self._groups = groups
         self._resolve = resolve
+        self._states = states
 
     @cached_property
     def _tables(self) -> dict[int, list[int]]:
-        return {
+        tables = {
             group: [NO_PAGE if block == _NULL_BLOCK else block for block in table]
             for group, table in enumerate(self._resolve())
         }
+        for group, pages in self._states.items():
+            tables[group] = [page if pages.get(at) == page else NO_PAGE for at, page in enumerate(tables[group])]
+        return tables
 
     def __getitem__(self, group: int) -> list[int]:
         return self._tables[group]
@@ -144,6 +160,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = self._kv_transfer_config.kv_connector_extra_config or {}
         self._options: EngineOptions | None = None
         self._groups = len(kv_cache_config.kv_cache_groups)
+        self._states = states_of(kv_cache_config)
+        # With several groups, or with states, a prefix is loaded whole or not at all.
+        self._whole = self._groups > 1 or bool(self._states)
         self._layout: Layout | None = None
         self._mover: Mover | None = None
         self._loading: set[str] = set()
@@ -160,9 +179,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             told = published is not None and published.enable_kv_cache_events
             options = EngineOptions.of(self._settings, events=told)
             require_supported(vllm_config, kv_cache_config)
-            # A step planned ahead would compute on pages whose load failed in this step. With several groups, vLLM can
-            # take back only requests that wait for their load.
-            waits = scheduler.async_scheduling or self._groups > 1
+            # A step planned ahead would compute on pages whose load failed in this step. Of a prefix that is loaded
+            # whole, vLLM can take back only requests that wait for their load. A step also moves its states before
+            # its synchronous loads begin.
+            waits = scheduler.async_scheduling or self._whole
             self._options = replace(options, async_blocks=0) if waits else options
             self._tokens = tokens_per_block(kv_cache_config)
             self._hashes_per_block = self._tokens // (kv_cache_config.hash_block_size or self._tokens)
@@ -241,12 +261,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if outcome.kind == "load" and outcome.request in self._loading:
                 self._loading.remove(outcome.request)
                 results.finished_recving.add(outcome.request)
-                if outcome.failed and self._groups > 1:
+                if outcome.failed and self._whole:
                     results.failed_recving.add(outcome.request)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._mover is None or self._groups > 1:
+        if self._mover is None or self._whole:
             return set()
         return {page for pages in self._mover.failed_pages().values() for page in pages}
 
@@ -273,10 +293,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._preempt(known)
         self._extend(known)
         known.computed = num_computed_tokens // self._tokens
-        # The last block may be loaded whole: vLLM then computes only the last token, into the loaded page.
-        offered = self._planner.offer(
-            request.request_id, known.chain, num_computed_tokens, total_tokens=request.num_tokens + 1
-        )
+        # The last block may be loaded whole: vLLM then computes only the last token, into the loaded page. A state
+        # cannot go back by a token.
+        total = request.num_tokens + (not self._states)
+        offered = self._planner.offer(request.request_id, known.chain, num_computed_tokens, total_tokens=total)
+        if offered is not None and self._states and (branch := self._planner.branch(request.request_id)):
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, branch)  # vLLM ends a step there
         if offered:
             offered = min(offered, request.num_tokens - 1 - num_computed_tokens)
         known.waits = bool(offered) and self._planner.is_async(request.request_id)
@@ -342,7 +364,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         name = request.request_id
         self._extend(known)
-        held = self._planner.finished(name, _Tables(self._groups, lambda: block_ids))
+        held = self._planner.finished(name, _Tables(self._groups, lambda: block_ids, self._finished_states(known)))
         if held and not known.loading:  # the pages of a load vLLM itself keeps until the load has ended
             self._held.add(name)
             return True, None
@@ -384,6 +406,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """Notes that a request that ran has lost its pages, maybe in this step."""
         if known.running:
             known.running = known.stale = False
+            known.states.clear()
             if self._planner is not None:
                 self._planner.preempted(known.request.request_id)
 
@@ -402,6 +425,25 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             namespace += adapter
         known.chain.extend(hashlib.sha256(namespace + key).digest() if namespace else key for key in new)
 
+    def _finished_states(self, known: _TrackedRequest) -> Mapping[int, Mapping[int, int]]:
+        return {group: known.states[group] for group in self._states}
+
+    def _note_states(self, known: _TrackedRequest, end: int, state: KVConnectorBlockState) -> None:
+        """Notes the pages that hold a state worth saving when this step has computed the tokens before ``end``."""
+        handed = state.boundary_state_offloads.get(known.request.request_id, [])
+        if self._states and end % self._tokens == 0:
+            tables, last = state.resolve_block_ids(known.request.request_id), end // self._tokens - 1
+            handed = [*handed, *((group, tables[group][last], end) for group in self._states)]
+        for group, page, tokens in handed:
+            if tokens % self._tokens == 0 and self._is_wanted(known.request, tokens):
+                known.states[group][tokens // self._tokens - 1] = page
+
+    def _is_wanted(self, request: Request, tokens: int) -> bool:
+        """Returns whether a later prompt may continue from the state after the first ``tokens`` tokens: the prompt or
+        the answer ends there, or chains branch."""
+        last = (request.num_prompt_tokens - 1) // self._tokens * self._tokens
+        return tokens >= last or bool(tokens == request.shared_prefix_boundary)
+
     def _reuse(self, tables: Sequence[Sequence[int]], first: int) -> None:
         for table in tables:
             self._reused.update(table[first:])
@@ -412,7 +454,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         assert planner is not None and state is not None
         known.running = True
         self._extend(known)
-        tables = _Tables(self._groups, lambda: state.resolve_block_ids(name))
+        self._note_states(known, computed + output.num_scheduled_tokens[name], state)
+        tables = _Tables(self._groups, lambda: state.resolve_block_ids(name), self._finished_states(known))
         planner.scheduled(name, computed, output.num_scheduled_tokens[name], tables, chain=known.chain)
 
 

@@ -16,11 +16,13 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -28,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.connectors.rows import joined, page_rows
-from kvtier.engine import GroupPages, Layout, PageGroup, PlaneLayout, Weights, weights_of
+from kvtier.engine import STATE, GroupPages, Layout, PageGroup, PlaneLayout, Weights, weights_of
 from kvtier.errors import InvalidArgument
 
 _log: Final = logging.getLogger("vllm.kvtier")
@@ -51,14 +53,31 @@ def require_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise InvalidArgument("kv_cache_groups", len(kv.kv_cache_groups), "groups that are all cached by prefix")
     for group in kv.kv_cache_groups:
         spec = _first(group.kv_cache_spec)
-        name = type(spec).__name__
-        if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
-            raise InvalidArgument("kv_cache_spec", name, "full or sliding window attention, or MLA")
+        if isinstance(spec, MambaSpec):
+            _require_whole_states(config, spec)
+        elif not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+            limit = "full or sliding window attention, MLA, or a state (Mamba, GDN, short convolution)"
+            raise InvalidArgument("kv_cache_spec", type(spec).__name__, limit)
     if not kv.kv_cache_groups:
         raise InvalidArgument("kv_cache_groups", 0, "at least 1: this model keeps nothing")
     sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
     if len(sizes) > 1:
         raise InvalidArgument("block_size", sorted(sizes), "equal in all groups of layers")
+
+
+def _require_whole_states(config: VllmConfig, spec: MambaSpec) -> None:
+    """Raises :class:`InvalidArgument` if a finished page of a state may change, or may not hold the whole state."""
+    if spec.mamba_cache_mode != "align":
+        raise InvalidArgument("mamba_cache_mode", spec.mamba_cache_mode, "align: states are kept at block ends")
+    if config.speculative_config is not None or spec.num_speculative_blocks:
+        method = getattr(config.speculative_config, "method", None)
+        raise InvalidArgument("speculative_config", method, "left out for a model with states: drafts move their pages")
+
+
+def states_of(kv: KVCacheConfig) -> frozenset[int]:
+    """Returns the groups whose layers keep a state of the sequence instead of keys and values of each token."""
+    groups = enumerate(kv.kv_cache_groups)
+    return frozenset(number for number, group in groups if isinstance(_first(group.kv_cache_spec), MambaSpec))
 
 
 def tokens_per_block(kv: KVCacheConfig) -> int:
@@ -86,9 +105,9 @@ def layout_of(
 
 def _page_group(group: KVCacheGroupSpec, pages: GroupPages) -> PageGroup:
     spec = _first(group.kv_cache_spec)
-    replicated = isinstance(spec, _MLA)
+    replicated = isinstance(spec, _MLA) or (isinstance(spec, MambaSpec) and spec.tp_replicated)
     planes = tuple(PlaneLayout(name, rows.shape[1], replicated) for name, rows in pages.planes.items())
-    window = 0
+    window = STATE if isinstance(spec, MambaSpec) else 0
     if isinstance(spec, SlidingWindowSpec):  # a token sees itself and sliding_window - 1 tokens before it
         window = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
     return PageGroup(planes, window)
@@ -127,6 +146,9 @@ def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.
     }
     for number, group in enumerate(kv.kv_cache_groups):
         page = caches[group.layer_names[0]]
+        states = sorted({_described(spec) for spec in _specs(group).values() if isinstance(spec, MambaSpec)})
+        if states:
+            identity[f"state{number}"] = hashlib.sha256(" ".join(states).encode()).hexdigest()
         identity[f"page{number}"] = f"{page.dtype} {tuple(page.shape[1:])} {page.stride()[1:]}"
     return identity
 
@@ -134,9 +156,22 @@ def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.
 def _pages(number: int, group: KVCacheGroupSpec, blocks: int, caches: Mapping[str, torch.Tensor]) -> GroupPages:
     # A backend may split a block into several pages of its own, which lie one after another.
     tensors = {layer: caches[layer].view(blocks, -1, *caches[layer].shape[1:]) for layer in group.layer_names}
+    for layer, spec in _specs(group).items():
+        if isinstance(spec, MambaSpec):  # bytes [blocks, 1, 1, 1, page]: the states of a layer, then padding
+            tensors[layer] = tensors[layer][..., : spec.state_content_size_bytes]
     rows = page_rows(tensors)
     outermost = joined(list(rows.values()))
     return GroupPages.block_outermost(number, outermost) if outermost is not None else GroupPages(number, rows)
+
+
+def _described(spec: MambaSpec) -> str:
+    kind = f"{spec.mamba_type} on {current_platform.device_type}"
+    return f"{kind}: {spec.shapes} {spec.dtypes} in {spec.page_size_bytes} bytes"
+
+
+def _specs(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
 
 
 def _first(spec: KVCacheSpec) -> KVCacheSpec:

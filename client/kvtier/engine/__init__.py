@@ -5,7 +5,7 @@ sends the movers a :class:`Work`; a mover answers each ticket with an :class:`Co
 """
 
 from kvtier.engine.keys import KeyChain
-from kvtier.engine.layout import GroupPages, Layout, PageGroup, PlaneLayout
+from kvtier.engine.layout import STATE, GroupPages, Layout, PageGroup, PlaneLayout
 from kvtier.engine.mover import Mover
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.planner import Planner
@@ -13,6 +13,7 @@ from kvtier.engine.weights import Adapters, Weights, weights_of
 from kvtier.engine.work import Completed, CopyResult, Load, Save, Work
 
 __all__ = [
+    "STATE",
     "Adapters",
     "Completed",
     "CopyResult",

@@ -24,6 +24,9 @@ _NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _SHOWN_OF_FINGERPRINT: Final = 16
 _MAX_PREFIX: Final = 100
 
+STATE: Final = 1
+"""Window of a group whose layers keep a state: a prefix needs the state after its last token only."""
+
 
 @dataclass(slots=True, frozen=True)
 class PlaneLayout:
@@ -77,6 +80,11 @@ class Layout:
         except FieldError as error:
             raise InvalidArgument(f"layout: {error.field}", error.value, error.limit) from error
         return spec
+
+    @cached_property
+    def states(self) -> tuple[int, ...]:
+        """The groups whose layers keep a state."""
+        return tuple(number for number, group in enumerate(self.groups) if group.window == STATE)
 
     def cache(self, prefix: str | None = None) -> str:
         """Returns the name of the cache. Engines with different layouts get different names."""

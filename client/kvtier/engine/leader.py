@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
@@ -139,13 +140,14 @@ class Leader:
         """Whether the cache is open and the daemon answered the last call."""
         return self._cache is not None and self._client is not None and self._client.connected
 
-    def prefix_length(self, keys: bytes, *, for_save: bool = False) -> int:
+    def prefix_length(self, keys: bytes, *, for_save: bool = False, stateless: bool = False) -> int:
         """Looks up the longest prefix of a chain that all groups can serve, in mapped memory. While the daemon does not
-        answer, only blocks in memory count. ``for_save``: a lookup before a save, which is not counted as a query."""
+        answer, only blocks in memory count. ``for_save``: a lookup before a save, which is not counted as a query.
+        ``stateless``: groups with full attention only."""
         cache = self._cache
         if cache is None or self._reset.due:
             return 0
-        few, groups = keys[: MAX_KEYS * KEY_BYTES], range(len(cache.spec.groups))
+        few, groups = keys[: MAX_KEYS * KEY_BYTES], self._full if stateless else range(len(cache.spec.groups))
         return cache.reader.prefix_length(few, groups, for_save=for_save) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
@@ -264,6 +266,12 @@ class Leader:
     def unpin(self, lease: AcrossLease) -> None:
         """Gives a hold back, in the background."""
         self._soon(lease.release, "a hold could not be given back")
+
+    def forget(self, key: bytes) -> None:
+        """Drops the state of a block, in the background. A state that is held stays."""
+        if (cache := self._cache) is not None:
+            for group in self.layout.states:
+                self._soon(partial(cache.in_group(group).drop, key), "a state could not be dropped")
 
     def reset(self) -> None:
         """Forgets every block of the cache: earlier blocks are no longer offered, nor by the next engine. Asks the

@@ -19,6 +19,7 @@ from kvtier.engine.layout import Layout
 from kvtier.engine.leader import Leader, Taken, Writing
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.remote import Fetch, Fetches
+from kvtier.engine.states import States
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
@@ -54,6 +55,12 @@ class _PlannedRequest:
     pinned: AcrossLease | None = None
     """Hold on the offered prefix, until the load or the request is over."""
     fetch: Fetch | None = None
+    prompt: int = 0
+    """Blocks of the prompt."""
+    state: bytes | None = None
+    """Key of the last state of the prompt, at first of the part that the engine does not compute; None: no state."""
+    answer: bytes | None = None
+    """Key of the last state of the answer."""
     over: float | None = None
     """Set once the engine has finished the request: monotonic time until which its pages wait for slots to be saved."""
 
@@ -87,6 +94,7 @@ class Planner:
         self._tokens: Final = self.layout.tokens
         self._note: Final = leader.complaints.note
         self._fetches: Final = Fetches(leader)
+        self._states: Final = States()
         self._requests: Final[dict[str, _PlannedRequest]] = {}
         self._scheduled: Final[dict[str, _PlannedRequest]] = {}
         """Requests of the step being planned, and finished requests with blocks left to save."""
@@ -160,6 +168,13 @@ class Planner:
         blocks = self.leader.sources(request.chain.span(request.first, request.found))
         return {tier: number * self._tokens for tier, number in blocks.items()}
 
+    def branch(self, req_id: str) -> int:
+        """Returns the number of tokens that the prompt shares with stored chains, if no state is stored after them;
+        else 0. The state there is worth saving: chains branch at that token."""
+        request = self._requests[req_id]
+        shared = self.leader.prefix_length(request.chain.packed, for_save=True, stateless=True)
+        return shared * self._tokens if shared > request.found else 0
+
     # -- what the engine does --------------------------------------------------------------------------------------
 
     def skip(self, req_id: str, tokens: int) -> None:
@@ -215,6 +230,8 @@ class Planner:
         request = self._known(req_id, chain) if chain is not None else self._requests.get(req_id)
         if request is not None:
             self._scheduled[req_id] = request
+            if not request.complete and computed_tokens >= self._tokens:
+                request.state = request.chain.key(computed_tokens // self._tokens - 1)
             request.tables = tables
             request.complete = (computed_tokens + new_tokens) // self._tokens
 
@@ -265,6 +282,7 @@ class Planner:
         self._unpin(request)
         request.fetch = None
         request.tables, request.complete, request.saved = {}, 0, None
+        request.state = request.answer = None
         self._scheduled.pop(req_id, None)
 
     def aborted(self, req_id: str) -> None:
@@ -357,7 +375,7 @@ class Planner:
     def _known(self, req_id: str, chain: KeyChain) -> _PlannedRequest:
         request = self._requests.get(req_id)
         if request is None or request.over:
-            request = _PlannedRequest(chain, None if self.options.save_decode else len(chain))
+            request = _PlannedRequest(chain, None if self.options.save_decode else len(chain), prompt=len(chain))
             self._requests[req_id] = request
         return request
 
@@ -479,7 +497,23 @@ class Planner:
             self._being_saved.difference_update(ticket.keys)
             if ticket.writing.missing_parent:
                 ticket.request.saved = None  # its ancestors were evicted: look up and save them again
+            elif self.layout.states and not (ticket.failed or ticket.cancelled):
+                self._follow(ticket, ticket.writing)
         self._committing = under_way
+
+    def _follow(self, ticket: _Ticket, writing: Writing) -> None:
+        """Forgets the states that a chain no longer needs, now that later ones are stored."""
+        request, group = ticket.request, self.layout.states[0]
+        for key in [key for taken in writing.taken if taken.group == group for key in split_keys(taken.keys)]:
+            blocks = ticket.first + ticket.keys.index(key) + 1
+            if blocks > request.prompt:
+                passed, request.answer = self._states.add_answer(key, request.state, request.answer), key
+            else:
+                passed = self._states.add_prompt(key, request.state, branch=blocks < request.prompt - 1)
+                request.state = key
+            self._note("states passed", len(passed))
+            for each in passed:
+                self.leader.forget(each)
 
     def _drop_loads(self, req_id: str, request: _PlannedRequest) -> None:
         """Drops the request's loads of this step, which no worker knows yet, and its holds."""

@@ -5,7 +5,8 @@ state directory remembers the slots of the memory tiers.
 
 A budget without ``group_bytes`` is split over the cache's window groups. A full-attention group keeps all n blocks of a
 sequence. A sliding group keeps its sinks, the blocks of its window and one more; an opaque group keeps all of an
-engine's pages, since any page may end a prefix. A group's share is in proportion to the bytes that it keeps of a
+engine's pages, since any page may end a prefix. A group of states (a window of one token) keeps two at least, and one
+for every 4,096 tokens. A group's share is in proportion to the bytes that it keeps of a
 reference sequence: 32,768 tokens, or as many as the budget holds. So a small budget holds a sequence in all its groups,
 and the groups of a large budget are full after the same number of sequences.
 """
@@ -48,6 +49,8 @@ from kvtierd.tiers.memfd import total_bytes
 
 REFERENCE_TOKENS: Final = 32_768
 WHOLE: Final = Share(1)
+_STATE: Final = 1
+_STATE_TOKENS: Final = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +93,15 @@ def _without_rest(slots: Sequence[int], each: Sequence[int], budget: int) -> tup
 
 def _sequence_bytes(spec: CacheSpec, blocks: int) -> list[int]:
     """Bytes that each group keeps of a sequence of ``blocks`` blocks."""
-    windows = ((spec.attention(group), each.opaque) for group, each in enumerate(spec.groups))
-    kept = (min(blocks, each.sinks + each.span + 1) if each.span and not opaque else blocks for each, opaque in windows)
-    return [spec.record_bytes(group) * count for group, count in enumerate(kept)]
+    return [spec.record_bytes(group) * _kept(spec, group, blocks) for group in range(len(spec.groups))]
+
+
+def _kept(spec: CacheSpec, group: int, blocks: int) -> int:
+    """Blocks that a group keeps of a sequence of ``blocks`` blocks."""
+    shape, attention = spec.groups[group], spec.attention(group)
+    if shape.window_tokens == _STATE:
+        return min(blocks, max(2, blocks * spec.tokens_per_block // _STATE_TOKENS))
+    return min(blocks, attention.sinks + attention.span + 1) if attention.span and not shape.opaque else blocks
 
 
 def _blocks(spec: CacheSpec, tokens: int) -> int:

@@ -161,6 +161,7 @@ def test_a_pool_that_names_the_cache_s_dtype_says_nothing_new():
         dataclasses.replace(LLAMA, groups=LLAMA.groups * 2),
         dataclasses.replace(LLAMA, identity={"layout": "NHD"}),
         with_group(flat=True),
+        with_group(flat=True, window_tokens=1),
         with_group(pools=(PoolSpec.opaque(2 << 20),)),
     ],
 )

@@ -156,7 +156,10 @@ def spec(*groups: tuple[int, int]) -> CacheSpec:
 
 
 def kept(window: int, blocks: int) -> int:
-    """Blocks of a sequence that a group keeps, from the definition: those with a token in the window, and one more."""
+    """Blocks of a sequence that a group keeps, from the definition: those with a token in the window, and one more; of
+    states two, and one for every 4,096 tokens."""
+    if window == 1:
+        return min(blocks, max(2, blocks * TPB // 4096))
     return blocks if not window else min(blocks, -(-window // TPB) + 1)
 
 
@@ -171,6 +174,14 @@ specs = st.lists(
 def test_groups_of_opaque_pages_get_as_many_slots_each() -> None:
     pages = WindowGroupSpec(0, (PoolSpec.opaque(4096),)), WindowGroupSpec(64, (PoolSpec.opaque(8192),))
     assert split(CacheSpec("m", "uint8", 16, groups=pages), 30 * 12288) == (30, 30)
+
+
+def test_states_get_the_bytes_that_they_need() -> None:
+    """In pages of 512 tokens, each state as large as three blocks of attention: 8 of them for 64 blocks."""
+    states = WindowGroupSpec(1, (PoolSpec.opaque(3 * 4096),), flat=True), WindowGroupSpec(1, (PoolSpec.opaque(4096),))
+    pages = WindowGroupSpec(0, (PoolSpec.opaque(4096),), flat=True)
+    assert split(CacheSpec("m", "uint8", 512, groups=(pages, *states)), 96 * 4096) == (64, 8, 8)
+    assert split(CacheSpec("m", "uint8", 512, groups=(pages, *states)), 9 * 4096) == (2, 2, 1)
 
 
 @given(specs, st.integers(1, 20))
