@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -92,10 +92,25 @@ class Taken:
             for reserved, indices in self.at
         )
 
+    def without(self, lost: Collection[int]) -> tuple[Taken, Slots]:
+        """Returns the blocks but for the ``lost`` ones, given by their places, and the slots of the lost ones."""
+        kept: Slots = []
+        free: Slots = []
+        places = count()
+        for reserved, indices in self.at:
+            place_of = dict(zip(indices, places, strict=False))
+            kept.append((reserved, [index for index in indices if place_of[index] not in lost]))
+            free.append((reserved, [index for index in indices if place_of[index] in lost]))
+        keys, parents = (
+            b"".join(key for place, key in enumerate(split_keys(packed)) if place not in lost)
+            for packed in (self.keys, self.parents)
+        )
+        return Taken(self.group, keys, parents, [each for each in kept if each[1]]), free
+
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write, and whether its commit missed a parent."""
+    """A save: the slots that the workers write and the commit makes blocks, and whether its commit missed a parent."""
 
     taken: tuple[Taken, ...]
     missing_parent: bool = False
@@ -194,12 +209,22 @@ class Leader:
         self._written.append(writing)
         self._look()
 
+    def leave_out(self, writing: Writing, lost: Mapping[int, Collection[int]]) -> None:
+        """Leaves blocks out of a save before its commit. Their slots serve other blocks. ``lost``: by group, places."""
+        kept = []
+        for taken in writing.taken:
+            rest, free = taken.without(lost.get(taken.group, ()))
+            kept += [rest] * bool(rest.at)
+            self.give_back(free)
+        writing.taken = tuple(kept)
+
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
         self.complaints.note("saves that were dropped")
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
+        writing.taken = ()
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
