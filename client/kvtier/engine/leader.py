@@ -162,8 +162,8 @@ class Leader:
         cache = self._cache
         if cache is None or self._reset.due:
             return 0
-        few, groups = keys[: MAX_KEYS * KEY_BYTES], self._full if stateless else range(len(cache.spec.groups))
-        return cache.reader.prefix_length(few, groups, for_save=for_save) or 0
+        groups = self._full if stateless else range(len(cache.spec.groups))
+        return cache.reader.prefix_length(keys, groups, for_save=for_save) or 0
 
     def stored(self, keys: bytes, group: int) -> bytes:
         """Returns a byte for each block of a group: not 0 if the block is certainly stored."""
@@ -173,7 +173,7 @@ class Leader:
     def sources(self, keys: bytes) -> dict[str, int]:
         """Counts the stored blocks by the fastest tier that has them, in the first full-attention group."""
         cache = self._cache
-        found = None if cache is None else cache.reader.locate(keys[: MAX_KEYS * KEY_BYTES], self._full[0])
+        found = None if cache is None else cache.reader.locate(keys, self._full[0])
         if found is None:
             return {"host": 0, "disk": 0}
         residency = np.frombuffer(bytes(found.residency), np.uint8)
@@ -228,14 +228,15 @@ class Leader:
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
-        """Holds a prefix in the host tier. Waits for at most ``pin_wait`` seconds. Returns None without a hold.
+        """Holds a prefix, of at most ``MAX_KEYS`` blocks, in the host tier. Waits for at most ``pin_wait`` seconds.
+        Returns None without a hold.
 
         While the daemon still owes the answer to an earlier call, returns None at once.
         """
         wait = self.options.pin_wait
         if not (self._late is None or self._late.done()):
             return None
-        asked = self._acquiring(keys, min_blocks=1, timeout=max(wait, _LEAST_PIN_S))
+        asked = self._acquiring(keys[: MAX_KEYS * KEY_BYTES], min_blocks=1, timeout=max(wait, _LEAST_PIN_S))
         if asked is None:
             return None
         try:

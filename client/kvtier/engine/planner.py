@@ -23,7 +23,7 @@ from kvtier.engine.states import States
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
 from kvtier.events import Event
 from kvtier.groups import AcrossLease
-from kvtier.wire import split_keys
+from kvtier.wire import MAX_KEYS, split_keys
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -358,6 +358,10 @@ class Planner:
         """Returns the counts of incidents, by reason."""
         return dict(self.leader.complaints.counts)
 
+    def wants_pages(self, ticket: int) -> bool:
+        """Returns whether workers still copy pages for a ticket, and the copy will be used."""
+        return ticket in self._tickets and not self._tickets[ticket].cancelled
+
     @property
     def pending(self) -> bool:
         """Whether copies are under way, or saves wait for their commit."""
@@ -422,7 +426,8 @@ class Planner:
         if not new:
             request.tables = {}
             return
-        first, end = new.start, min(new.stop, *(len(table) for table in request.tables.values()))
+        first = new.start
+        end = min(new.stop, first + MAX_KEYS, *(len(table) for table in request.tables.values()))
         taken, places, end = self._place(request, first, end)
         if end <= first:
             self._note("a save waits: no slot is reserved")
