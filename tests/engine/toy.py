@@ -38,7 +38,7 @@ class Worker(Generic[M_co]):
     """One rank: its pages and its mover. A page that is free holds 255 everywhere."""
 
     def __init__(self, layout: Layout, options: EngineOptions, rank: int, pages: int, mover: type[M_co]) -> None:
-        self.rank = rank
+        self.rank, self.shard = rank, rank // layout.replicas
         self.layout = layout
         self.memory = [
             {plane.name: np.full((pages, plane.nbytes), 255, np.uint8) for plane in group.planes}
@@ -49,7 +49,7 @@ class Worker(Generic[M_co]):
 
     def compute(self, group: int, page: int, key: bytes) -> None:
         for plane in self.layout.groups[group].planes:
-            self.memory[group][plane.name][page] = content(key, group, plane, self.rank)
+            self.memory[group][plane.name][page] = content(key, group, plane, self.shard)
 
     def wipe(self, group: int, page: int) -> None:
         for plane in self.memory[group].values():
@@ -57,7 +57,7 @@ class Worker(Generic[M_co]):
 
     def holds(self, group: int, page: int, key: bytes) -> bool:
         return all(
-            np.array_equal(self.memory[group][plane.name][page], content(key, group, plane, self.rank))
+            np.array_equal(self.memory[group][plane.name][page], content(key, group, plane, self.shard))
             for plane in self.layout.groups[group].planes
         )
 
@@ -237,7 +237,9 @@ def assert_right(client: Client, toy: Any, keys: Iterable[bytes]) -> None:
     cache = client.open_cache(toy.planner.leader.name)
     for group, planes in enumerate(each.planes for each in layout.groups):
         parts = [(plane, 0) for plane in planes if plane.replicated]
-        parts += [(plane, rank) for rank in range(layout.ranks) for plane in planes if not plane.replicated]
+        parts += [
+            (plane, rank) for rank in range(layout.ranks // layout.replicas) for plane in planes if not plane.replicated
+        ]
         for key in keys:
             for there in cache.in_group(group).get([key]):
                 right = np.concatenate([content(key, group, plane, rank) for plane, rank in parts])

@@ -401,6 +401,32 @@ async def test_sliding_windows(start, daemon):
         assert warm.cached == [FULL] * 4
 
 
+async def test_late_saves_of_sliding_windows(start):
+    """In a pool so small that pages which have left a window are soon used again."""
+    asked, late = prompts(16), ("LateConnector", "tests.engines.vllm_faults")
+    small = {"num_gpu_blocks_override": 56, "max_model_len": 512}
+    with start({"cache": "late", "host_bytes": 64 << 20}, kind="hybrid", connector=late, **small) as engine:
+        cold = engine.generate(asked, tokens=64)
+        engine.forget()
+        warm = engine.generate(asked, tokens=64)
+        assert_near(warm, cold)
+        assert warm.cached == [FULL] * 4
+
+
+async def test_a_request_that_reads_no_prefix_is_saved(start, daemon):
+    asked = prompts(17)
+    with start({"cache": "unread"} | ASYNC) as engine:
+        cold = engine.generate(asked, unread=True)
+        assert engine.generate(asked, unread=True).cached == [0] * 4
+        await whole(daemon, "unread", STORED)
+        async with await connect(daemon.address) as client:
+            assert [cache.queried for cache in (await client.stats()).caches if cache.name.startswith("unread")] == [0]
+        engine.forget()
+        warm = engine.generate(asked)
+        assert_same(warm, cold)
+        assert warm.cached == [FULL] * 4
+
+
 def test_latent_vectors(start):
     """MLA: vLLM's backend for CPUs cannot compute the rest of a prompt, and switches prefix caching off."""
     asked = prompts(11)

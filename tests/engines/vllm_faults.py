@@ -1,9 +1,11 @@
-"""A connector whose loads all fail, and one that saves too early."""
+"""Connectors whose loads all fail, whose saves come late, and whose saves come too early."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -14,6 +16,7 @@ from kvtier.connectors.vllm_layout import pages_of
 from kvtier.engine import Load
 
 _SAVE_S = 60.0
+_LATE_S = 0.2
 
 
 class EvictedConnector(KvtierConnector):
@@ -27,6 +30,21 @@ class EvictedConnector(KvtierConnector):
 
     def _elsewhere(self, load: Load) -> Load:
         return replace(load, keys={group: _others(packed) for group, packed in load.keys.items()})
+
+
+class LateConnector(KvtierConnector):
+    """Its workers' saves come late."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self._mover is not None
+        save = self._mover._save
+
+        def late(*given: Any) -> None:
+            time.sleep(_LATE_S)
+            save(*given)
+
+        vars(self._mover)["_save"] = late
 
 
 class StatelessConnector(EvictedConnector):

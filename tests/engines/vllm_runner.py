@@ -3,9 +3,9 @@
 ``vllm_runner.py``: imports vLLM, and forks an engine for each message on the socket that is its standard input, with
 the arguments of ``vllm.LLM``: the import takes longer than what a test does with a tiny model. An engine's commands:
 
-- ``{"prompts": [[ids], ...], "tokens": n, "together": bool, "salt": str, "abort_after": n}`` generates greedily, one
-  prompt after the other or all at once; the answer has the tokens, their log-probabilities and the cached tokens of
-  each prompt. ``abort_after``: all are aborted after so many steps.
+- ``{"prompts": [[ids], ...], "tokens": n, "together": bool, "salt": str, "abort_after": n, "unread": bool}`` generates
+  greedily, one prompt after the other or all at once; the answer has the tokens, their log-probabilities and the cached
+  tokens of each prompt. ``abort_after``: all are aborted after so many steps. ``unread``: no stored prefix is read.
 - ``{"reset": true}`` forgets the engine's own prefix cache; ``"connector": true``: the connector's, too.
 - ``{"free": true}`` asks for the number of blocks that no request holds.
 
@@ -54,7 +54,8 @@ class Runner:
         return int(pool.get_num_free_blocks())
 
     def _round(self, prompts: Sequence[Sequence[int]], command: Mapping[str, Any]) -> list[Any]:
-        sampling = SamplingParams(temperature=0, max_tokens=command["tokens"], logprobs=3, ignore_eos=True)
+        unread = {"skip_reading_prefix_cache": True} if command.get("unread") else {}
+        sampling = SamplingParams(temperature=0, max_tokens=command["tokens"], logprobs=3, ignore_eos=True, **unread)
         names = [str(self._ids + at) for at in range(len(prompts))]
         self._ids += len(prompts)
         for name, prompt in zip(names, prompts, strict=True):

@@ -16,6 +16,7 @@ import pytest
 from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
+from kvtier.wire import MAX_KEYS
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S
@@ -30,7 +31,8 @@ HYBRID = Layout(
 RANKS = Layout(
     "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True))),), ranks=2
 )
-LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS], ids=lambda layout: layout.model)
+REPLICAS = Layout("replicas", TOKENS, (PageGroup((PlaneLayout("heads", 3000),)),), ranks=4, replicas=2)
+LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS, REPLICAS], ids=lambda layout: layout.model)
 SMALL: dict[str, Any] = {"host_bytes": 64 * 16384, "disk_bytes": 64 * 16384}
 
 
@@ -160,6 +162,42 @@ def test_pages_that_are_taken_away_are_not_read_afterwards(daemon, way):
     wait_until(lambda: held(daemon) == 0)
 
 
+def test_a_late_save_loses_only_pages_that_are_used_again(daemon, monkeypatch):
+    gate = threading.Event()
+
+    class Late(Mover):
+        def _save(self, *rest: Any) -> None:
+            assert gate.wait(60)
+            super()._save(*rest)
+
+    monkeypatch.setattr("tests.engine.toy.Mover", Late)
+    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
+        try:
+            run = toy.begin(PROMPT)
+            toy.complete(run)
+            left = run.table[1][:5]
+            toy.workers[0].mover.flush({1: left}, patience=0.01)
+            for page in left:
+                toy.workers[0].wipe(1, page)
+        finally:
+            gate.set()
+        toy.end(run)
+        toy.settle()
+        assert toy.planner.stats()["pages not saved: the engine had taken them away"] == 5
+        assert toy.run(PROMPT).loaded == 10
+        assert_right(client, toy, [run.chain.key(block) for block in range(10)])
+
+
+def test_a_prompt_longer_than_one_call_may_name_is_loaded_whole(start_daemon):
+    tiny, blocks = Layout("tiny", TOKENS, (PageGroup((PlaneLayout("all", 64),)),)), MAX_KEYS + 100
+    daemon, budget = start_daemon(host=1 << 14), 6 * blocks * 1024
+    with engine(daemon.address, tiny, pages=blocks + 1, host_bytes=budget) as toy:
+        prompt = list(range(blocks * TOKENS + 1))
+        assert toy.run(prompt).loaded == 0
+        toy.settle()
+        assert toy.run(prompt).loaded == blocks
+
+
 def test_a_pinned_hit_stays_until_it_is_loaded(daemon):
     with warm(daemon.address, pin=True, pin_wait=5) as toy, Client(daemon.address) as client:
         run = toy.begin(PROMPT)
@@ -204,6 +242,12 @@ def test_a_cache_that_keeps_tokens_gets_them_for_routers(start_daemon):
                 assert isinstance(event, Event)
                 told |= {key: each.token_ids for key, each in zip(event.keys, event.tokens, strict=True)}
         assert [token for at in range(10) for token in told[run.chain.key(at)]] == PROMPT[:-1]
+
+
+def test_ranks_with_the_same_bytes_store_them_once(daemon):
+    assert REPLICAS.spec.block_bytes(0) == 2 * 3000
+    with warm(daemon.address, REPLICAS) as toy:
+        assert toy.planner.stats()["save bytes"] == 10 * 2 * 3000
 
 
 def test_two_layouts_share_nothing(daemon):

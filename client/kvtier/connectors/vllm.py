@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import select
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,13 +46,15 @@ from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported
 from kvtier.connectors.vllm_stats import KvtierMetrics, KvtierStats, NewCounts
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
 from kvtier.engine.log import below
-from kvtier.engine.work import NO_PAGE
+from kvtier.engine.work import NO_PAGE, Save
 from kvtier.errors import CallerError
 from kvtier.memory.gpu import StreamObject
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -63,6 +66,10 @@ _FLUSH_S: Final = 0.05
 _IDLE_S: Final = 0.001
 """Seconds that a step without computation waits for the end of a copy. Otherwise idle steps follow each other and take
 the CPU from the copying threads."""
+_FREES_S: Final = 0.1
+"""Seconds without a freed page after which vLLM preempts requests instead of waiting for pages to be saved."""
+_MOST_KEPT: Final = 8
+"""Pages of windows that are kept until they are saved are at most one in this many of all pages."""
 _NULL_BLOCK: Final = 0
 """vLLM's block for positions outside of a window."""
 
@@ -174,6 +181,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._reused: set[int] = set()
         self._held: set[str] = set()
         self._saved: set[str] = set()
+        self._pool: BlockPool
+        self._kept: dict[int, list[KVCacheBlock]] = {}
+        """Pages that vLLM may not reuse before they are saved, by the ticket of the save."""
+        self._freed = 0.0
+        """Monotonic time since which requests are held and none of them was saved."""
         self._namespace = b""
         self._adapters = Adapters(_log)
         self._counts = NewCounts()
@@ -290,6 +302,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if self._options.events and self._planner.leader.answers:
                 self._events.wait()
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether a request that finds no free page waits for saved pages; else vLLM preempts a request."""
+        return bool(self._held) and time.monotonic() - self._freed < _FREES_S
+
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = _TrackedRequest(request)
 
@@ -298,6 +317,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         known = self._known(request)
         self._preempt(known)
+        if request.skip_reading_prefix_cache:
+            return 0, False
         self._extend(known)
         known.computed = num_computed_tokens // self._tokens
         # The last block may be loaded whole: vLLM then computes only the last token, into the loaded page. A state
@@ -312,7 +333,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return offered, known.waits
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if self._planner is None:
+        if self._planner is None or request.skip_reading_prefix_cache:
             return
         known = self._known(request)
         self._planner.allocated(
@@ -349,6 +370,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._compute(name, computed, scheduler_output)
         self._complete(())  # vLLM does not pass on an output without outcomes
         step = Step(self._planner.step(), frozenset(self._reused), frozenset(self._saved), idle=not scheduled)
+        self._keep(step.work.saves)
         self._reused.clear()
         self._saved.clear()
         return step
@@ -373,6 +395,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._extend(known)
         held = self._planner.finished(name, _Tables(self._groups, lambda: block_ids, self._finished_states(known)))
         if held and not known.loading:  # the pages of a load vLLM itself keeps until the load has ended
+            self._freed = self._freed if self._held else time.monotonic()
             self._held.add(name)
             return True, None
         return False, None
@@ -424,6 +447,28 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             saved = self._planner.completed(outcomes).saved & self._held
             self._saved |= saved
             self._held -= saved
+            read = [ticket for ticket in self._kept if not self._planner.wants_pages(ticket)]
+            for ticket in read:
+                self._pool.free_blocks(self._kept.pop(ticket))
+            if saved:
+                self._freed = time.monotonic()
+
+    def _keep(self, saves: Sequence[Save]) -> None:
+        """Keeps pages of windows, the last of a save first, until they are saved: vLLM would soon reuse pages that have
+        left their window."""
+        assert self._planner is not None
+        layout, room = self._planner.layout, len(self._pool.blocks) // _MOST_KEPT - sum(map(len, self._kept.values()))
+        for save in saves:
+            windows = [g for g in save.places if layout.groups[g].window and g not in self._states]
+            kept: list[KVCacheBlock] = []
+            for group in windows:
+                pages = [page for each in save.places[group] for page in each.pages]
+                last = pages[max(0, len(pages) - room // len(windows)) :]
+                kept += [self._pool.blocks[page] for page in last]
+            if kept:
+                self._pool.touch(kept)
+                self._kept[save.ticket] = kept
+                room -= len(kept)
 
     def _known(self, request: Request) -> _TrackedRequest:
         return self._requests.setdefault(request.request_id, _TrackedRequest(request))

@@ -100,7 +100,7 @@ def layout_of(
     groups = tuple(_page_group(group, some) for group, some in zip(kv.kv_cache_groups, pages, strict=True))
     ranks, weights = config.parallel_config.tensor_parallel_size, _weights(config, weights_version)
     identity = _identity(config, kv, caches) | {"weights": weights.digest}
-    return Layout(weights.name, tokens_per_block(kv), groups, ranks, identity, weights.told)
+    return Layout(weights.name, tokens_per_block(kv), groups, ranks, identity, weights.told, kv.kv_tp_replicas)
 
 
 def _page_group(group: KVCacheGroupSpec, pages: GroupPages) -> PageGroup:

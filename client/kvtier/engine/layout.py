@@ -56,9 +56,10 @@ class PageGroup:
 class Layout:
     """The properties that two engines must have in common to share pages of ``tokens`` tokens.
 
-    A cache has the planes of all ranks: one pool for the replicated planes, then one pool per rank. All ranks commit a
-    block at once. ``identity``: all other properties that decide the meaning of the bytes: weights, attention backend,
-    engine. ``weights``: for the log, the source of the weights' digest.
+    A cache has the planes of all ranks: one pool for the replicated planes, then one pool per ``replicas`` ranks:
+    that number of consecutive ranks has the same bytes in the other planes. All ranks commit a block at once.
+    ``identity``: all other properties that decide the meaning of the bytes: weights, attention backend, engine.
+    ``weights``: for the log, the source of the weights' digest.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Layout:
     ranks: int = 1
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
     weights: str = field(default="", compare=False)
+    replicas: int = 1
 
     @cached_property
     def spec(self) -> CacheSpec:
@@ -94,7 +96,10 @@ class Layout:
 
     def _pools(self, group: PageGroup) -> tuple[PoolSpec, ...]:
         same, own = group.nbytes(replicated=True), group.nbytes(replicated=False)
-        return (*[PoolSpec.opaque(same)] * (same > 0), *[PoolSpec.opaque(own)] * (self.ranks if own else 0))
+        return (
+            *[PoolSpec.opaque(same)] * (same > 0),
+            *[PoolSpec.opaque(own)] * (self.ranks // self.replicas if own else 0),
+        )
 
 
 class GroupPages:
@@ -118,7 +123,7 @@ class GroupPages:
         )
 
     def of(self, layout: Layout, rank: int) -> tuple[Planes, Planes | None]:
-        """Returns the planes that a rank loads, and the planes that it saves. Only rank 0 saves replicated planes.
+        """Returns the planes that a rank loads, and the planes that it saves. The first rank with the same bytes saves.
 
         Raises :class:`InvalidArgument` if the arrays do not fit the layout.
         """
@@ -129,15 +134,15 @@ class GroupPages:
             wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
             shown = ", ".join(f"{name}: {found.get(name, 'none')}" for name in wrong[:3])
             raise InvalidArgument(f"pages of group {self.group}", shown, f"bytes a page as in the layout: {expected}")
-        same = group.nbytes(replicated=True)
-        start = {True: 0, False: same + rank * group.nbytes(replicated=False)}
+        same, (shard, copy) = group.nbytes(replicated=True), divmod(rank, layout.replicas)
+        start = {True: 0, False: same + shard * group.nbytes(replicated=False)}
         parts = []
         for plane in group.planes:
             parts.append((start[plane.replicated], self.planes[plane.name], plane.replicated))
             start[plane.replicated] += plane.nbytes
         nbytes = layout.spec.block_bytes(self.group)
         loads = Planes([(offset, array) for offset, array, _ in parts], nbytes)
-        own = [(offset, array) for offset, array, shared in parts if rank == 0 or not shared]
+        own = [(offset, array) for offset, array, shared in parts if (rank if shared else copy) == 0]
         return loads, Planes(own, nbytes) if own else None
 
 

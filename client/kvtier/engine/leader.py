@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -101,6 +101,23 @@ class Taken:
             for reserved, indices in self.at
         )
 
+    def without(self, lost: Collection[int]) -> tuple[Taken, Slots]:
+        """Returns the blocks but for the ``lost`` ones, given by their places, and the slots of the lost ones."""
+        kept: Slots = []
+        free: Slots = []
+        places = count()
+        for reserved, indices in self.at:
+            place_of = dict(zip(indices, places, strict=False))
+            kept.append((reserved, [index for index in indices if place_of[index] not in lost]))
+            free.append((reserved, [index for index in indices if place_of[index] in lost]))
+        stay = [place for place in range(len(self.keys) // KEY_BYTES) if place not in lost]
+        width = len(self.tokens) * KEY_BYTES // len(self.keys)
+        keys, parents, tokens = (
+            b"".join(packed[place * each : (place + 1) * each] for place in stay)
+            for packed, each in ((self.keys, KEY_BYTES), (self.parents, KEY_BYTES), (self.tokens, width))
+        )
+        return Taken(self.group, keys, parents, [each for each in kept if each[1]], tokens), free
+
 
 @dataclass(slots=True, frozen=True)
 class _Tokens:
@@ -117,7 +134,7 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write, and whether its commit missed a parent."""
+    """A save: the slots that the workers write and the commit makes blocks, and whether its commit missed a parent."""
 
     taken: tuple[Taken, ...]
     missing_parent: bool = False
@@ -180,10 +197,10 @@ class Leader:
         cache = self._cache
         if cache is None or self._reset.due:
             return 0
-        few, groups = keys[: MAX_KEYS * KEY_BYTES], self._full if stateless else range(len(cache.spec.groups))
+        groups = self._full if stateless else range(len(cache.spec.groups))
         if counts:
-            cache.reader.ask_anew(few)
-        return cache.reader.prefix_length(few, groups, for_save=not counts) or 0
+            cache.reader.ask_anew(keys)
+        return cache.reader.prefix_length(keys, groups, for_save=not counts) or 0
 
     @property
     def keeps_tokens(self) -> bool:
@@ -198,7 +215,7 @@ class Leader:
     def sources(self, keys: bytes) -> dict[str, int]:
         """Counts the stored blocks by the fastest tier that has them, in the first full-attention group."""
         cache = self._cache
-        found = None if cache is None else cache.reader.locate(keys[: MAX_KEYS * KEY_BYTES], self._full[0])
+        found = None if cache is None else cache.reader.locate(keys, self._full[0])
         if found is None:
             return {"host": 0, "disk": 0}
         residency = np.frombuffer(bytes(found.residency), np.uint8)
@@ -234,23 +251,34 @@ class Leader:
         self._written.append(writing)
         self._look()
 
+    def leave_out(self, writing: Writing, lost: Mapping[int, Collection[int]]) -> None:
+        """Leaves blocks out of a save before its commit. Their slots serve other blocks. ``lost``: by group, places."""
+        kept = []
+        for taken in writing.taken:
+            rest, free = taken.without(lost.get(taken.group, ()))
+            kept += [rest] * bool(rest.at)
+            self.give_back(free)
+        writing.taken = tuple(kept)
+
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
         self._not_saved("the pages were taken away, or could not be copied", writing)
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
+        writing.taken = ()
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
-        """Holds a prefix in the host tier. Waits for at most ``pin_wait`` seconds. Returns None without a hold.
+        """Holds a prefix, of at most ``MAX_KEYS`` blocks, in the host tier. Waits for at most ``pin_wait`` seconds.
+        Returns None without a hold.
 
         While the daemon still owes the answer to an earlier call, returns None at once.
         """
         wait = self.options.pin_wait
         if not (self._late is None or self._late.done()):
             return None
-        asked = self._acquiring(keys, min_blocks=1, timeout=max(wait, _LEAST_PIN_S))
+        asked = self._acquiring(keys[: MAX_KEYS * KEY_BYTES], min_blocks=1, timeout=max(wait, _LEAST_PIN_S))
         if asked is None:
             return None
         try:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
+import numpy as np
+
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.deadline import Backoff
 from kvtier.engine.layout import GroupPages, Layout
@@ -36,14 +38,27 @@ _log = logging.getLogger("kvtier.engine")
 
 @dataclass(slots=True, eq=False)
 class _Copying:
-    """A ticket under way, and the pages that it touches. ``turn``: held while a save reads its pages, and while
-    ``given_up`` is set."""
+    """A ticket under way, and the pages that it touches. ``turn``: held while a save reads its pages, and while pages
+    are ``given_up``, which the save no longer reads."""
 
     pages: FailedPages
     is_save: bool
     future: Future[None] | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
-    given_up: bool = False
+    given_up: FailedPages = field(default_factory=dict)
+
+    def touched(self, pages: Mapping[int, Collection[int]] | None) -> FailedPages:
+        """Returns the pages that the copy still touches out of ``pages``; None: out of all pages."""
+        left = {group: mine - self.given_up.get(group, frozenset()) for group, mine in self.pages.items()}
+        if pages is not None:
+            left = {group: mine.intersection(pages.get(group, ())) for group, mine in left.items()}
+        return {group: mine for group, mine in left.items() if mine}
+
+    def give_up(self, pages: FailedPages) -> None:
+        self.given_up = {
+            group: pages.get(group, frozenset()) | self.given_up.get(group, frozenset())
+            for group in pages.keys() | self.given_up.keys()
+        }
 
 
 class Mover:
@@ -149,20 +164,15 @@ class Mover:
 
     def flush(self, pages: Mapping[int, Collection[int]] | None = None, *, patience: float = 0.0) -> None:
         """Waits until no copy touches these pages any more; None: all pages. Saves that have not begun after
-        ``patience`` seconds are given up."""
+        ``patience`` seconds give these pages up, and save their other pages."""
         with self._lock:
-            touching = [
-                each
-                for each in self._under_way.values()
-                if pages is None
-                or any(not each.pages.get(group, frozenset()).isdisjoint(pages[group]) for group in pages)
-            ]
+            touching = [each for each in self._under_way.values() if each.touched(pages)]
         saves = [each.future for each in touching if each.is_save and each.future is not None]
         late = wait(saves, patience).not_done if patience else set(saves)
         for each in touching:
             if each.is_save and each.future in late:
                 with each.turn:
-                    each.given_up = True
+                    each.give_up(each.touched(pages))
             elif each.future is not None:
                 wait([each.future])
         with self._lock:  # failed loads of flushed pages no longer matter
@@ -255,7 +265,7 @@ class Mover:
         return arrived
 
     def _save(self, save: Save, rows: Sequence[tuple[int, Placed, Rows]] | None, copying: _Copying) -> None:
-        started, nbytes, saved = time.perf_counter(), 0, False
+        started, nbytes, failed = time.perf_counter(), 0, copying.pages
         try:
             if rows is not None:
                 with ExitStack() as joined:
@@ -266,14 +276,17 @@ class Mover:
                         for group, placed, _ in rows
                     ]
                     with copying.turn:
-                        saved = not copying.given_up
-                        for lease, (group, placed, pages) in zip(leases, rows if saved else (), strict=False):
-                            lease.arena.write(lease.tier, group, placed.slots, pages)
-                            nbytes += len(pages) * pages.planes.nbytes
+                        lost = copying.given_up
+                        for lease, (group, placed, pages) in zip(leases, rows, strict=True):
+                            kept = [at for at, page in enumerate(placed.pages) if page not in lost.get(group, ())]
+                            if kept:
+                                slots = [placed.slots[at] for at in kept]
+                                lease.arena.write(lease.tier, group, slots, pages[np.array(kept)])
+                            nbytes += len(kept) * pages.planes.nbytes
+                failed = lost
         except Exception as error:  # noqa: BLE001 - as in _arrived
-            saved = False
             self.complaints.add("a save failed", error)
-        self._tell(save, "save", {} if saved else copying.pages, nbytes, started)
+        self._tell(save, "save", failed, nbytes, started)
 
     def _opened(self) -> SyncCache:
         patience, self._patience = self._patience, 0.0

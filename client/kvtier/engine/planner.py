@@ -25,7 +25,7 @@ from kvtier.engine.states import KeptStates
 from kvtier.engine.work import NO_PAGE, Completed, CopyResult, Load, Placed, Save, Table, Work
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
-from kvtier.wire import split_keys
+from kvtier.wire import MAX_KEYS, split_keys
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -367,6 +367,10 @@ class Planner:
         """Returns the counts of incidents, by reason."""
         return dict(self.leader.complaints.counts)
 
+    def wants_pages(self, ticket: int) -> bool:
+        """Returns whether workers still copy pages for a ticket, and the copy will be used."""
+        return ticket in self._tickets and not self._tickets[ticket].cancelled
+
     @property
     def pending(self) -> bool:
         """Whether copies are under way, or saves wait for their commit."""
@@ -436,7 +440,8 @@ class Planner:
         if not new:
             request.tables = {}
             return
-        first, end = new.start, min(new.stop, *(len(table) for table in request.tables.values()))
+        first = new.start
+        end = min(new.stop, first + MAX_KEYS, *(len(table) for table in request.tables.values()))
         taken, places, end = self._place(request, first, end)
         if end <= first:
             self._note("a save waits: no slot is reserved")
@@ -501,13 +506,23 @@ class Planner:
             request.tables, request.complete = {}, 0
 
     def _written(self, ticket: _Ticket, writing: Writing) -> None:
-        """Has a save committed once its pages have been read, or drops a failed one."""
+        """Has a save committed once its pages have been read, without the pages that a rank has not read. Drops a save
+        of which nothing is left."""
         self._committing.append(ticket)
-        if ticket.failed or ticket.cancelled:
+        lost = {
+            group: {place for place, page in enumerate(pages) if page in ticket.failed.get(group, ())}
+            for group, pages in ticket.pages.items()
+        }
+        gone = sum(map(len, lost.values()))
+        if ticket.cancelled or (gone and gone == sum(map(len, ticket.pages.values()))):
             ticket.request.saved = None
             self.leader.drop(writing)
-        else:
-            self.leader.commit(writing)
+            return
+        if gone:
+            self.leader.complaints.add("a save came late", f"the engine had taken {gone} of its pages away")
+            self._note("pages not saved: the engine had taken them away", gone)
+            self.leader.leave_out(writing, lost)
+        self.leader.commit(writing)
 
     def _look_at_commits(self) -> None:
         under_way: list[_Ticket] = []
@@ -519,7 +534,7 @@ class Planner:
             self._being_saved.difference_update(ticket.keys)
             if ticket.writing.missing_parent:
                 ticket.request.saved = None  # its ancestors were evicted: look up and save them again
-            elif self.layout.states and not (ticket.failed or ticket.cancelled):
+            elif self.layout.states:
                 self._follow(ticket, ticket.writing)
         self._committing = under_way
 
