@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
+
+from examples.vllm_two_engines import save_model
 
 VOCABULARY: Final = 512
 _COMMON: Final[Mapping[str, Any]] = {
@@ -71,24 +72,6 @@ def mla() -> Any:
 KINDS: Final[Mapping[str, Callable[[], Any]]] = {"llama": llama, "medium": medium, "hybrid": hybrid, "mla": mla}
 
 
-def make(kind: str, directory: Path, seed: int) -> None:
-    """Writes a model of that kind, the same for the same seed."""
-    import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
-    model.save_pretrained(directory)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(directory)
-
-
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    kind, directory, seed = (*sys.argv[1:], "0")[:3]
+    save_model(KINDS[kind](), [f"w{number}" for number in range(3, VOCABULARY)], directory, int(seed))
