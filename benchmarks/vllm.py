@@ -144,8 +144,8 @@ def measure(plain: Engine, engines: Mapping[str, Engine], rounds: int) -> None:
 
 def compare(engines: Path, home: Path, address: str, beside: Sequence[str], rounds: int) -> None:
     model, python = home / "model", engines / "bin/python"
-    made = [python, ROOT / "tests/engines/models.py", "medium", model]
-    subprocess.run(made, env=environment(), check=True, capture_output=True)
+    make = (python, ROOT / "tests/engines/models.py", "medium", model)
+    subprocess.run(make, env=environment(), check=True, capture_output=True)
     template = Template(python, "vllm_runner.py", home / "template.log", engines / "lmcache", engines / "mooncake")
     with ExitStack() as stack:
         stack.callback(template.close)

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -27,19 +28,22 @@ from kvtier import AsyncClient, Tier, connect
 from kvtier.replay.private import PrivateDaemon
 
 BLOCK = 32
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 STORED_WITHIN_S = 60
 SIZES = {Tier.HOST: 1 << 30, Tier.DISK: 4 << 30}
 TEXT = " ".join(
     f"On day {day} the tide was {day * 37 % 61} feet high and {day * 13 % 29} boats came in." for day in range(60)
 )
+GREETING = "Good morning. " * BLOCK
 CHAT = f"{TEXT}\n\nUser: How high was the tide on day 7?\nAssistant:"
 
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """``first_s``: seconds to the first token. ``cached``: number of the prompt's ``tokens`` that were not computed."""
+    """``first_s``: seconds to the first token. ``cached``: number of the prompt's ``tokens`` that were not computed.
+    ``blocks``: full blocks of all prompts."""
 
+    blocks: int
     first_s: float
     cached: int
     tokens: int
@@ -102,14 +106,16 @@ def serve(model: Mapping[str, Any], address: str, answers: Connection) -> None:
         "kv_connector_extra_config": {"address": address},
     }
     llm = LLM(**model, block_size=BLOCK, enforce_eager=True, kv_transfer_config=transfer)
-    llm.generate("Good morning.", SamplingParams(max_tokens=1))  # keeps the engine's first start out of the timing
+    answer = partial(llm.generate, use_tqdm=False)
+    # Keeps the first start of the engine, and of its loads, out of the timing.
+    (warm,) = answer(GREETING, SamplingParams(max_tokens=1))
     started = time.perf_counter()
-    (first,) = llm.generate(CHAT, SamplingParams(max_tokens=1, temperature=0))
+    (first,) = answer(CHAT, SamplingParams(max_tokens=1, temperature=0))
     first_s = time.perf_counter() - started
-    (whole,) = llm.generate(CHAT, SamplingParams(max_tokens=24, temperature=0))
-    answers.send(
-        Answer(first_s, first.num_cached_tokens or 0, len(first.prompt_token_ids or ()), whole.outputs[0].text)
-    )
+    (whole,) = answer(CHAT, SamplingParams(max_tokens=24, temperature=0))
+    greeted, asked = (len(each.prompt_token_ids or ()) for each in (warm, first))
+    blocks = greeted // BLOCK + asked // BLOCK
+    answers.send(Answer(blocks, first_s, first.num_cached_tokens or 0, asked, whole.outputs[0].text))
     answers.recv()
 
 
@@ -149,7 +155,7 @@ async def run(model: Mapping[str, Any]) -> str:
             async with engine(model, daemon.address) as answer, await connect(daemon.address) as client:
                 known = f"{answer.cached:5} of {answer.tokens} tokens cached"
                 print(f"{how:12} {known}, first token after {answer.first_s * 1e3:.0f} ms", flush=True)
-                if not await stored(client, answer.tokens // BLOCK):
+                if not await stored(client, answer.blocks):
                     return "the engine's blocks are not on disk; with VLLM_LOGGING_LEVEL=INFO its log has the reason"
             answers.append(answer)
     first, *others = answers
