@@ -7,7 +7,7 @@ GPU_PYTHON ?= python3
 
 .PHONY: help
 help:
-	@echo "make demo       real LLM traffic through three tiers, from nothing to a table"
+	@echo "make demo       real LLM traffic through three tiers, then vLLM if ENGINES=DIR has it"
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
 	@echo "make test-engines  kvtier in real engines on the CPU; ENGINES=DIR takes their environment from there"
@@ -121,6 +121,11 @@ image:
 .PHONY: demo
 demo: .venv/.stamp
 	@$(PYTHON) examples/demo.py
+	@if [ -x "$(ENGINES)/bin/vllm" ] && [ -x "$(ENGINES)/bin/kvtierd" ]; then \
+	    echo && "$(ENGINES)/bin/python" examples/vllm_two_engines.py; \
+	else \
+	    echo "With vLLM, in its environment: pip install '.[daemon]' && python examples/vllm_two_engines.py"; \
+	fi
 
 .PHONY: clean
 clean:

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeAlias
 
 from kvtier import Tier
 from kvtier.replay.private import PrivateDaemon
-from tests.engines.engines import ROOT, Engine, Template
+from tests.engines.engines import ROOT, Engine, Template, environment
 from tests.engines.serving import free_port, serving
 
 LENGTHS: Final = (300, 320, 640, 1280)
@@ -144,7 +144,8 @@ def measure(plain: Engine, engines: Mapping[str, Engine], rounds: int) -> None:
 
 def compare(engines: Path, home: Path, address: str, beside: Sequence[str], rounds: int) -> None:
     model, python = home / "model", engines / "bin/python"
-    subprocess.run([python, ROOT / "tests/engines/models.py", "medium", model], check=True, capture_output=True)
+    make = (python, ROOT / "tests/engines/models.py", "medium", model)
+    subprocess.run(make, env=environment(), check=True, capture_output=True)
     template = Template(python, "vllm_runner.py", home / "template.log", engines / "lmcache", engines / "mooncake")
     with ExitStack() as stack:
         stack.callback(template.close)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.engines import ROOT
+from tests.engines.engines import ROOT, environment
 
 VARIABLE = "KVTIER_ENGINES"
 
@@ -39,7 +39,7 @@ def make_model(engines, tmp_path_factory):
         directory = home / f"{kind}-{seed}"
         if not directory.exists():
             command = [engines / "bin/python", ROOT / "tests/engines/models.py", kind, directory, str(seed)]
-            subprocess.run(command, check=True, capture_output=True)
+            subprocess.run(command, env=environment(), check=True, capture_output=True)
         return directory
 
     return make

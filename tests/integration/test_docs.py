@@ -119,9 +119,10 @@ def test_each_promise_of_the_readme_names_a_test_that_is_there():
         assert f"def {test}(" in (ROOT / "tests" / file).read_text()
 
 
-def test_figures_of_the_readme_are_those_of_the_benchmarks():
+@pytest.mark.parametrize("page", ["README.md", "docs/engines.md"])
+def test_figures_of_a_page_are_those_of_the_benchmarks(page):
     """Each paragraph that links to a section has no number that the section has not."""
-    paragraphs = [part for part in (ROOT / "README.md").read_text().split("\n\n") if "benchmarks.md#" in part]
+    paragraphs = [part for part in (ROOT / page).read_text().split("\n\n") if "benchmarks.md#" in part]
     assert paragraphs
     for paragraph in paragraphs:
         anchor = re.findall(r"benchmarks\.md#([a-z-]+)", paragraph)

@@ -86,6 +86,7 @@ class Client(Twin[client.AsyncClient]):
     address = Fact[str]()
     session_id = Fact[int]()
     connected = Fact[bool]()
+    closed = Fact[bool]()
     epoch = Fact[int]()
 
     stats = waits(client.AsyncClient.stats)
