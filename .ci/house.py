@@ -23,12 +23,12 @@ LIMITS: Final[Mapping[str, float]] = {
     "modules in a circle of imports": 0,
     "modules": 250,
     "modules over 600 lines": 0,
-    "production lines": 53_000,
-    "test lines": 62_000,
+    "production lines": 53_500,
+    "test lines": 62_650,
     "docs words": 20_000,
     "kvtier bench lines": 880,
     "benchmarks lines": 930,
-    ".ci lines": 1_180,
+    ".ci lines": 1_190,
 }
 ROOT: Final = Path(__file__).resolve().parent.parent
 PRODUCTION: Final = ("client/**/*.py", "daemon/**/*.py")
