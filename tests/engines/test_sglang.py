@@ -217,7 +217,7 @@ def test_the_command_of_the_page_serves(python, path, home, make_model, daemon):
         "--disable-overlap-schedule --page-size 16 --context-length 1024 --max-total-tokens 4096 --host 127.0.0.1"
     )
     with serving([python, *page[1:], *cpu, "--port", free_port()], path, "The server is fired up") as said:
-        assert re.search(r"kvtier's cache \S+, group 0: blocks of 16384 bytes, \d+ on host, \d+ on disk", said), said
+        assert re.search(r"kvtier: cache \S+, 32.0 MiB host, 64.0 MiB disk, daemon at ", said), said
 
 
 @pytest.fixture

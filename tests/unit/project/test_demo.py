@@ -10,8 +10,21 @@ EXAMPLE = "examples/vllm_two_engines.py"
 
 
 def demo(engines):
-    """Returns the output without the replay. ``-o``: the environment of the tests is not made again."""
-    command = ["make", "-o", ".venv/.stamp", "demo", "PYTHON=true", f"ENGINES={engines}"]
+    """Returns the output without the replay. ``-o``: the environment of the tests is not made again. The tests may run
+    under make themselves."""
+    command = [
+        "env",
+        "-u",
+        "MAKEFLAGS",
+        "-u",
+        "MAKELEVEL",
+        "make",
+        "-o",
+        ".venv/.stamp",
+        "demo",
+        "PYTHON=true",
+        f"ENGINES={engines}",
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
