@@ -29,7 +29,7 @@ from kvtier.replay.private import PrivateDaemon
 
 BLOCK = 32
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-STORED_WITHIN_S = 60
+WITHIN_S = 60
 SIZES = {Tier.HOST: 1 << 30, Tier.DISK: 4 << 30}
 TEXT = " ".join(
     f"On day {day} the tide was {day * 37 % 61} feet high and {day * 13 % 29} boats came in." for day in range(60)
@@ -107,8 +107,10 @@ def serve(model: Mapping[str, Any], address: str, answers: Connection) -> None:
     }
     llm = LLM(**model, block_size=BLOCK, enforce_eager=True, kv_transfer_config=transfer)
     answer = partial(llm.generate, use_tqdm=False)
-    # Keeps the first start of the engine, and of its loads, out of the timing.
-    (warm,) = answer(GREETING, SamplingParams(max_tokens=1))
+    # An engine does not wait for a cache that takes long to open. The first load is not timed, either.
+    end = time.monotonic() + WITHIN_S
+    while not (warm := answer(GREETING, SamplingParams(max_tokens=1))[0]).num_cached_tokens and time.monotonic() < end:
+        llm.reset_prefix_cache()
     started = time.perf_counter()
     (first,) = answer(CHAT, SamplingParams(max_tokens=1, temperature=0))
     first_s = time.perf_counter() - started
@@ -135,7 +137,7 @@ async def engine(model: Mapping[str, Any], address: str) -> AsyncIterator[Answer
 
 async def stored(client: AsyncClient, blocks: int) -> bool:
     """Waits until ``blocks`` blocks are on disk. Returns False if they have not arrived in time."""
-    end = time.monotonic() + STORED_WITHIN_S
+    end = time.monotonic() + WITHIN_S
     while time.monotonic() < end:
         tiers = [tier for cache in (await client.stats()).caches for tier in cache.tiers if tier.tier is Tier.DISK]
         if sum(tier.ready for tier in tiers) >= blocks:
