@@ -14,7 +14,7 @@ from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
 from kvtierd.core.removal import Drop
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from tests.slot_rows import restated
-from tests.unit.core.bench import ALICE, BOB, DISK, GROUP, HOST, Bench, key, keys, name_of
+from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, key, keys, name_of
 
 SLICE = 16
 NAMES = "".join(chr(0x4E00 + number) for number in range(300))
@@ -216,6 +216,20 @@ def test_a_block_without_bytes_counts_as_absent_until_its_descendants_have_gone(
     assert bench.commit(bench.blank(HOST, 1), [("x", "b", 35)]) == [BlockResult.PARENT_MISSING]
     bench.rest()
     assert bench.stored() == "a"
+
+
+def test_a_move_that_waits_for_room_gives_up_a_block_without_bytes() -> None:
+    bench = Bench(device=1, host=4, policy=Policy(blocks_a_call=1))
+    bench.put("abcd", HOST)
+    bench.rest()
+    lease = bench.blank(DEVICE, 1).lease
+    assert lease is not None
+    ticket = bench.move("a", DEVICE)
+    bench.lose_bytes("a", HOST)
+    assert bench.core.behind
+    bench.release(lease)
+    bench.rest()
+    assert bench.grants[ticket].results == (False,)
 
 
 def test_a_block_without_bytes_continues_no_chain() -> None:
