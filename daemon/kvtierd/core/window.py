@@ -245,7 +245,7 @@ class WindowManager:
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
 
     def lost(self, block: Block, tier: Tier) -> bool:
-        """Whether the block is hollow, unindexed or only in a tier that is being lost, and not on its way to ``tier``."""
+        """Whether the block is hollow, unindexed or only in a tier being lost, and not on its way to ``tier``."""
         return not self.state.lasting(block) and block.copies[tier] is None
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
