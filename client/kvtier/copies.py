@@ -104,8 +104,6 @@ def pieces(cache: Owner, tier: Tier, way: Way) -> int:
 async def put(
     cache: Owner, reader: Reader, way: Way, tier: Tier, whole: ChainPart, timeout: float | None
 ) -> list[BlockResult]:
-    """See :meth:`kvtier.Cache.put`."""
-
     def absent() -> Sequence[int] | None:
         return reader.absent(b"".join(whole.chain), cache.group)
 
@@ -194,7 +192,6 @@ class StreamedCopies:
         return max(1, MAX_PART_BYTES // cache.block_bytes)
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-        """Sends a piece for the daemon to store."""
         keys = b"".join(part.chain)
         parents = b"".join(part.parents)
         blocks = await _gathered(part.blocks)
@@ -307,7 +304,6 @@ async def _download(
 
 
 async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[Bytes], block_bytes: int) -> None:
-    """Fills the rows of one group."""
     progress, checksums = Progress(len(rows), block_bytes), b""
     while not progress.finished:
         chunk = await anext(chunks, None)

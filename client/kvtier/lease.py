@@ -192,7 +192,6 @@ class Lease(Hold):
         return list(at)
 
     def _require_held(self, index: int) -> None:
-        """Raises :class:`LeaseError` for a slot that was given back."""
         if index in self._given_back:
             why = "it was given back, or its key was stored already"
             raise LeaseError(f"slot {index} of the lease is not held any more: {why}", reason="GIVEN_BACK")
@@ -354,7 +353,6 @@ class LeaseBook:
         binder.rest = lambda: self._untouched(list(self._in_use))
 
     async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
-        """See :meth:`kvtier.Cache.reserve`."""
         deadline = self._deadline(timeout)
         # A repeated call must be identical to the byte, so it carries the whole time, not the rest.
         request = blocks_pb2.ReserveRequest(
@@ -415,7 +413,6 @@ class LeaseBook:
         return acquired
 
     async def join(self, cache: Owner, ticket: LeaseTicket, timeout: float | None) -> Lease:
-        """See :meth:`kvtier.Cache.join`."""
         request = blocks_pb2.JoinRequest(lease_id=ticket.lease_id, secret=ticket.secret)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Join, request, self._deadline(timeout))
         hold = cache, self, binding, ticket.tier, reply.lease_id, ticket.slots
@@ -511,7 +508,6 @@ class LeaseBook:
         return list(self._leases)
 
     async def release(self, leases: Iterable[Hold], stream: Stream | None, timeout: float | None) -> None:
-        """See :meth:`kvtier.Cache.release`."""
         given = [part for lease in leases for part in lease.groups]
         live, deadline = [lease for lease in given if not lease.released], self._deadline(timeout)
         if not live:

@@ -78,7 +78,6 @@ class Reader:
 
     @property
     def spec(self) -> CacheSpec:
-        """The specification: the meaning of the cache's bytes."""
         return self._binder.spec
 
     @property
@@ -242,7 +241,6 @@ class ChainRead:
 
     @property
     def rows(self) -> dict[int, PrefixRows]:
-        """The copied blocks, by group."""
         if not self.blocks:
             return {group: [] for group in self._groups}
         return {part.group: part.rows for part in self._parts}
@@ -306,12 +304,10 @@ class Read:
 
     @property
     def rows(self) -> PrefixRows:
-        """The copied blocks."""
         return [*self._wanted.spread([*self._rows[: self.there]])] if self.there else []
 
     @property
     def whole(self) -> bool:
-        """Whether all blocks of the chain are there."""
         return self.blocks == self.asked
 
     @property
@@ -401,7 +397,6 @@ class Read:
 
 
 def _of_tier(found: IndexEntries, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArray[np.uint64]]:
-    """Slots and generations in one tier."""
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations
     return found.host_slots, found.host_generations

@@ -159,7 +159,6 @@ class Session:
 
     @property
     def welcome(self) -> session_pb2.Welcome:
-        """The daemon's welcome at the last attach."""
         if self._link is None:
             raise ClientClosed("the client was never connected", reason="CLOSED")
         return self._link.welcome
@@ -521,7 +520,6 @@ class Session:
 
 
 async def _over(work: Fence) -> bool:
-    """Whether the work ends within the grace period."""
     try:
         await passing(work, Deadline(_WORK_GRACE_S))
     except (DeadlineExceeded, DeviceError) as error:

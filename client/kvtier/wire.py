@@ -309,7 +309,6 @@ def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> 
 
 
 def split_keys(packed: bytes) -> list[bytes]:
-    """The keys in a field of the daemon's answer."""
     if len(packed) % KEY_BYTES:
         raise DaemonError(f"{len(packed)} bytes of keys: not a multiple of {KEY_BYTES}", reason="BAD_ANSWER")
     keys: list[bytes] = np.frombuffer(packed, _KEY).tolist() if packed else []

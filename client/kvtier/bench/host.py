@@ -141,7 +141,6 @@ async def interleaved(rounds: int, *works: BenchWork) -> list[float]:
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """Returns the seconds that the work takes."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started

@@ -63,7 +63,6 @@ async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, b
 
 
 def table(report: ReplayReport) -> Table:
-    """Returns the report as a table for people."""
     rows = Table(show_header=False, box=None, padding=(0, 2))
     rows.add_column(style="bold")
     rows.add_column()

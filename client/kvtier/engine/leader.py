@@ -204,7 +204,6 @@ class Leader:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the cache keeps token ids, for routers."""
         return self._cache is not None and self._cache.info.options.keep_tokens
 
     def stored(self, keys: bytes, group: int) -> bytes:
@@ -292,7 +291,6 @@ class Leader:
 
     @property
     def has_store(self) -> bool:
-        """Whether the daemon has a remote store."""
         return self._cache is not None and self._cache.info.remote
 
     def fetch(self, keys: bytes, wait: float) -> Future[AcrossLease] | None:

@@ -364,7 +364,6 @@ class Planner:
         )
 
     def stats(self) -> dict[str, int]:
-        """Returns the counts of incidents, by reason."""
         return dict(self.leader.complaints.counts)
 
     def wants_pages(self, ticket: int) -> bool:

@@ -189,7 +189,6 @@ class Pages:
         return replace(self, numbers=self.numbers[some])
 
     def require(self, field: str, count: int, block_bytes: int, what: str = "key") -> None:
-        """Raises :class:`InvalidArgument` unless these are ``count`` blocks of ``block_bytes``."""
         if len(self) != count:
             raise InvalidArgument(field, f"{len(self)} pages", f"{count}, one a {what}")
         if self.planes.block_bytes != block_bytes:
@@ -202,7 +201,6 @@ class Pages:
             raise InvalidArgument(field, part, "planes of all bytes: only arena.write of reserved slots takes a part")
 
     def require_writable(self, field: str) -> None:
-        """Raises :class:`InvalidArgument` if an array is read-only."""
         for number, plane in enumerate(self.planes.planes):
             if plane.readonly:
                 raise InvalidArgument(field, f"planes of which number {number} is read-only", "writable")

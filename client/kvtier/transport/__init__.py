@@ -85,7 +85,6 @@ class Link:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of each call in the session."""
         return ((protocol.SESSION_METADATA_KEY, self.welcome.token), *_trace())
 
 

@@ -173,7 +173,6 @@ class Block:
 
     @property
     def held(self) -> bool:
-        """Whether any copy of the block has a hold."""
         return any(copy is not None and copy.holds for copy in self.copies)
 
     def used(self, order: int) -> None:
@@ -181,7 +180,6 @@ class Block:
         self.rank = self.priority << _ORDER_BITS | order
 
     def reprioritise(self, priority: int) -> None:
-        """Sets the effective priority."""
         self.priority = priority
         self.rank = self.rank_at(priority)
 

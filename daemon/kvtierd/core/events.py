@@ -124,7 +124,6 @@ class EventSequencer:
 
     @property
     def last(self) -> EventId:
-        """The last id assigned."""
         return EventId(self._last)
 
     def take(self) -> EventId:

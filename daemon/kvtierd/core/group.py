@@ -212,7 +212,6 @@ class GroupState:
         return slots
 
     def disown(self, tier: Tier, slot: SlotId) -> None:
-        """Removes the owner of the slot."""
         self.ledgers[tier].own((slot,), None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:

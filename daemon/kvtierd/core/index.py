@@ -155,7 +155,6 @@ class Pins:
         self._of_tier: dict[Tier, dict[Copy, tuple[Block, int]]] = {tier: {} for tier in tiers}
 
     def slots(self, tier: Tier) -> int:
-        """Number of pinned slots in the tier."""
         return len(self._of_tier[tier])
 
     def count(self, tier: Tier, copy: Copy) -> int:

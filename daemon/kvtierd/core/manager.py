@@ -168,7 +168,6 @@ class BlockManager:
         return self._leases.count(session)
 
     def held_by(self, session: SessionId) -> int:
-        """Number of slots under the session's leases."""
         return sum(lease.slots for lease in self._leases.of(session))
 
     def blank_of(self, session: SessionId, group: GroupId, tier: Tier) -> int:

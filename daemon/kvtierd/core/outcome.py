@@ -180,7 +180,6 @@ class Grant:
 
     @property
     def leases(self) -> tuple[LeaseId, ...]:
-        """All leases of the grant."""
         return tuple(part.lease for part in self.groups if part.lease is not None)
 
 

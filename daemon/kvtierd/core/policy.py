@@ -118,5 +118,4 @@ class Policy:
         return self.thresholds.get((src, dst), DEFAULT_THRESHOLD)
 
     def pinnable(self, slots: int) -> int:
-        """Number of slots, of ``slots``, that may be pinned."""
         return int(self.max_pinned * slots)

@@ -424,7 +424,6 @@ class Engine:
     # health and shutdown
 
     def trace_moves(self, trace: Trace) -> None:
-        """Calls ``trace`` with every move from now on."""
         self._executor.edges.trace = trace
 
     @property
@@ -437,7 +436,6 @@ class Engine:
         return dict(self._executor.edges.queued)
 
     def problems(self) -> list[str]:
-        """Problems for health; empty when all is well."""
         return self._executor.problems()
 
     def stalled_s(self) -> float:
@@ -562,7 +560,6 @@ class Engine:
 
 
 def _granted(waiting: Waiting) -> Grant:
-    """Returns the grant of an answered ticket. Raises :class:`TicketRefused`."""
     if not isinstance(waiting.answer, Grant):
         if waiting.answer is None:
             raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")

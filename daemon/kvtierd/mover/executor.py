@@ -124,7 +124,6 @@ class Executor:
             self.advance(cache, cache.manager.go_on)
 
     def problems(self) -> list[str]:
-        """Problems for health; empty when all is well."""
         unwritten = [cache.uses.problem for cache in self.caches.values() if cache.uses.problem is not None]
         return [*self._broken, *self.edges.problems(), *unwritten]
 

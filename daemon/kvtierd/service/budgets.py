@@ -126,7 +126,6 @@ class TierBudget:
 
 
 def group_slots(slots: Slots, group: GroupId) -> dict[Tier, int]:
-    """The group's slots by tier."""
     return {tier: counts[group] for tier, counts in slots.items()}
 
 

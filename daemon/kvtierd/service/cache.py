@@ -80,7 +80,6 @@ class CacheSettings:
         return same_fields(caches_pb2.CacheOptions, self, write_policy=policy, thresholds=thresholds)
 
     def policy(self, defaults: Policy) -> Policy:
-        """The core's policy for a cache with these options."""
         own = {(Tier(src), Tier(dst)): least for src, dst, least in self.thresholds}
         return replace(
             defaults,

@@ -44,12 +44,10 @@ class CountedCall:
         self.request: Message | None = None
 
     def answered(self, reply: Message) -> Message:
-        """Notes that the call succeeded."""
         self.code = "OK"
         return reply
 
     def refused(self, refusal: CallRefused) -> CallRefused:
-        """Notes that the call was refused."""
         self.code, self.reason = refusal.code.name, refusal.detail.reason
         self._call_counts.refusals[self.reason] += 1
         return refusal

@@ -347,7 +347,6 @@ class Daemon:
         return clean
 
     def _handlers(self) -> dict[str, grpc.GenericRpcHandler]:
-        """The handlers of all services, by full name."""
         config, wait_s = self._config, self._config.wait_seconds
         caps = Caps(self._engine, config.max_reserved_fraction)
         blocks = BlocksService(
@@ -440,7 +439,6 @@ class Daemon:
         )
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """The fingerprint of every cache, by name."""
         return {cache.name: cache.fingerprint for cache in self._catalog}
 
     def reload(self, fresh: Config) -> None:

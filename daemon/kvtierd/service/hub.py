@@ -444,7 +444,6 @@ def _add_labels(
 
 
 def have_tokens(labels: Sequence[Label | None]) -> bool:
-    """Whether any of the labels has tokens."""
     return any(label is not None and label.tokens for label in labels)
 
 

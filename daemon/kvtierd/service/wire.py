@@ -31,7 +31,6 @@ def same_fields(kind: type[M], source: object, **others: Any) -> M:
 
 
 def granted_leases(reply: Message | None) -> list[LeaseId]:
-    """The leases that a reply grants."""
     if isinstance(reply, blocks_pb2.ReserveResponse | blocks_pb2.JoinResponse):
         return [LeaseId(reply.lease_id)]
     if isinstance(reply, blocks_pb2.AcquireResponse):

@@ -163,7 +163,6 @@ class Teller:
         _log.info(says, cache.name, report.dropped, report.kept)
 
     def _has_failed(self, prefix: str) -> bool:
-        """Returns whether a look has failed just now."""
         return asyncio.get_running_loop().time() < self._failed_at.get(prefix, 0.0) + RETRY_S
 
     def _start(self, prefix: str) -> asyncio.Task[None]:
@@ -202,7 +201,6 @@ class Teller:
         self._heard[prefix] = ours
 
     def _cache(self, prefix: str) -> ServedCache | None:
-        """The open cache."""
         cache = self._catalog.named(prefix.partition("/")[0])
         return cache if cache is not None and cache.prefix == prefix else None
 

@@ -100,7 +100,6 @@ class EventsService:
         return next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
 
     def _allowed(self, session: ClientSession, right: Right) -> Caches:
-        """The caches on which the session has a right."""
         if right in self._access.rights.everywhere(session.peer.identity):
             return every_cache
         if right not in self._access.rights.somewhere(session.peer.identity):

@@ -131,7 +131,6 @@ class DiskRoot:
         return self._path / CACHES / name
 
     def note_opening(self, name: str) -> None:
-        """Notes on disk that a cache is opened now."""
         with suppress(OSError):  # the note is only an order in which caches give way
             os.utime(self.directory_of(name) / SUPERBLOCK)
 
