@@ -44,8 +44,6 @@ from kvtierd.core.transfers import (
 )
 from kvtierd.core.window import WindowManager
 
-"""Steps left of a tier's loss, by group."""
-
 
 class BlockManager:
     """See the module. Errors are raised before anything has changed: ``BadArgument``, ``UnknownGroup``,
@@ -324,14 +322,7 @@ class BlockManager:
         return ticket.id, self._take(now)
 
     def drop(
-        self,
-        session: SessionId,
-        group: GroupId,
-        keys: Sequence[Key],
-        now: int,
-        *,
-        dry_run: bool = False,
-        following: Drop | None = None,
+        self, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False, following: Drop | None = None
     ) -> tuple[Drop, Outcome]:
         """Drops blocks with their subtrees, a slice a call: until the returned :class:`Drop` has its report, pass it to
         the next call as ``following``. A subtree of which any block is leased, pinned or claimed is refused. If a block
@@ -347,7 +338,7 @@ class BlockManager:
         return drop, self._take(now)
 
     def pin(
-        self, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
+        self, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Pins copies that are READY in a tier, or unpins them. Pins are counted and have no owner: a session may unpin
         for another that is gone."""
@@ -358,7 +349,7 @@ class BlockManager:
         return results, self._take(now)
 
     def reset(
-        self, session: SessionId, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
+        self, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
     ) -> tuple[ResetResult, Outcome]:
         """Removes the blocks of all groups, a slice a call: pass the report's ``following`` to the next call.
 
@@ -402,13 +393,7 @@ class BlockManager:
         return window.plan(to, keys)
 
     def set_retention(
-        self,
-        session: SessionId,
-        group: GroupId,
-        keys: Sequence[Key],
-        priorities: Sequence[int],
-        durations_ms: Sequence[int],
-        now: int,
+        self, group: GroupId, keys: Sequence[Key], priorities: Sequence[int], durations_ms: Sequence[int], now: int
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)

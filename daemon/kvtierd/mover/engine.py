@@ -289,12 +289,12 @@ class Engine:
         self._executor.apply(cache, cache.manager.lose_bytes(group, key, tier, slot, self._clock()))
 
     async def drop(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
+        self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
     ) -> DropResult:
         """Drops blocks with their subtrees, in slices: other calls run in between. If the caller goes, a subtree may be
         dropped in part."""
         cache = self._find(cache_id)
-        step = partial(cache.manager.drop, session, group, keys, dry_run=dry_run)
+        step = partial(cache.manager.drop, group, keys, dry_run=dry_run)
         drop = self._applied(cache, step(self._clock()))
         while drop.report is None:
             await self._others(cache)
@@ -304,7 +304,6 @@ class Engine:
     async def set_retention(
         self,
         cache_id: CacheId,
-        session: SessionId,
         group: GroupId,
         keys: Sequence[Key],
         priorities: Sequence[int],
@@ -318,23 +317,23 @@ class Engine:
                 await self._others(cache)
             few = slice(start, start + KEYS_A_TURN)
             given = keys[few], priorities[few], durations_ms[few]
-            told += self._applied(cache, cache.manager.set_retention(session, group, *given, self._clock()))
+            told += self._applied(cache, cache.manager.set_retention(group, *given, self._clock()))
         return tuple(told)
 
     def pin(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
+        self, cache_id: CacheId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
     ) -> tuple[BlockResult, ...]:
         cache = self._find(cache_id)
-        return self._applied(cache, cache.manager.pin(session, group, tier, keys, self._clock(), unpin=unpin))
+        return self._applied(cache, cache.manager.pin(group, tier, keys, self._clock(), unpin=unpin))
 
-    async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetResult:
+    async def reset(self, cache_id: CacheId, *, force: bool) -> ResetResult:
         """Removes all blocks that are not in use, in slices: other calls run in between."""
         cache = self._find(cache_id)
         dropped = kept = 0
         roots: list[tuple[GroupId, Key]] = []
         following = None
         while True:
-            step = self._applied(cache, cache.manager.reset(session, self._clock(), force=force, following=following))
+            step = self._applied(cache, cache.manager.reset(self._clock(), force=force, following=following))
             dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
             roots += step.roots
             if following is None:
