@@ -494,6 +494,14 @@ class Recency:
                 _log.debug("%d reads of group %d are not told: %s", len(keys), group, closed)
 
 
+async def digests_of(blocks: Sequence[Bytes]) -> list[bytes]:
+    """Checksums of the blocks in the caller's memory, one per block: damage anywhere on the way shows."""
+    digests: list[bytes] = []
+    work = lambda: digests.extend(xxhash.xxh3_128_digest(block.data) for block in blocks)  # noqa: E731
+    await buffers.run_copy(work, sum(map(len, blocks)))
+    return digests
+
+
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:
     """Number of leading rows that equal the daemon's copies of these keys; the daemon no longer knows the next row's
     block.
@@ -502,10 +510,7 @@ async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Byt
     """
     request = blocks_pb2.ChecksumsRequest(group=group, keys=packed)
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)
-    ours: list[bytes] = []
-    work = lambda: ours.extend(xxhash.xxh3_128_digest(row.data) for row in rows)  # noqa: E731
-    await buffers.run_copy(work, sum(map(len, rows)))
-    for place, (known, digest) in enumerate(zip(reply.known, ours, strict=True)):
+    for place, (known, digest) in enumerate(zip(reply.known, await digests_of(rows), strict=True)):
         if not known:
             return place
         if reply.checksums[place * CHECKSUM_BYTES : (place + 1) * CHECKSUM_BYTES] != digest:

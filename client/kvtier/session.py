@@ -79,15 +79,12 @@ T = TypeVar("T")
 class Follower(Protocol):
     def session_changed(self, session: int) -> None:
         """Called when the daemon has forgotten the last session; ``session`` is the new :attr:`Link.session`."""
-        ...
 
     def work(self, stream: Stream | None) -> Fence:
         """The point that this process's own work on the held slots has reached. Raises :class:`DeviceError`."""
-        ...
 
     def rest(self) -> None:
         """Called when that work is over and no more follows."""
-        ...
 
 
 class _LinkBroke(Exception):

@@ -154,7 +154,8 @@ class KvtierHiCache(HiCacheStorage):
             if not isinstance(self._settings, Mapping):
                 raise InvalidArgument("kvtier", self._settings, "an object of settings")
             options = options_of(self._settings)
-            found = {name: _StoredPool(self._pools[name]) for name in names if not self._is_logical(name)}
+            pools = {name: self._pools[name] for name in names}
+            found = {name: _StoredPool(pool) for name, pool in pools.items() if not isinstance(pool, LogicalHostPool)}
             self._pages.update(found)
             total = sum(self._weight(name) for name in self._pages)
             for alike in (False, True):
@@ -171,9 +172,6 @@ class KvtierHiCache(HiCacheStorage):
             if isinstance(self._settings, Mapping) and self._settings.get("on_error", "continue") != "continue":
                 raise
             _log.error("SGLang runs without kvtier: %s", error)
-
-    def _is_logical(self, name: str) -> bool:
-        return isinstance(self._pools[name], LogicalHostPool)
 
     def _weight(self, name: str) -> float:
         """Returns the bytes of a pool for each page of tokens."""

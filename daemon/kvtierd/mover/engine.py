@@ -130,7 +130,7 @@ class Engine:
     async def reserve(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, timeout_s: float | None
     ) -> GroupGrant:
-        """Reserves ``count`` blank slots, all or nothing. Raises :class:`Refused`."""
+        """Reserves ``count`` blank slots, all or nothing. Raises :class:`TicketRefused`."""
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
@@ -167,7 +167,7 @@ class Engine:
         keys: Sequence[Key],
         timeout_s: float | None,
     ) -> Grant:
-        """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`Refused`.
+        """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`TicketRefused`.
 
         Blocks move in slices. When the time is up, or the caller goes, the remaining blocks stay where they are.
         """

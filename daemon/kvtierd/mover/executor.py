@@ -41,7 +41,6 @@ THREADS: Final = 4
 class EventSink(Protocol):
     def publish(self, events: Sequence[BlockEvent]) -> None:
         """Takes events in order. Called in the middle of an outcome: must neither wait nor call back."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

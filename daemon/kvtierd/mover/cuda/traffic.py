@@ -136,7 +136,6 @@ class Losable(Protocol):
 
     def lose(self, why: str) -> None:
         """Marks the device as lost for good. Any thread; a second call does nothing."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
