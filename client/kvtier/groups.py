@@ -37,7 +37,6 @@ class AcrossLease(Hold):
         self._groups: Final = tuple(groups)
         first = self.groups[0]
         self.keys: Final = tuple(split_keys(packed[: first.prefix_length * KEY_BYTES]))
-        """Keys of the held prefix."""
         self.matched: Final = first.matched
         """Length of the stored prefix at the match; more than :attr:`blocks` if the tier was short of room."""
         self.error: Final = first.error

@@ -290,7 +290,6 @@ class ReadLease(Lease):
     ) -> None:
         super().__init__(cache, book, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
-        """Keys of the held blocks."""
         self.needed = needed
         """Places of the held blocks in the chain: its sinks, and from ``first`` on, which is above 0 only in a sliding
         group."""

@@ -227,12 +227,10 @@ class ChainRead:
         self.keys: Final = keys
         self.nbytes = 0
         self.waits = False
-        """See :attr:`Read.waits`."""
         for part in parts:
             self.nbytes += part.nbytes
             self.waits |= part.waits
         self.blocks = 0
-        """Length of the copied prefix."""
         self.done = False
         """Whether all stored blocks of the chain are copied, so that the daemon need not be asked."""
         self._reader: Final = reader
@@ -285,7 +283,6 @@ class Read:
         self._reader: Final = reader
         self._mapping: Final = mapping
         self._keys: Final = wanted.cut(keys, KEY_BYTES)
-        """Keys of the wanted blocks."""
         self._start = 0
         """Number of wanted blocks that are copied and verified."""
         self._current = True
@@ -418,7 +415,6 @@ class Recency:
         self._binder: Final = binder
         self._loop: Final = asyncio.get_running_loop()
         self._thread: Final = threading.get_ident()
-        """Id of the loop's thread."""
         self._lock: Final = threading.Lock()
         self._keys: dict[int, dict[bytes, None]] = {}
         """Read keys by group, the least recently read first."""

@@ -220,7 +220,6 @@ class CacheStats:
     stored: int
     removed: int
     waiting: int
-    """Number of calls that wait for room."""
     groups: tuple[GroupStats, ...]
     index_places: int = 0
     """Places in the key index, where clients look blocks up; 0 = the cache has no index, and clients call."""

@@ -294,7 +294,6 @@ def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
 
 
 MAX_COUNT: Final = (1 << 32) - 1
-"""Most blocks in a message."""
 _MOST_RECOMPUTE_S: Final = 3600
 
 

@@ -44,7 +44,6 @@ MAX_BLOCK_BYTES: Final = 1 << 30
 
 MAX_GROUPS: Final = 16
 MAX_POOLS: Final = 64
-"""Pools of one window group."""
 
 _ONE_DTYPE: Final = 1
 _DTYPE_A_POOL: Final = 2

@@ -36,7 +36,6 @@ from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
 
 CACHE: Final = "kvtier-bench"
 BATCH: Final = 64
-"""Blocks of a measured call."""
 PAGE: Final = 4096
 """The smallest slot: with blocks of this size the bookkeeping dominates."""
 _ROOM: Final = 4

@@ -83,7 +83,6 @@ class Publisher:
         self._bytes = 0
         self._quiet_since = time.monotonic()
         self.next = first
-        """The number of the next batch."""
 
     @property
     def oldest(self) -> int:

@@ -75,7 +75,6 @@ class Reserved:
 
 
 Slots: TypeAlias = list[tuple[Reserved, list[int]]]
-"""Leases, each with indices of its slots."""
 
 
 @dataclass(slots=True)

@@ -66,7 +66,6 @@ class _Passed(Fence):
 
 
 PASSED: Final[Fence] = _Passed()
-"""The fence of no work."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -108,7 +108,6 @@ class Planes:
         self.block_bytes: Final = max(each.end for each in found) if block_bytes is None else block_bytes
         self.planes: Final = tuple(sorted(found, key=lambda plane: plane.offset))
         self.pages: Final = found[0].pages
-        """Number of pages of each array."""
         self.on_gpu: Final = found[0].memory is None
         self.nbytes: Final = sum(each.nbytes for each in found)
         """Bytes of a block that the arrays have."""

@@ -137,7 +137,6 @@ class Block:
         self.rank = traits.priority << _ORDER_BITS
         """Eviction order in the group, lowest first: priority, then uses as the policy counts them. Unique."""
         self.copies: list[Copy | None] = [None] * len(TIERS)
-        """Copies by tier."""
         self.depth: int = _below(parent.depth) if parent is not None else 0
         self.claims = 0
         """Fetches that matched the block and wait for room. A claimed block gives up no copy."""
@@ -148,7 +147,6 @@ class Block:
         self.residency = 0
         """Tiers whose copy is valid, as a bit set."""
         self.indexed = False
-        """Whether the key index finds the block."""
 
     def __str__(self) -> str:
         return self.key.hex()

@@ -109,7 +109,6 @@ class BlockEvent:
 
 
 NO_END: Final = 1 << 64
-"""Larger than every event id."""
 
 
 class EventSequencer:

@@ -31,7 +31,6 @@ class BlockIndex:
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
         self.get: Callable[[Key], Block | None] = self._blocks.get
-        """Returns the block of a key, or None."""
         self._order: list[Block] = []
         self._numbers = array("Q")
         """Numbers of the blocks in the order list."""

@@ -368,7 +368,6 @@ class Recorder:
         self._touched: list[Ledger] = []
         self._events: list[_Telling] = []
         self._telling: _Telling | None = None
-        """The last event, if it may grow."""
         self._moves: list[_Planned] = []
         self._open: dict[_Lane, _Planned] = {}
         """Moves that may grow, by lane."""

@@ -39,7 +39,6 @@ class GroupShape:
 
 
 Edge = tuple[Tier, Tier]
-"""Source and destination tier."""
 
 DEFAULT_THRESHOLD: Final = 30
 """TensorRT-LLM's offload threshold."""

@@ -58,11 +58,9 @@ class CallCounts:
 
     def __init__(self) -> None:
         self.calls: Final[Counter[tuple[str, str]]] = Counter()
-        """Calls by method and code."""
         self.times: Final[dict[str, Times]] = {}
         """Durations of calls with a single answer, by method."""
         self.refusals: Final[Counter[str]] = Counter()
-        """Refusals by reason."""
 
     @contextmanager
     def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[CountedCall]:

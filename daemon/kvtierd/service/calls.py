@@ -37,7 +37,6 @@ from kvtierd.service.unauthenticated import abort, read
 
 Verb = Callable[[ClientSession, Any], Awaitable[Message]]
 StreamVerb = Callable[[ClientSession, Any], AsyncGenerator[bytes, None]]
-"""Yields serialised replies."""
 
 UploadVerb = Callable[
     [ClientSession, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]

@@ -185,7 +185,6 @@ class Daemon:
             [lambda: None if self._remote_tier is None else self._remote_tier.problem, lambda: self._attach.problem],
         )
         self.fleet: Final = self._made_fleet()
-        """None if no peer is configured."""
         self._remote_tier: Final = self._made_remote(store)
         """None if there is neither a store nor a peer."""
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)

@@ -31,7 +31,6 @@ BEAT_MOST_S: Final = 0.8
 """Least seconds between heartbeats: a share per open watcher, up to a maximum, as clients wait for a second."""
 
 Caches = Callable[[str], bool]
-"""Some caches, by name."""
 
 
 def every_cache(_: str) -> bool:

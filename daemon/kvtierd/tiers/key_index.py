@@ -46,11 +46,9 @@ Name = tuple[GroupId, Key]
 Homes = tuple[int, int, int]
 """First bucket, second bucket and tag of a key."""
 BucketPlace = tuple[int, int]
-"""A bucket, and a number in it."""
 
 
 At = tuple[SlotId, int]
-"""A slot and its generation."""
 NOWHERE: Final[Mapping[Key, At]] = MappingProxyType({})
 
 

@@ -19,7 +19,6 @@ from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 
 Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
-"""Slots of each tier and group."""
 
 
 @dataclass(slots=True, eq=False)

@@ -27,7 +27,6 @@ HEARTBEAT_S: Final = 10.0
 """Default interval of a watch's heartbeats."""
 
 MAX_WATCHES: Final = 64
-"""Most watches of a session."""
 
 SLICE_BLOCKS: Final = 1024
 """Blocks in a slice of a snapshot: listing a slice costs the loop about a millisecond."""

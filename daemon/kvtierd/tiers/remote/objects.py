@@ -50,7 +50,6 @@ _HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s7sBIIQ{FINGERPRINT_BYTES}sI{KEY
 LINK_BYTES: Final = _HEAD.size + HEAD_BYTES
 """The first bytes of an object, which name the parent of its block."""
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
-"""Longest header."""
 
 
 @dataclass(slots=True, frozen=True)
