@@ -371,10 +371,7 @@ class Binder:
         return arena
 
     async def call(
-        self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]],
-        request: Asking,
-        deadline: Deadline,
+        self, method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]], request: Asking, deadline: Deadline
     ) -> Response:
         """Makes a call that may run again in another session: a lookup, or a call that leaves the same state when
         repeated.
@@ -494,9 +491,7 @@ async def _logged(work: asyncio.Future[None], what: str) -> None:
 
 
 async def send(
-    link: Link,
-    method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-    request: Request,
+    link: Link, method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]], request: Request
 ) -> Response:
     """Makes one RPC with the session's token."""
     return await method(link.stubs)(request, metadata=link.metadata)

@@ -208,11 +208,7 @@ class StreamedCopies:
                 **(part.prompt.told(keys, binding.info.options) if part.prompt is not None else {}),
             )
             return transfer_pb2.PutHeader(
-                commit=commit,
-                group=cache.group,
-                tier=tier_to_wire(tier),
-                checksums=checksums,
-                timeout_ns=wait_ns,
+                commit=commit, group=cache.group, tier=tier_to_wire(tier), checksums=checksums, timeout_ns=wait_ns
             )
 
         async def attempt(link: Link) -> transfer_pb2.PutResponse:

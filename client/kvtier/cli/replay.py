@@ -31,14 +31,7 @@ from kvtier.replay.trace import read, replay_spec
 @click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
 @click.option("--cache", metavar="NAME", default="replay", show_default=True, help="The cache to use.")
 @output_option()
-def replay(
-    trace: Path,
-    daemon: DaemonAt,
-    block_bytes: int,
-    requests: int | None,
-    cache: str,
-    form: str,
-) -> None:
+def replay(trace: Path, daemon: DaemonAt, block_bytes: int, requests: int | None, cache: str, form: str) -> None:
     """Replay a request trace: acquire, verify, store, release.
 
     Hits are acquired, misses are stored. The bytes of a block follow from its key, so every hit is verified whole. A

@@ -19,16 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvtier.errors import InvalidArgument
-from kvtier.memory.arrays import (
-    Bytes,
-    CudaArray,
-    OnGpu,
-    address_of,
-    bytes_of,
-    is_readonly,
-    is_tensor,
-    stream_of,
-)
+from kvtier.memory.arrays import Bytes, CudaArray, OnGpu, address_of, bytes_of, is_readonly, is_tensor, stream_of
 
 if TYPE_CHECKING:
     import torch

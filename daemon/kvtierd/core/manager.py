@@ -50,11 +50,7 @@ class BlockManager:
     ``UnknownLease``, ``ForeignLease``, ``TierOutOfService``."""
 
     def __init__(
-        self,
-        cache: CacheId,
-        shapes: Sequence[GroupShape],
-        sequencer: EventSequencer,
-        policy: Policy | None = None,
+        self, cache: CacheId, shapes: Sequence[GroupShape], sequencer: EventSequencer, policy: Policy | None = None
     ) -> None:
         if len({shape.tokens_per_block for shape in shapes}) > 1:
             raise BadArgument("tokens_per_block", [s.tokens_per_block for s in shapes], "the same in all groups")
@@ -223,12 +219,7 @@ class BlockManager:
         return results, self._take(now)
 
     def acquire(
-        self,
-        session: SessionId,
-        groups: Sequence[GroupId],
-        tier: Tier,
-        chains: Sequence[ChainRequest],
-        now: int,
+        self, session: SessionId, groups: Sequence[GroupId], tier: Tier, chains: Sequence[ChainRequest], now: int
     ) -> tuple[tuple[TicketId, ...], Outcome]:
         """Asks for the longest prefix of each chain that ``groups`` can serve, READY and held in a tier.
 

@@ -208,17 +208,7 @@ class Ledger:
     """Changes of one group's slots in one tier, so a slot's number says which slot. :meth:`take` empties the ledger at
     the end of each call. ``touched``: the ledger appends itself here with its first entry."""
 
-    __slots__ = (
-        "_begun",
-        "_clean",
-        "_disowned",
-        "_filled",
-        "_group",
-        "_owners",
-        "_restated",
-        "_tier",
-        "_touched",
-    )
+    __slots__ = ("_begun", "_clean", "_disowned", "_filled", "_group", "_owners", "_restated", "_tier", "_touched")
 
     def __init__(self, group: GroupId, tier: Tier, touched: list[Ledger]) -> None:
         self._group = group

@@ -21,12 +21,7 @@ from kvtierd.core.leases import LeftLease, SlotLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal
 from kvtierd.core.removal import DropResult
-from kvtierd.core.transfers import (
-    BlockResult,
-    ChainRequest,
-    CommitItem,
-    ResetResult,
-)
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, ResetResult
 from kvtierd.mover.edges import Trace
 from kvtierd.mover.executor import (
     Answer,
@@ -199,13 +194,7 @@ class Engine:
             raise
 
     def _begin_move(
-        self,
-        cache_id: CacheId,
-        session: SessionId,
-        group: GroupId,
-        to: Tier,
-        keys: Sequence[Key],
-        ends: float | None,
+        self, cache_id: CacheId, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], ends: float | None
     ) -> tuple[OpenCache, Waiting]:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())

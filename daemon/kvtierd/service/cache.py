@@ -82,10 +82,7 @@ class CacheSettings:
     def policy(self, defaults: Policy) -> Policy:
         own = {(Tier(src), Tier(dst)): least for src, dst, least in self.thresholds}
         return replace(
-            defaults,
-            write_policy=self.write_policy,
-            eviction=self.eviction,
-            thresholds={**defaults.thresholds, **own},
+            defaults, write_policy=self.write_policy, eviction=self.eviction, thresholds={**defaults.thresholds, **own}
         )
 
     def to_stored(self) -> dict[str, Any]:

@@ -202,12 +202,7 @@ class Daemon:
             Turns(),
         )
         self._attach: Final = AttachServer(
-            self._sessions,
-            self._catalog,
-            self._identity,
-            self._access,
-            self._dispatcher,
-            _connection_capacity(config),
+            self._sessions, self._catalog, self._identity, self._access, self._dispatcher, _connection_capacity(config)
         )
         grace_s = config.tcp_grace_seconds
         unauthenticated = UnauthenticatedCalls(self._translator)
@@ -219,12 +214,7 @@ class Daemon:
         self._connections: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls,
-        config: Config,
-        notifier: Notifier | None = None,
-        passed: Sequence[PassedFd] = (),
-    ) -> Self:
+    async def start(cls, config: Config, notifier: Notifier | None = None, passed: Sequence[PassedFd] = ()) -> Self:
         """Returns a serving daemon. Calls to caches that are already loaded are answered during the start.
 
         ``notifier``: to the service manager. ``passed``: descriptors that the manager kept, owned by the daemon from

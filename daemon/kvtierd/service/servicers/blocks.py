@@ -459,10 +459,7 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
 
 def _matched_group(span: GroupResidency) -> blocks_pb2.GroupMatch:
     return blocks_pb2.GroupMatch(
-        group=span.group,
-        first_block=span.needed.first,
-        residency=bytes(span.residency),
-        sink_blocks=span.needed.sinks,
+        group=span.group, first_block=span.needed.first, residency=bytes(span.residency), sink_blocks=span.needed.sinks
     )
 
 

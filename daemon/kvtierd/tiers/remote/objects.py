@@ -31,14 +31,7 @@ import xxhash
 
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, GroupId, Key, SlotId, Traits
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk.records import (
-    HEAD_BYTES,
-    RECORD_DTYPE,
-    decode_records,
-    encode_record,
-    parents_of,
-    traits_of,
-)
+from kvtierd.tiers.disk.records import HEAD_BYTES, RECORD_DTYPE, decode_records, encode_record, parents_of, traits_of
 from kvtierd.tiers.remote.base import CHECKSUM_BYTES
 
 VERSION: Final = 1
