@@ -330,8 +330,6 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         mapped = self._binder.binding.mapped
         return None if mapped is None else mapped.reach(tier)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
     @property
     def _owners(self) -> Sequence[Owner]:
         """The cache in each of the groups."""

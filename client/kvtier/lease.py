@@ -201,7 +201,6 @@ class Lease(Hold):
         change(indices)
 
     def _shown(self) -> tuple[str, int, Tier, int, bytes, tuple[int, ...]]:
-        """The fields that every ticket has."""
         self.require_live()
         secret = self._book.secret_of(self)
         return self.binding.info.name, self.cache.group, self.tier, self.id, secret, self.slots
@@ -580,7 +579,6 @@ class LeaseBook:
         self._untouched(leases)
 
     def _untouched(self, leases: Sequence[Lease]) -> None:
-        """Notes that this process no longer touches the leases' slots."""
         for lease in leases:
             if lease in self._in_use:
                 self._in_use.discard(lease)

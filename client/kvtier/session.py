@@ -230,7 +230,6 @@ class Session:
             self._waiting.discard(scope)
 
     async def link(self) -> Link:
-        """Waits for the live link."""
         while (link := self.live_link) is None:
             await self._change()
         self._require_open()
@@ -266,7 +265,6 @@ class Session:
             self._changed.set()
 
     def _lose(self) -> None:
-        """Marks the daemon as away."""
         self.reachable = False
         self._changed.set()
         self._start_listening()

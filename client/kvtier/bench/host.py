@@ -200,7 +200,6 @@ async def client(sizes: Sequence[int], rounds: int) -> list[Result]:
 
 
 async def _first_fill(spec: CacheSpec, slots: TierSlots, rows: Sequence[Bytes]) -> float:
-    """Stores into untouched slots of a new daemon."""
     async with private_cache(spec, slots) as here:
         return await here.put(rows)
 
@@ -444,7 +443,6 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> list[Result
 
 
 async def _evict(here: PrivateCache) -> float:
-    """Stores into a full cache, which evicts as many blocks."""
     return await timed(here.commit(new_chain()))
 
 

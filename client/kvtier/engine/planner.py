@@ -381,8 +381,6 @@ class Planner:
         _log.info("kvtier: cache %s: %s", self.leader.name, counts or "not used")
         self.leader.close()
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
     def _known(self, req_id: str, chain: KeyChain) -> _PlannedRequest:
         request = self._requests.get(req_id)
         if request is None or request.over:

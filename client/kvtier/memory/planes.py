@@ -258,7 +258,6 @@ class Pages:
         return rows
 
     def staging(self, field: str) -> Bytes:
-        """Fresh rows for :meth:`scatter`."""
         if self.planes.on_gpu:
             list(self._tensors(field))
         return np.empty((len(self), self.planes.block_bytes), np.uint8)

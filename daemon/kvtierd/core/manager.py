@@ -500,8 +500,6 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
-    # -- internals ---------------------------------------------------------------------------------------------------
-
     def _take(self, now: int) -> Outcome:
         for window in self._served or self.windows.values():
             window.state.stamp(now)

@@ -530,7 +530,6 @@ class Engine:
                         self._return(cache, one.session, lease)
 
     def _refuse_waiting(self, cache: OpenCache) -> None:
-        """Refuses all waiting tickets of a cache."""
         for waiting in cache.tickets.unanswered():
             if waiting.answer is None:
                 cache.tickets.answer(cancelled(waiting))

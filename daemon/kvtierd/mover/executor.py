@@ -177,7 +177,6 @@ class SlotThreads:
         return True
 
     async def idle(self) -> None:
-        """Returns when no thread works."""
         while self._threads:
             await asyncio.wait(self._threads)
 

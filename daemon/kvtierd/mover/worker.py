@@ -389,7 +389,6 @@ class LaneThreads:
             self._queue.stop()
 
     async def gone(self) -> None:
-        """Returns when all threads have ended."""
         for worker, exited in self._exits.items():
             await exited.wait()
             worker.thread.join()

@@ -97,7 +97,6 @@ def _sequence_bytes(spec: CacheSpec, blocks: int) -> list[int]:
 
 
 def _kept(spec: CacheSpec, group: int, blocks: int) -> int:
-    """Blocks that a group keeps of a sequence of ``blocks`` blocks."""
     shape, attention = spec.groups[group], spec.attention(group)
     if shape.window_tokens == _STATE:
         return min(blocks, max(2, blocks * spec.tokens_per_block // _STATE_TOKENS))

@@ -188,7 +188,6 @@ class Removal:
 
     @property
     def freed(self) -> dict[Tier, int]:
-        """Bytes by tier."""
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 

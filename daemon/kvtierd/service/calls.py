@@ -125,7 +125,6 @@ class Access:
         self._catalog: Final = catalog
 
     def admits(self, who: Identity) -> bool:
-        """Whether a rule names the identity."""
         return bool(self.rights.somewhere(who))
 
     def may(self, session: ClientSession, right: Right, cache: str) -> bool:

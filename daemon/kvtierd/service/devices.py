@@ -62,7 +62,6 @@ class Devices:
 
     @property
     def gpus(self) -> list[DaemonGpu]:
-        """The GPUs that could be opened."""
         return [device.gpu for device in self if device.gpu is not None]
 
     def problems(self) -> list[str]:

@@ -434,7 +434,6 @@ def _add_labels(
     *,
     stored: bool,
 ) -> None:
-    """Adds the hashes and tokens of blocks that the cache keeps."""
     if hash_bytes:
         message.event_hashes = b"".join([_hash(label, hash_bytes) for label in labels])
     if stored and hash_bytes:

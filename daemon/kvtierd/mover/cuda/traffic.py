@@ -66,7 +66,6 @@ class Hazards:
         self._under_way: dict[Passage, None] = {}
 
     def __len__(self) -> int:
-        """Number of batches in flight."""
         return len(self._under_way)
 
     def enter(self, passage: Passage) -> list[Passage]:
