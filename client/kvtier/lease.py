@@ -41,7 +41,7 @@ from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier
 if TYPE_CHECKING:
     import torch
 
-_STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
+STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 
 class Owner(Protocol):
@@ -254,7 +254,7 @@ class WriteLease(Lease):
         request.let_go = not hold
         results = await self._book.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
-            self._blank[index] = result in _STAYS_BLANK
+            self._blank[index] = result in STAYS_BLANK
             self._set_given_back([index], not self._blank[index] and (result is BlockResult.EXISTS or not hold))
         return results
 

@@ -33,7 +33,7 @@ from kvtier.engine.work import Placed
 from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
-from kvtier.lease import WriteLease
+from kvtier.lease import STAYS_BLANK, WriteLease
 from kvtier.mirror.follower import follow
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
@@ -53,7 +53,6 @@ _OUTCOMES: Final = {
     BlockResult.EXISTS: "not saved: stored by another request",
     BlockResult.PARENT_MISSING: "not saved: an earlier block has been evicted",
 }
-_STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -512,7 +511,7 @@ class Leader:
             )
             for index, result in zip(indices, results, strict=True):
                 self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
-                if result in _STAYS_BLANK:
+                if result in STAYS_BLANK:
                     writing.missing_parent = True
                     reserved.free.append(index)
                 else:
