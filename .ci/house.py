@@ -23,7 +23,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "modules in a circle of imports": 0,
     "modules": 250,
     "modules over 600 lines": 0,
-    "production lines": 53_500,
+    "production lines": 53_070,
     "test lines": 62_700,
     "docs words": 20_000,
     "kvtier bench lines": 880,

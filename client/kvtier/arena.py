@@ -123,7 +123,6 @@ class MappedArena:
 
     @property
     def memories(self) -> Collection[Memory]:
-        """The memories of the mapped tiers."""
         return self._memories.values()
 
     def memory(self, tier: Tier) -> Memory:
@@ -160,7 +159,6 @@ class MappedArena:
         self.memory(tier).read(group, slots, blocks)
 
     def generations(self, tier: Tier, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
-        """A copy of the slots' current generations."""
         now: NDArray[np.uint64] = self._generations[tier, group][slots]
         return now
 
@@ -272,7 +270,6 @@ class Binder:
 
     @property
     def maps(self) -> bool:
-        """Whether the cache's memory is mapped."""
         return self._mapped and self.session.can_map
 
     @property
@@ -374,10 +371,7 @@ class Binder:
         return arena
 
     async def call(
-        self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]],
-        request: Asking,
-        deadline: Deadline,
+        self, method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]], request: Asking, deadline: Deadline
     ) -> Response:
         """Makes a call that may run again in another session: a lookup, or a call that leaves the same state when
         repeated.
@@ -497,9 +491,7 @@ async def _logged(work: asyncio.Future[None], what: str) -> None:
 
 
 async def send(
-    link: Link,
-    method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-    request: Request,
+    link: Link, method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]], request: Request
 ) -> Response:
     """Makes one RPC with the session's token."""
     return await method(link.stubs)(request, metadata=link.metadata)

@@ -176,7 +176,6 @@ def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
 
 
 def _checked(blocks: Blocks, field: str, count: int, block_bytes: int) -> Sequence[Block]:
-    """The blocks as a sequence, with their number and sizes checked."""
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     each: list[Any] = [np.frombuffer(one, np.uint8) if isinstance(one, bytes | bytearray) else one for one in blocks]

@@ -212,8 +212,6 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
 
         await self._session.call(attempt, self._deadline(timeout))
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
     @property
     def _owners(self) -> Sequence[Cache]:
         return (self,)

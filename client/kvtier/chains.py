@@ -133,7 +133,6 @@ class Prompt:
         self._hashes: dict[str, bytes] = {}
 
     def __len__(self) -> int:
-        """The number of blocks."""
         return len(self._place_of)
 
     def __repr__(self) -> str:
@@ -249,7 +248,6 @@ class ChainPart:
         return cls(chain, blocks, [*first, *chain[:-1]], kept, prompt)
 
     def only(self, places: Sequence[int]) -> ChainPart:
-        """Returns the part with the keys at these places."""
         return ChainPart(
             [self.chain[place] for place in places],
             buffers.picked(self.blocks, np.array(places, np.intp)),
@@ -304,7 +302,6 @@ class Chains:
         return length if length == bound or found.sure[length] else None
 
     def match(self, keys: bytes, groups: Sequence[int]) -> Match | None:
-        """See :meth:`kvtier.Cache.match`."""
         for _ in range(_TRIES):
             as_of = self._as_of()
             found = self._spans_of(keys, groups)
@@ -375,7 +372,6 @@ class Chains:
 
 
 def count_leading(wanted: NDArray[np.bool_]) -> int:
-    """Number of leading true values."""
     end = int(wanted.argmin()) if len(wanted) else 0
     return len(wanted) if not len(wanted) or wanted[end] else end
 

@@ -577,12 +577,7 @@ async def with_past(now: Explanation, watch: Watch) -> Explanation:
             if watch.cursor is not None and watch.cursor >= now.as_of:
                 break
     clear = len(keys) == 1
-    return replace(
-        now,
-        keys=tuple(sorted(keys)[:MOST_KEYS]),
-        past=tuple(past) if clear else (),
-        gaps=tuple(gaps),
-    )
+    return replace(now, keys=tuple(sorted(keys)[:MOST_KEYS]), past=tuple(past) if clear else (), gaps=tuple(gaps))
 
 
 def _block(message: admin_pb2.ExplainedBlock) -> BlockExplained:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
-import xxhash
 from grpc.aio import InternalError, StreamUnaryCall
 
 from kvtier import buffers
@@ -24,7 +23,7 @@ from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
 from kvtier.memory.planes import Pages
-from kvtier.reading import Reader
+from kvtier.reading import Reader, digests_of
 from kvtier.transport import Link
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
@@ -39,17 +38,14 @@ class Way(Protocol):
 
     def max_blocks(self, cache: Owner) -> int:
         """Most blocks of a piece."""
-        ...
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
         """Stores a piece. Raises :class:`LeaseLost` if the daemon restarts meanwhile."""
-        ...
 
     async def get(
         self, caches: Sequence[Owner], tier: Tier, keys: bytes, targets: GroupRows, timeout: float | None
     ) -> dict[int, PrefixRows]:
         """Copies out a stored prefix of packed keys, by group. Raises :class:`TooShort` if no block is stored."""
-        ...
 
 
 class MappedCopies:
@@ -104,8 +100,6 @@ def pieces(cache: Owner, tier: Tier, way: Way) -> int:
 async def put(
     cache: Owner, reader: Reader, way: Way, tier: Tier, whole: ChainPart, timeout: float | None
 ) -> list[BlockResult]:
-    """See :meth:`kvtier.Cache.put`."""
-
     def absent() -> Sequence[int] | None:
         return reader.absent(b"".join(whole.chain), cache.group)
 
@@ -194,11 +188,10 @@ class StreamedCopies:
         return max(1, MAX_PART_BYTES // cache.block_bytes)
 
     async def store(self, cache: Owner, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
-        """Sends a piece for the daemon to store."""
         keys = b"".join(part.chain)
         parents = b"".join(part.parents)
         blocks = await _gathered(part.blocks)
-        checksums = await _checksums(blocks)
+        checksums = b"".join(await digests_of(blocks))
         self._binder.asked.stored(keys)
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()
         wait_ns = deadline.wait_ns()
@@ -215,11 +208,7 @@ class StreamedCopies:
                 **(part.prompt.told(keys, binding.info.options) if part.prompt is not None else {}),
             )
             return transfer_pb2.PutHeader(
-                commit=commit,
-                group=cache.group,
-                tier=tier_to_wire(tier),
-                checksums=checksums,
-                timeout_ns=wait_ns,
+                commit=commit, group=cache.group, tier=tier_to_wire(tier), checksums=checksums, timeout_ns=wait_ns
             )
 
         async def attempt(link: Link) -> transfer_pb2.PutResponse:
@@ -307,7 +296,6 @@ async def _download(
 
 
 async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[Bytes], block_bytes: int) -> None:
-    """Fills the rows of one group."""
     progress, checksums = Progress(len(rows), block_bytes), b""
     while not progress.finished:
         chunk = await anext(chunks, None)
@@ -320,7 +308,7 @@ async def _receive(chunks: AsyncIterator[transfer_pb2.GetChunk], rows: Sequence[
             raise DaemonError(str(error), reason="BAD_ANSWER") from error
         await _paste(rows, spans, part.data)
         checksums += chunk.checksums
-    _require_equal(await _checksums(rows), checksums)
+    _require_equal(b"".join(await digests_of(rows)), checksums)
 
 
 async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:
@@ -344,14 +332,6 @@ async def _paste(rows: Sequence[Bytes], spans: Sequence[Span], data: bytes) -> N
             start = end
 
     await buffers.run_copy(copy, len(data))
-
-
-async def _checksums(blocks: Sequence[Bytes]) -> bytes:
-    """Checksums of the blocks in the caller's memory, one per block: damage anywhere on the way shows."""
-    digests: list[bytes] = []
-    work = lambda: digests.extend(xxhash.xxh3_128_digest(block.data) for block in blocks)  # noqa: E731
-    await buffers.run_copy(work, sum(map(len, blocks)))
-    return b"".join(digests)
 
 
 def _require_equal(found: bytes, said: bytes) -> None:

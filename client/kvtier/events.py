@@ -30,36 +30,23 @@ class BlockTokens:
 
 
 @dataclass(slots=True, frozen=True)
-class Event:
-    """A change of some blocks of one window group.
+class ChangedBlocks:
+    """Blocks of one window group, in an event or in a slice of a snapshot.
 
     ``packed_keys``, ``packed_parents`` (stored only): 32 bytes per block. ``residency`` (stored, updated),
-    ``priorities``: one byte per block, AFTER the change, so applying an event twice is harmless. ``moved_from`` to
-    ``copy_ns``: the move behind the event, in bytes and nanoseconds; ``moved_from`` alone: blocks left a tier without a
-    copy. ``time_ns``: since the Unix epoch. ``event_hash``: the cache's option; ``packed_hashes``: 8 or 32 bytes per
-    block, zeros for a block without hash. ``tokens`` (stored only): one per block, if the cache keeps them and the
-    watcher may see them. ``window_tokens``: 0 is full attention. Created only: ``num_blocks_per_cache_level``, fastest
-    tier first, ``tokens_per_block``, ``fingerprint`` of the specification, and ``all_window_tokens``,
+    ``priorities``: one byte per block, AFTER the change, so applying an event twice is harmless. ``event_hash``: the
+    cache's option; ``packed_hashes``: 8 or 32 bytes per block, zeros for a block without hash. ``tokens`` (stored
+    only): one per block, if the cache keeps them and the watcher may see them. ``window_tokens``: 0 is full attention.
+    Created and slices only: ``tokens_per_block``, ``fingerprint`` of the specification, and ``all_window_tokens``,
     ``all_sink_tokens``, ``all_flat``, one per window group.
     """
 
-    epoch: int
-    event_id: int
-    type: EventType
-    cause: Cause | int
     cache: str
     group: int
-    time_ns: int
     packed_keys: bytes = b""
     packed_parents: bytes = b""
     residency: bytes = b""
     priorities: bytes = b""
-    moved_from: Tier | None = None
-    moved_to: Tier | None = None
-    moved_bytes: int = 0
-    queue_ns: int = 0
-    copy_ns: int = 0
-    num_blocks_per_cache_level: tuple[int, ...] = ()
     event_hash: str = ""
     packed_hashes: bytes = b""
     packed_parent_hashes: bytes = b""
@@ -72,10 +59,6 @@ class Event:
     fingerprint: bytes = b""
 
     @property
-    def cursor(self) -> Cursor:
-        return Cursor(self.epoch, self.event_id)
-
-    @property
     def keys(self) -> list[bytes]:
         return split_keys(self.packed_keys)
 
@@ -83,6 +66,32 @@ class Event:
     def hashes(self) -> list[bytes]:
         """The hashes, one per key, if the cache has ``event_hash``; all zeros for a block without hash."""
         return split_hashes(self.packed_hashes, len(self.packed_keys) // KEY_BYTES) if self.event_hash else []
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Event(ChangedBlocks):
+    """A change of some blocks of one window group.
+
+    ``moved_from`` to ``copy_ns``: the move behind the event, in bytes and nanoseconds; ``moved_from`` alone: blocks
+    left a tier without a copy. ``time_ns``: since the Unix epoch. Created only: ``num_blocks_per_cache_level``, fastest
+    tier first.
+    """
+
+    epoch: int
+    event_id: int
+    type: EventType
+    cause: Cause | int
+    time_ns: int
+    moved_from: Tier | None = None
+    moved_to: Tier | None = None
+    moved_bytes: int = 0
+    queue_ns: int = 0
+    copy_ns: int = 0
+    num_blocks_per_cache_level: tuple[int, ...] = ()
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.epoch, self.event_id)
 
     @property
     def parents(self) -> list[bytes | None]:
@@ -112,35 +121,8 @@ class SnapshotStart:
 
 
 @dataclass(slots=True, frozen=True)
-class SnapshotSlice:
-    """The present state of some blocks; a window group without blocks has an empty slice. Fields as in
-    :class:`Event`."""
-
-    cache: str
-    group: int
-    packed_keys: bytes
-    packed_parents: bytes
-    residency: bytes
-    priorities: bytes
-    event_hash: str = ""
-    packed_hashes: bytes = b""
-    packed_parent_hashes: bytes = b""
-    tokens: tuple[BlockTokens, ...] = ()
-    window_tokens: int = 0
-    tokens_per_block: int = 0
-    all_window_tokens: tuple[int, ...] = ()
-    all_sink_tokens: tuple[int, ...] = ()
-    all_flat: tuple[bool, ...] = ()
-    fingerprint: bytes = b""
-
-    @property
-    def keys(self) -> list[bytes]:
-        return split_keys(self.packed_keys)
-
-    @property
-    def hashes(self) -> list[bytes]:
-        """The hashes, one per key, if the cache has ``event_hash``; all zeros for a block without hash."""
-        return split_hashes(self.packed_hashes, len(self.packed_keys) // KEY_BYTES) if self.event_hash else []
+class SnapshotSlice(ChangedBlocks):
+    """The present state of some blocks; a window group without blocks has an empty slice."""
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "snapshot", "cache": self.cache, "group": self.group, "blocks": _stored_blocks(self)}

@@ -37,7 +37,6 @@ class AcrossLease(Hold):
         self._groups: Final = tuple(groups)
         first = self.groups[0]
         self.keys: Final = tuple(split_keys(packed[: first.prefix_length * KEY_BYTES]))
-        """Keys of the held prefix."""
         self.matched: Final = first.matched
         """Length of the stored prefix at the match; more than :attr:`blocks` if the tier was short of room."""
         self.error: Final = first.error
@@ -330,8 +329,6 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         and from the slots. None if no memory is mapped."""
         mapped = self._binder.binding.mapped
         return None if mapped is None else mapped.reach(tier)
-
-    # -- inside ----------------------------------------------------------------------------------------------------
 
     @property
     def _owners(self) -> Sequence[Owner]:

@@ -41,7 +41,7 @@ from kvtier.wire import Keys, Telling, commit_request, granted, split_keys, tier
 if TYPE_CHECKING:
     import torch
 
-_STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
+STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 
 class Owner(Protocol):
@@ -192,7 +192,6 @@ class Lease(Hold):
         return list(at)
 
     def _require_held(self, index: int) -> None:
-        """Raises :class:`LeaseError` for a slot that was given back."""
         if index in self._given_back:
             why = "it was given back, or its key was stored already"
             raise LeaseError(f"slot {index} of the lease is not held any more: {why}", reason="GIVEN_BACK")
@@ -202,7 +201,6 @@ class Lease(Hold):
         change(indices)
 
     def _shown(self) -> tuple[str, int, Tier, int, bytes, tuple[int, ...]]:
-        """The fields that every ticket has."""
         self.require_live()
         secret = self._book.secret_of(self)
         return self.binding.info.name, self.cache.group, self.tier, self.id, secret, self.slots
@@ -256,7 +254,7 @@ class WriteLease(Lease):
         request.let_go = not hold
         results = await self._book.commit(self, request, stream, timeout)
         for index, result in zip(indices, results, strict=False):
-            self._blank[index] = result in _STAYS_BLANK
+            self._blank[index] = result in STAYS_BLANK
             self._set_given_back([index], not self._blank[index] and (result is BlockResult.EXISTS or not hold))
         return results
 
@@ -291,7 +289,6 @@ class ReadLease(Lease):
     ) -> None:
         super().__init__(cache, book, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
-        """Keys of the held blocks."""
         self.needed = needed
         """Places of the held blocks in the chain: its sinks, and from ``first`` on, which is above 0 only in a sliding
         group."""
@@ -354,7 +351,6 @@ class LeaseBook:
         binder.rest = lambda: self._untouched(list(self._in_use))
 
     async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
-        """See :meth:`kvtier.Cache.reserve`."""
         deadline = self._deadline(timeout)
         # A repeated call must be identical to the byte, so it carries the whole time, not the rest.
         request = blocks_pb2.ReserveRequest(
@@ -415,7 +411,6 @@ class LeaseBook:
         return acquired
 
     async def join(self, cache: Owner, ticket: LeaseTicket, timeout: float | None) -> Lease:
-        """See :meth:`kvtier.Cache.join`."""
         request = blocks_pb2.JoinRequest(lease_id=ticket.lease_id, secret=ticket.secret)
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Join, request, self._deadline(timeout))
         hold = cache, self, binding, ticket.tier, reply.lease_id, ticket.slots
@@ -511,7 +506,6 @@ class LeaseBook:
         return list(self._leases)
 
     async def release(self, leases: Iterable[Hold], stream: Stream | None, timeout: float | None) -> None:
-        """See :meth:`kvtier.Cache.release`."""
         given = [part for lease in leases for part in lease.groups]
         live, deadline = [lease for lease in given if not lease.released], self._deadline(timeout)
         if not live:
@@ -585,7 +579,6 @@ class LeaseBook:
         self._untouched(leases)
 
     def _untouched(self, leases: Sequence[Lease]) -> None:
-        """Notes that this process no longer touches the leases' slots."""
         for lease in leases:
             if lease in self._in_use:
                 self._in_use.discard(lease)

@@ -78,7 +78,6 @@ class Reader:
 
     @property
     def spec(self) -> CacheSpec:
-        """The specification: the meaning of the cache's bytes."""
         return self._binder.spec
 
     @property
@@ -228,12 +227,10 @@ class ChainRead:
         self.keys: Final = keys
         self.nbytes = 0
         self.waits = False
-        """See :attr:`Read.waits`."""
         for part in parts:
             self.nbytes += part.nbytes
             self.waits |= part.waits
         self.blocks = 0
-        """Length of the copied prefix."""
         self.done = False
         """Whether all stored blocks of the chain are copied, so that the daemon need not be asked."""
         self._reader: Final = reader
@@ -242,7 +239,6 @@ class ChainRead:
 
     @property
     def rows(self) -> dict[int, PrefixRows]:
-        """The copied blocks, by group."""
         if not self.blocks:
             return {group: [] for group in self._groups}
         return {part.group: part.rows for part in self._parts}
@@ -287,7 +283,6 @@ class Read:
         self._reader: Final = reader
         self._mapping: Final = mapping
         self._keys: Final = wanted.cut(keys, KEY_BYTES)
-        """Keys of the wanted blocks."""
         self._start = 0
         """Number of wanted blocks that are copied and verified."""
         self._current = True
@@ -306,12 +301,10 @@ class Read:
 
     @property
     def rows(self) -> PrefixRows:
-        """The copied blocks."""
         return [*self._wanted.spread([*self._rows[: self.there]])] if self.there else []
 
     @property
     def whole(self) -> bool:
-        """Whether all blocks of the chain are there."""
         return self.blocks == self.asked
 
     @property
@@ -401,7 +394,6 @@ class Read:
 
 
 def _of_tier(found: IndexEntries, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArray[np.uint64]]:
-    """Slots and generations in one tier."""
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations
     return found.host_slots, found.host_generations
@@ -423,7 +415,6 @@ class Recency:
         self._binder: Final = binder
         self._loop: Final = asyncio.get_running_loop()
         self._thread: Final = threading.get_ident()
-        """Id of the loop's thread."""
         self._lock: Final = threading.Lock()
         self._keys: dict[int, dict[bytes, None]] = {}
         """Read keys by group, the least recently read first."""
@@ -499,6 +490,14 @@ class Recency:
                 _log.debug("%d reads of group %d are not told: %s", len(keys), group, closed)
 
 
+async def digests_of(blocks: Sequence[Bytes]) -> list[bytes]:
+    """Checksums of the blocks in the caller's memory, one per block: damage anywhere on the way shows."""
+    digests: list[bytes] = []
+    work = lambda: digests.extend(xxhash.xxh3_128_digest(block.data) for block in blocks)  # noqa: E731
+    await buffers.run_copy(work, sum(map(len, blocks)))
+    return digests
+
+
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:
     """Number of leading rows that equal the daemon's copies of these keys; the daemon no longer knows the next row's
     block.
@@ -507,10 +506,7 @@ async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Byt
     """
     request = blocks_pb2.ChecksumsRequest(group=group, keys=packed)
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)
-    ours: list[bytes] = []
-    work = lambda: ours.extend(xxhash.xxh3_128_digest(row.data) for row in rows)  # noqa: E731
-    await buffers.run_copy(work, sum(map(len, rows)))
-    for place, (known, digest) in enumerate(zip(reply.known, ours, strict=True)):
+    for place, (known, digest) in enumerate(zip(reply.known, await digests_of(rows), strict=True)):
         if not known:
             return place
         if reply.checksums[place * CHECKSUM_BYTES : (place + 1) * CHECKSUM_BYTES] != digest:

@@ -79,15 +79,12 @@ T = TypeVar("T")
 class Follower(Protocol):
     def session_changed(self, session: int) -> None:
         """Called when the daemon has forgotten the last session; ``session`` is the new :attr:`Link.session`."""
-        ...
 
     def work(self, stream: Stream | None) -> Fence:
         """The point that this process's own work on the held slots has reached. Raises :class:`DeviceError`."""
-        ...
 
     def rest(self) -> None:
         """Called when that work is over and no more follows."""
-        ...
 
 
 class _LinkBroke(Exception):
@@ -159,7 +156,6 @@ class Session:
 
     @property
     def welcome(self) -> session_pb2.Welcome:
-        """The daemon's welcome at the last attach."""
         if self._link is None:
             raise ClientClosed("the client was never connected", reason="CLOSED")
         return self._link.welcome
@@ -234,7 +230,6 @@ class Session:
             self._waiting.discard(scope)
 
     async def link(self) -> Link:
-        """Waits for the live link."""
         while (link := self.live_link) is None:
             await self._change()
         self._require_open()
@@ -270,7 +265,6 @@ class Session:
             self._changed.set()
 
     def _lose(self) -> None:
-        """Marks the daemon as away."""
         self.reachable = False
         self._changed.set()
         self._start_listening()
@@ -521,7 +515,6 @@ class Session:
 
 
 async def _over(work: Fence) -> bool:
-    """Whether the work ends within the grace period."""
     try:
         await passing(work, Deadline(_WORK_GRACE_S))
     except (DeadlineExceeded, DeviceError) as error:

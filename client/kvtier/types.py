@@ -8,16 +8,13 @@ from enum import IntEnum
 from typing import Final
 
 from kvtier.abi.attention import Needed
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.keys import ROOT_PARENT as ROOT_PARENT  # noqa: PLC0414  re-exported
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import TIERS as TIERS  # noqa: PLC0414
 from kvtier.abi.words import BlockResult as BlockResult  # noqa: PLC0414  re-exported
 from kvtier.abi.words import Cause as Cause  # noqa: PLC0414  re-exported
 from kvtier.abi.words import EventType as EventType  # noqa: PLC0414  re-exported
 from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  re-exported
-
-ROOT_PARENT: Final = bytes(KEY_BYTES)
-"""The parent of a chain's first block on the wire."""
 
 DEFAULT_PRIORITY: Final = 35
 
@@ -220,7 +217,6 @@ class CacheStats:
     stored: int
     removed: int
     waiting: int
-    """Number of calls that wait for room."""
     groups: tuple[GroupStats, ...]
     index_places: int = 0
     """Places in the key index, where clients look blocks up; 0 = the cache has no index, and clients call."""

@@ -90,7 +90,6 @@ class PrefixVerbs:
 
     def __init__(self, binder: Binder, reader: Reader, groups: Sequence[int], default_timeout: float) -> None:
         self.groups = tuple(groups)
-        """The window groups whose verbs these are."""
         self.reader: Final = reader
         """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
         self._binder: Final = binder

@@ -92,11 +92,6 @@ class Filter:
         )
 
 
-def require_heartbeat(heartbeat_s: float) -> None:
-    """Raises :class:`InvalidArgument`."""
-    require_within("heartbeat_s", heartbeat_s, 0.01, 3600, "0.01 to 3600 seconds")
-
-
 @dataclass(slots=True, frozen=True)
 class Start:
     """The beginning of a watch: after a cursor, at the oldest event, with a snapshot, at a time; by default now."""
@@ -132,7 +127,7 @@ class Watch:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> None:
-        require_heartbeat(heartbeat_s)
+        require_within("heartbeat_s", heartbeat_s, 0.01, 3600, "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
         self.live = False

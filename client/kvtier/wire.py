@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from kvtier.abi.attention import Needed
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonError, InvalidArgument, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
@@ -244,8 +244,6 @@ class ResetReport:
     generation: int = 0
 
 
-_KEY: Final = np.dtype(f"V{KEY_BYTES}")
-
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys: packed, 32 bytes each, or as an iterable."""
 
@@ -294,7 +292,6 @@ def key_prefix(field: str, value: bytes | str, shortest: int = 1) -> bytes:
 
 
 MAX_COUNT: Final = (1 << 32) - 1
-"""Most blocks in a message."""
 _MOST_RECOMPUTE_S: Final = 3600
 
 
@@ -309,10 +306,9 @@ def granted(chain: blocks_pb2.AcquiredChain, part: blocks_pb2.AcquiredGroup) -> 
 
 
 def split_keys(packed: bytes) -> list[bytes]:
-    """The keys in a field of the daemon's answer."""
     if len(packed) % KEY_BYTES:
         raise DaemonError(f"{len(packed)} bytes of keys: not a multiple of {KEY_BYTES}", reason="BAD_ANSWER")
-    keys: list[bytes] = np.frombuffer(packed, _KEY).tolist() if packed else []
+    keys: list[bytes] = np.frombuffer(packed, KEY_DTYPE).tolist() if packed else []
     return keys
 
 

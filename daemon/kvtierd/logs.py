@@ -83,7 +83,6 @@ def set_up(level: str, stream: TextIO = sys.stderr) -> None:
 
 
 def change(level: str) -> None:
-    """Changes the least level that is logged."""
     logging.getLogger().setLevel(level.upper())
 
 

@@ -52,12 +52,7 @@ _log = logging.getLogger(__name__)
 @click.option("--supervise", "supervised", is_flag=True, help="Keep the memory tiers over crashes, without systemd.")
 @with_flags
 def main(
-    file: Path | None,
-    check_config: bool,
-    print_config: bool,
-    config_reference: bool,
-    supervised: bool,
-    **flags: Any,
+    file: Path | None, check_config: bool, print_config: bool, config_reference: bool, supervised: bool, **flags: Any
 ) -> None:
     """Keeps the KV cache of LLM inference engines in tiers of device, host and disk memory.
 

@@ -92,7 +92,6 @@ class NotifyListener:
         return self._sock.fileno()
 
     def hear(self) -> None:
-        """Handles all messages that have arrived."""
         while True:
             try:
                 data, ancillary, _, _ = self._sock.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)

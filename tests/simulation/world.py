@@ -253,7 +253,7 @@ class World:
     def retain(
         self, session: SessionId, site: Site, keys: Sequence[Key], priorities: Sequence[int], durations: list[int]
     ) -> None:
-        results, outcome = self.core.set_retention(session, site.group, keys, priorities, durations, self.now)
+        results, outcome = self.core.set_retention(site.group, keys, priorities, durations, self.now)
         for key, result, priority, duration in zip(keys, results, priorities, durations, strict=True):
             self.seen[f"retain {result.name}"] += 1
             stored = key in site.mirror.blocks
@@ -330,7 +330,7 @@ class World:
         slices = 0
         while True:
             held = {key for holding in self.clients.leases.values() for key in self._held(holding, site.group)}
-            drop, outcome = self.core.drop(session, site.group, keys, self.now, dry_run=dry_run, following=drop)
+            drop, outcome = self.core.drop(site.group, keys, self.now, dry_run=dry_run, following=drop)
             told = [event for event in outcome.events if event.cause in (Cause.EXPLICIT, Cause.ANCESTOR)]
             gone = {key for event in told if event.type is EventType.REMOVED for key in event.blocks.keys}
             require(held.isdisjoint(gone), "a drop takes what is leased")
@@ -371,7 +371,7 @@ class World:
     def pin(self, session: SessionId, site: Site, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> None:
         places = self.core.locate(site.group, keys)
         try:
-            results, outcome = self.core.pin(session, site.group, tier, keys, self.now, unpin=unpin)
+            results, outcome = self.core.pin(site.group, tier, keys, self.now, unpin=unpin)
         except TierOutOfService:
             self._refused(tier)
             return
@@ -419,7 +419,7 @@ class World:
         otherwise = self._removed_otherwise()
         while True:
             try:
-                report, outcome = self.core.reset(session, self.now, force=force, following=following)
+                report, outcome = self.core.reset(self.now, force=force, following=following)
             except ResetRefused as error:
                 self.seen["reset refused"] += 1
                 require(bool(error.holders) or error.pinned > 0, "a reset is refused for nobody's sake")

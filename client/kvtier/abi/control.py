@@ -91,11 +91,7 @@ _BODY: Final = struct.Struct("<32s32s32sQQQIBBBx16s")
 _HAS_PARENT: Final = 1
 _HASH_BYTES: Final = (0, 8, 32)
 _ROW: Final = np.dtype(
-    [
-        ("body", f"V{_BODY.size}"),
-        ("crc", "<u4"),
-        ("rest", f"V{SLOT_RECORD_BYTES - _BODY.size - _CRC.size}"),
-    ]
+    [("body", f"V{_BODY.size}"), ("crc", "<u4"), ("rest", f"V{SLOT_RECORD_BYTES - _BODY.size - _CRC.size}")]
 )
 _FIELDS: Final = np.dtype(
     [

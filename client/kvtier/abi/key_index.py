@@ -55,6 +55,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.control import Header, Shown, read_shown, read_unindexed, words_of
+from kvtier.abi.keys import KEY_DTYPE
 from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, ArenaLayout
 
 U32 = NDArray[np.uint32]
@@ -243,7 +244,7 @@ class IndexReader:
         self._whole = self._buckets.whole.reshape(-1)
         self._lines: NDArray[np.void] = self._whole.view(f"V{ENTRIES_OFFSET}")
         entries = self._whole[ENTRIES_OFFSET // 8 :]
-        self._keys: NDArray[np.void] = np.ndarray(len(entries) - _ENTRY_WORDS + 1, _KEY, entries, strides=(8,))
+        self._keys: NDArray[np.void] = np.ndarray(len(entries) - _ENTRY_WORDS + 1, KEY_DTYPE, entries, strides=(8,))
         self._entry_words = [entries[word:] for word in (4, 5, 6)]
         """Generations on host and device, and both slots."""
 
@@ -340,7 +341,7 @@ class IndexReader:
         tiers = heads.view("u1")[some * ENTRIES_OFFSET + TIERS_OFFSET + numbers]
         groups = heads.view("<u2")[some * (ENTRIES_OFFSET // 2) + GROUPS_OFFSET // 2 + numbers]
         places = starts[some] + numbers * _ENTRY_WORDS
-        its, wanted = self._keys[places], keys.view(_KEY).reshape(-1)[some]
+        its, wanted = self._keys[places], keys.view(KEY_DTYPE).reshape(-1)[some]
         right = (groups == group) & (tiers != 0)
         if its.tobytes() != wanted.tobytes():  # equal tags do not mean equal keys
             right &= (its.view("<u8") == wanted.view("<u8")).reshape(-1, 4).all(axis=1)
@@ -386,7 +387,6 @@ class IndexReader:
         return None
 
 
-_KEY: Final = np.dtype(f"V{KEY_BYTES}")
 _ONE: Final = np.uint64(1)
 _TAGS: Final = slice(TAGS_OFFSET // 4, TAGS_OFFSET // 4 + BUCKET_ENTRIES)
 

@@ -39,6 +39,9 @@ from numpy.typing import NDArray
 from kvtier.abi.spec import FieldError, require_int
 
 KEY_BYTES: Final = 32
+KEY_DTYPE: Final = np.dtype(f"V{KEY_BYTES}")
+ROOT_PARENT: Final = bytes(KEY_BYTES)
+"""The parent of a chain's first block on the wire."""
 DIGEST_BYTES: Final = 32
 MAX_TOKEN_ID: Final = 2**32 - 1
 MAX_EXTRA_ID: Final = 2**64 - 1

@@ -44,7 +44,12 @@ MAX_BLOCK_BYTES: Final = 1 << 30
 
 MAX_GROUPS: Final = 16
 MAX_POOLS: Final = 64
-"""Pools of one window group."""
+
+STATE: Final = 1
+"""Window of a group whose layers keep a state: a prefix needs the state after its last token only."""
+STATE_TOKENS: Final = 4096
+"""Tokens of a sequence for each state that a budget has room for."""
+
 
 _ONE_DTYPE: Final = 1
 _DTYPE_A_POOL: Final = 2

@@ -24,7 +24,6 @@ from kvtier.replay.private import PrivateDaemon
 from kvtier.types import Tier
 
 _BATCH: Final = 16
-"""Blocks of a measured save or load."""
 _SLOTS: Final = 10
 """Host slots for each block of a save: an eighth of the slots may be reserved ahead."""
 _STEPS: Final = 50

@@ -36,7 +36,6 @@ from kvtier.types import BlockResult, CacheOptions, Cursor, Tier
 
 CACHE: Final = "kvtier-bench"
 BATCH: Final = 64
-"""Blocks of a measured call."""
 PAGE: Final = 4096
 """The smallest slot: with blocks of this size the bookkeeping dominates."""
 _ROOM: Final = 4
@@ -141,7 +140,6 @@ async def interleaved(rounds: int, *works: BenchWork) -> list[float]:
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """Returns the seconds that the work takes."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started
@@ -202,7 +200,6 @@ async def client(sizes: Sequence[int], rounds: int) -> list[Result]:
 
 
 async def _first_fill(spec: CacheSpec, slots: TierSlots, rows: Sequence[Bytes]) -> float:
-    """Stores into untouched slots of a new daemon."""
     async with private_cache(spec, slots) as here:
         return await here.put(rows)
 
@@ -446,7 +443,6 @@ async def scale(counts: Sequence[int], rounds: int, on_disk: int) -> list[Result
 
 
 async def _evict(here: PrivateCache) -> float:
-    """Stores into a full cache, which evicts as many blocks."""
     return await timed(here.commit(new_chain()))
 
 

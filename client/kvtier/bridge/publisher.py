@@ -61,11 +61,7 @@ class Publisher:
     """Publishes steps, and answers readers that missed batches. Belongs to one event loop."""
 
     def __init__(
-        self,
-        sockets: Sockets,
-        options: Options,
-        everything: Callable[[], Iterable[Step]],
-        first: int,
+        self, sockets: Sockets, options: Options, everything: Callable[[], Iterable[Step]], first: int
     ) -> None:
         """Prepares a publisher on bound sockets.
 
@@ -83,7 +79,6 @@ class Publisher:
         self._bytes = 0
         self._quiet_since = time.monotonic()
         self.next = first
-        """The number of the next batch."""
 
     @property
     def oldest(self) -> int:
@@ -220,11 +215,7 @@ async def run(
 
 @contextmanager
 def sockets(options: Options, high_water_mark: int = 1000) -> Iterator[Sockets]:
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.PUB) as pub,
-        zmq.asyncio.Socket(context, zmq.ROUTER) as router,
-    ):
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub, zmq.asyncio.Socket(context, zmq.ROUTER) as router:
         for socket in (pub, router):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, high_water_mark)

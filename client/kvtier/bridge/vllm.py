@@ -182,7 +182,6 @@ class VllmEvents:
         self._hash_of = hash_of
         self._groups: dict[int, PublishedGroup] = {}
         self._snapshot: dict[int, PublishedGroup] | None = None
-        """The groups of an unfinished snapshot so far."""
         self._begun = False
 
     @property

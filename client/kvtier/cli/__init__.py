@@ -40,7 +40,6 @@ _MODULES: Final[Mapping[str, str]] = {
     "unpin": "blocks",
     "watch": "watch",
 }
-"""Maps each command to its module in this package."""
 
 
 class _Commands(CommandGroup):

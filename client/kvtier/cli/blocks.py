@@ -243,7 +243,6 @@ async def _in_group(
 
 
 def _pieces(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Yields the keys in lists of at most :data:`PIECE`."""
     left = iter(keys)
     while piece := list(islice(left, PIECE)):
         yield piece

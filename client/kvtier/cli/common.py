@@ -36,7 +36,6 @@ class DaemonAt:
     insecure: bool = False
 
     async def connect(self) -> AsyncClient:
-        """See :func:`kvtier.client.connect`."""
         return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=CONNECT_WAIT_S)
 
     def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T:

@@ -125,7 +125,7 @@ def examine(flags: Sequence[str]) -> list[Finding]:
 
 
 def read_needs(flags: Sequence[str]) -> MachineNeeds:
-    """Asks ``kvtierd`` for its configuration with all defaults applied. Raises :class:`Refused`."""
+    """Asks ``kvtierd`` for its configuration with all defaults applied. Raises :class:`ProgramFailed`."""
     answer = _asked("-m", "kvtierd.main", "--print-config", *flags)
     keys: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(answer).items()}
     return MachineNeeds(

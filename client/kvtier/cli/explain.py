@@ -55,7 +55,6 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, form: str) -> None:
 
 
 def page(told: Explanation) -> Iterator[Text]:
-    """Yields the explanation as lines for people."""
     if told.state == "ambiguous":
         yield Text(f"several keys begin with {told.asked.hex()}:")
         yield from (Text(f"  {key.hex()}") for key in told.keys)

@@ -92,6 +92,10 @@ def output_option(*more: str) -> Callable[[Decorated], Decorated]:
     )
 
 
+trace_argument: Final = click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+requests_option: Final = click.option(
+    "--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace."
+)
 dry_run_option: Final = click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
 yes_option: Final = click.option(
     "--yes", is_flag=True, help="Do not ask. Nobody is asked where standard input is no terminal."

@@ -63,11 +63,7 @@ def console() -> Console:
 
 
 def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[RenderableType]],
-    *,
-    left: Collection[str] = (),
-    clip: str = "",
+    columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], *, left: Collection[str] = (), clip: str = ""
 ) -> Table:
     """Builds a table. Columns in ``left`` are aligned left, others right; a column without any text is left out.
 

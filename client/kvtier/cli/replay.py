@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import DaemonAt, address_option, run
-from kvtier.cli.options import command, output_option
+from kvtier.cli.options import command, output_option, requests_option, trace_argument
 from kvtier.cli.output import show
 from kvtier.replay.runner import ReplayReport
 from kvtier.replay.runner import replay as run_replay
@@ -18,7 +18,7 @@ from kvtier.replay.trace import read, replay_spec
 
 
 @command()
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@trace_argument
 @address_option
 @click.option(
     "--block-bytes",
@@ -28,17 +28,10 @@ from kvtier.replay.trace import read, replay_spec
     show_default=True,
     help="Size of a block, a multiple of 256.",
 )
-@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace.")
+@requests_option
 @click.option("--cache", metavar="NAME", default="replay", show_default=True, help="The cache to use.")
 @output_option()
-def replay(
-    trace: Path,
-    daemon: DaemonAt,
-    block_bytes: int,
-    requests: int | None,
-    cache: str,
-    form: str,
-) -> None:
+def replay(trace: Path, daemon: DaemonAt, block_bytes: int, requests: int | None, cache: str, form: str) -> None:
     """Replay a request trace: acquire, verify, store, release.
 
     Hits are acquired, misses are stored. The bytes of a block follow from its key, so every hit is verified whole. A
@@ -63,7 +56,6 @@ async def _replay(trace: Path, daemon: DaemonAt, limit: int | None, name: str, b
 
 
 def table(report: ReplayReport) -> Table:
-    """Returns the report as a table for people."""
     rows = Table(show_header=False, box=None, padding=(0, 2))
     rows.add_column(style="bold")
     rows.add_column()

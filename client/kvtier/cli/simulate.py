@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import run
-from kvtier.cli.options import CommandGroup, output_option
+from kvtier.cli.options import CommandGroup, output_option, requests_option, trace_argument
 from kvtier.cli.output import show, table
 from kvtier.errors import InvalidArgument
 from kvtier.replay.trace import key_of, read
@@ -47,14 +47,8 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         return tuple(self._each.convert(part, param, ctx) for part in parts)
 
 
-_trace = click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-_requests = click.option(
-    "--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the trace."
-)
-
-
 @simulate.command()
-@_trace
+@trace_argument
 @click.option(
     "--hosts",
     type=_Counts(_HOST_COUNT),
@@ -76,7 +70,7 @@ _requests = click.option(
 @click.option(
     "--block-bytes", type=click.IntRange(min=1), metavar="BYTES", default=1 << 20, show_default=True, help="Of a block."
 )
-@_requests
+@requests_option
 @output_option()
 def fleet(
     trace: Path,
@@ -116,7 +110,7 @@ def fleet(
 
 
 @simulate.command()
-@_trace
+@trace_argument
 @click.option(
     "--slots",
     type=_Counts(click.IntRange(min=1)),
@@ -124,7 +118,7 @@ def fleet(
     show_default=True,
     help="Host blocks, of one host after another.",
 )
-@_requests
+@requests_option
 @output_option()
 def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str) -> None:
     """Send the request TRACE to one host under each eviction policy.

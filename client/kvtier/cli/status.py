@@ -203,7 +203,6 @@ def _budgets(found: Sequence[TierBytes]) -> Table:
 
 
 def tiers(caches: Sequence[CacheStats]) -> Table:
-    """Returns the tiers, summed over the caches."""
     rows: list[Sequence[RenderableType]] = []
     for tier in TIERS:
         parts = [part for cache in caches for part in cache.tiers if part.tier is tier]
@@ -272,7 +271,6 @@ LOOKED_FOR: Final = ("read from", *map(str, TIERS), "asked for", "found", "hits"
 
 
 def hit_ratio(counts: Sequence[int]) -> str:
-    """Formats the hit ratio of the counts of :func:`looked_for`."""
     return share(counts[-1], counts[-2])
 
 

@@ -62,7 +62,6 @@ class Look:
     away: str = ""
 
     def of_cache(self, name: str) -> Look:
-        """Returns the look with the counters of one cache."""
         return replace(
             self,
             stats=_of_cache(self.stats, name),
@@ -70,7 +69,6 @@ class Look:
         )
 
     def total(self, counter: Callable[[CacheStats], int]) -> int:
-        """Sums a counter over the caches."""
         return sum(map(counter, self.stats.caches))
 
     def rate(self, counter: Callable[[CacheStats], int]) -> float | None:
@@ -167,7 +165,6 @@ def _of_cache(stats: DaemonStats, name: str) -> DaemonStats:
 
 
 def screen(look: Look, address: str) -> RenderableType:
-    """Returns the whole screen for a look."""
     parts = (tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
     return Group(head(look.stats, address, look.away), *spaced(parts))
 

@@ -19,7 +19,6 @@ from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, Snap
 from kvtier.types import EventType, duration, size, tiers_of
 
 Lines = Callable[[WatchItem], Iterator[str]]
-"""Converts an item to lines of output."""
 
 _COLOURS: Final = {
     EventType.CREATED: "cyan",

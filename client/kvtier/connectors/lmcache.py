@@ -110,8 +110,6 @@ class KvtierL2:
         return self._submit(len(keys), lambda store: self._save(store, keys, views), whole=True)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
-        """Forgets objects."""
-
         return self._submit(len(keys), lambda store: [self._drop(store, key) for key in keys])
 
     def drain_completions(self) -> list[Completion]:

@@ -23,9 +23,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.abi.spec import STATE, STATE_TOKENS, CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.connectors.store import Store, options_of
-from kvtier.engine import STATE, Weights, weights_of
+from kvtier.engine import Weights, weights_of
 from kvtier.engine.log import below
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
@@ -39,8 +39,6 @@ _OF_STATES: Final = (
     "temporal_dtype",
     "size_per_token",
 )
-_STATE_TOKENS: Final = 4096
-"""Tokens of a state's share of the budgets."""
 
 _log = below("sglang")
 
@@ -154,7 +152,8 @@ class KvtierHiCache(HiCacheStorage):
             if not isinstance(self._settings, Mapping):
                 raise InvalidArgument("kvtier", self._settings, "an object of settings")
             options = options_of(self._settings)
-            found = {name: _StoredPool(self._pools[name]) for name in names if not self._is_logical(name)}
+            pools = {name: self._pools[name] for name in names}
+            found = {name: _StoredPool(pool) for name, pool in pools.items() if not isinstance(pool, LogicalHostPool)}
             self._pages.update(found)
             total = sum(self._weight(name) for name in self._pages)
             for alike in (False, True):
@@ -172,13 +171,10 @@ class KvtierHiCache(HiCacheStorage):
                 raise
             _log.error("SGLang runs without kvtier: %s", error)
 
-    def _is_logical(self, name: str) -> bool:
-        return isinstance(self._pools[name], LogicalHostPool)
-
     def _weight(self, name: str) -> float:
         """Returns the bytes of a pool for each page of tokens."""
         nbytes = self._pages[name].nbytes
-        return nbytes * self._pools[PoolName.KV].page_size / _STATE_TOKENS if name == PoolName.MAMBA else nbytes
+        return nbytes * self._pools[PoolName.KV].page_size / STATE_TOKENS if name == PoolName.MAMBA else nbytes
 
     def _alike(self, name: str) -> bool:
         sharded = name == PoolName.MAMBA or isinstance(self._pools[name], MHATokenToKVPoolHost)

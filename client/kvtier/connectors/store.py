@@ -7,7 +7,6 @@ blocks are a miss, and the engine's saves are dropped, until the daemon answers 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -17,6 +16,7 @@ import numpy as np
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
 from kvtier.deadline import Backoff
+from kvtier.engine.layout import cache_name
 from kvtier.engine.log import opened
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.outage import Outage, can_pass
@@ -35,7 +35,6 @@ _OPEN_S: Final = 5.0
 """Seconds that an attempt to open the cache may take, and most seconds until the next attempt."""
 _STORED: Final = (BlockResult.OK, BlockResult.EXISTS)
 _MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
-_NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 _log = logging.getLogger("kvtier.connectors")
 
@@ -67,11 +66,9 @@ class Store:
         are logged, and a thread tries again.
         """
         try:
-            fingerprint = spec.fingerprint().hex()
+            self.name: Final = cache_name(spec, options.cache)
         except FieldError as error:
             raise InvalidArgument(f"cache of {spec.model}: {error.field}", error.value, error.limit) from error
-        prefix = _NO_NAME.sub("-", options.cache or spec.model).strip("-._")[-80:] or "cache"
-        self.name: Final = f"{prefix}-{fingerprint[:16]}"
         self.complaints: Final = Complaints(_log)
         self._outage: Final = Outage(_log, self.name)
         self._reset: Final = PendingReset(self.name, options.address)

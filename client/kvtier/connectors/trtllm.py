@@ -366,7 +366,6 @@ class _Worker:
         return next(each for each in self._gathered(found) if each is not None)
 
     def _gathered(self, mine: T) -> Sequence[T]:
-        """Returns the values of all ranks."""
         return self._allgather(mine) if self._ranks > 1 else [mine]
 
     def close(self) -> None:

@@ -77,7 +77,6 @@ class KvEvents:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are events to take."""
         return bool(self._changes)
 
     def take(self) -> Iterator[KVCacheEvent]:

@@ -4,8 +4,9 @@ The scheduler's process has a :class:`Planner`, each worker a :class:`Mover`. Wi
 sends the movers a :class:`Work`; a mover answers each ticket with an :class:`CopyResult`.
 """
 
+from kvtier.abi.spec import STATE
 from kvtier.engine.keys import KeyChain
-from kvtier.engine.layout import STATE, GroupPages, Layout, PageGroup, PlaneLayout
+from kvtier.engine.layout import GroupPages, Layout, PageGroup, PlaneLayout
 from kvtier.engine.mover import Mover
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.planner import Planner

@@ -9,12 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, root, token_array
+from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE, PLAIN, ROOT_PARENT, Scope, TokenIds, root, token_array
 from kvtier.abi.spec import FieldError
 from kvtier.errors import InvalidArgument
-from kvtier.types import ROOT_PARENT
-
-_KEY: Final = np.dtype((np.void, KEY_BYTES))
 
 
 class KeyChain(ABC):
@@ -58,11 +55,11 @@ class KeyChain(ABC):
         """Returns the keys of these blocks, packed."""
         if blocks and blocks[-1] - blocks[0] + 1 == len(blocks):
             return self.span(blocks[0], blocks[-1] + 1)
-        return np.frombuffer(self._keys, _KEY)[blocks].tobytes() if blocks else b""
+        return np.frombuffer(self._keys, KEY_DTYPE)[blocks].tobytes() if blocks else b""
 
     def parents(self, blocks: Sequence[int]) -> bytes:
         """Returns the keys of these blocks' parents, packed; zeros for the first block's parent."""
-        return np.frombuffer(ROOT_PARENT + self._keys, _KEY)[blocks].tobytes() if blocks else b""
+        return np.frombuffer(ROOT_PARENT + self._keys, KEY_DTYPE)[blocks].tobytes() if blocks else b""
 
 
 class _OfTokens(KeyChain):

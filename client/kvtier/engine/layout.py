@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 from numpy.typing import NDArray
 
-from kvtier.abi.spec import CacheSpec, FieldError, PoolSpec, WindowGroupSpec
+from kvtier.abi.spec import STATE, CacheSpec, FieldError, PoolSpec, WindowGroupSpec
 from kvtier.errors import InvalidArgument
 from kvtier.memory.planes import Planes
 
@@ -23,9 +23,6 @@ Array: TypeAlias = "NDArray[Any] | torch.Tensor"
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _SHOWN_OF_FINGERPRINT: Final = 16
 _MAX_PREFIX: Final = 100
-
-STATE: Final = 1
-"""Window of a group whose layers keep a state: a prefix needs the state after its last token only."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,8 +88,7 @@ class Layout:
 
     def cache(self, prefix: str | None = None) -> str:
         """Returns the name of the cache. Engines with different layouts get different names."""
-        shown = _NO_NAME.sub("-", prefix or self.model).strip("-._")[:_MAX_PREFIX]
-        return f"{shown or 'cache'}-{self.spec.fingerprint().hex()[:_SHOWN_OF_FINGERPRINT]}"
+        return cache_name(self.spec, prefix)
 
     def _pools(self, group: PageGroup) -> tuple[PoolSpec, ...]:
         same, own = group.nbytes(replicated=True), group.nbytes(replicated=False)
@@ -100,6 +96,11 @@ class Layout:
             *[PoolSpec.opaque(same)] * (same > 0),
             *[PoolSpec.opaque(own)] * (self.ranks // self.replicas if own else 0),
         )
+
+
+def cache_name(spec: CacheSpec, prefix: str | None) -> str:
+    shown = _NO_NAME.sub("-", prefix or spec.model).strip("-._")[:_MAX_PREFIX]
+    return f"{shown or 'cache'}-{spec.fingerprint().hex()[:_SHOWN_OF_FINGERPRINT]}"
 
 
 class GroupPages:

@@ -33,7 +33,7 @@ from kvtier.engine.work import Placed
 from kvtier.errors import CallerError, InvalidArgument, KvtierError, RetryableError
 from kvtier.events import WatchItem
 from kvtier.groups import AcrossLease
-from kvtier.lease import WriteLease
+from kvtier.lease import STAYS_BLANK, WriteLease
 from kvtier.mirror.follower import follow
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, CacheOptions, Tier, WriteTicket
@@ -53,7 +53,6 @@ _OUTCOMES: Final = {
     BlockResult.EXISTS: "not saved: stored by another request",
     BlockResult.PARENT_MISSING: "not saved: an earlier block has been evicted",
 }
-_STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 _log = logging.getLogger("kvtier.engine")
 
@@ -75,7 +74,6 @@ class Reserved:
 
 
 Slots: TypeAlias = list[tuple[Reserved, list[int]]]
-"""Leases, each with indices of its slots."""
 
 
 @dataclass(slots=True)
@@ -204,7 +202,6 @@ class Leader:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the cache keeps token ids, for routers."""
         return self._cache is not None and self._cache.info.options.keep_tokens
 
     def stored(self, keys: bytes, group: int) -> bytes:
@@ -292,7 +289,6 @@ class Leader:
 
     @property
     def has_store(self) -> bool:
-        """Whether the daemon has a remote store."""
         return self._cache is not None and self._cache.info.remote
 
     def fetch(self, keys: bytes, wait: float) -> Future[AcrossLease] | None:
@@ -515,7 +511,7 @@ class Leader:
             )
             for index, result in zip(indices, results, strict=True):
                 self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
-                if result in _STAYS_BLANK:
+                if result in STAYS_BLANK:
                     writing.missing_parent = True
                     reserved.free.append(index)
                 else:

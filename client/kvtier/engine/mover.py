@@ -196,8 +196,6 @@ class Mover:
             fd, self._fd = self._fd, -1
         os.close(fd)
 
-    # -- in the threads --------------------------------------------------------------------------------------------
-
     def _begin(
         self,
         pool: ThreadPoolExecutor,

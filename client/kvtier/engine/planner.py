@@ -364,7 +364,6 @@ class Planner:
         )
 
     def stats(self) -> dict[str, int]:
-        """Returns the counts of incidents, by reason."""
         return dict(self.leader.complaints.counts)
 
     def wants_pages(self, ticket: int) -> bool:
@@ -381,8 +380,6 @@ class Planner:
         counts = ", ".join(f"{what} {n}" for what, n in sorted(self.stats().items()))
         _log.info("kvtier: cache %s: %s", self.leader.name, counts or "not used")
         self.leader.close()
-
-    # -- inside ----------------------------------------------------------------------------------------------------
 
     def _known(self, req_id: str, chain: KeyChain) -> _PlannedRequest:
         request = self._requests.get(req_id)

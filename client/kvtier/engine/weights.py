@@ -45,7 +45,6 @@ class Weights:
         return self.source or "the model's path alone"
 
     def log(self, log: logging.Logger) -> None:
-        """Writes one line about the source."""
         if self.source is not None:
             log.info("kvtier: the cache's name has the weights of %s from %s", self.name, self.source)
             return

@@ -66,7 +66,6 @@ class _Passed(Fence):
 
 
 PASSED: Final[Fence] = _Passed()
-"""The fence of no work."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -271,7 +270,6 @@ class Gpu:
         self._events.append(event)
 
     def reached(self, fences: Iterable[Fence]) -> None:
-        """Returns when all fences have passed."""
         for fence in set(fences):
             self.wait(fence.passed)
 

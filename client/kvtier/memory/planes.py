@@ -19,16 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvtier.errors import InvalidArgument
-from kvtier.memory.arrays import (
-    Bytes,
-    CudaArray,
-    OnGpu,
-    address_of,
-    bytes_of,
-    is_readonly,
-    is_tensor,
-    stream_of,
-)
+from kvtier.memory.arrays import Bytes, CudaArray, OnGpu, address_of, bytes_of, is_readonly, is_tensor, stream_of
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +99,6 @@ class Planes:
         self.block_bytes: Final = max(each.end for each in found) if block_bytes is None else block_bytes
         self.planes: Final = tuple(sorted(found, key=lambda plane: plane.offset))
         self.pages: Final = found[0].pages
-        """Number of pages of each array."""
         self.on_gpu: Final = found[0].memory is None
         self.nbytes: Final = sum(each.nbytes for each in found)
         """Bytes of a block that the arrays have."""
@@ -189,7 +179,6 @@ class Pages:
         return replace(self, numbers=self.numbers[some])
 
     def require(self, field: str, count: int, block_bytes: int, what: str = "key") -> None:
-        """Raises :class:`InvalidArgument` unless these are ``count`` blocks of ``block_bytes``."""
         if len(self) != count:
             raise InvalidArgument(field, f"{len(self)} pages", f"{count}, one a {what}")
         if self.planes.block_bytes != block_bytes:
@@ -202,7 +191,6 @@ class Pages:
             raise InvalidArgument(field, part, "planes of all bytes: only arena.write of reserved slots takes a part")
 
     def require_writable(self, field: str) -> None:
-        """Raises :class:`InvalidArgument` if an array is read-only."""
         for number, plane in enumerate(self.planes.planes):
             if plane.readonly:
                 raise InvalidArgument(field, f"planes of which number {number} is read-only", "writable")
@@ -270,7 +258,6 @@ class Pages:
         return rows
 
     def staging(self, field: str) -> Bytes:
-        """Fresh rows for :meth:`scatter`."""
         if self.planes.on_gpu:
             list(self._tensors(field))
         return np.empty((len(self), self.planes.block_bytes), np.uint8)

@@ -40,28 +40,22 @@ class Memory(Protocol):
 
     def reach(self, block: OnGpu) -> Gpu | None:
         """The GPU that a block lies on, if blocks there can be copied directly; else None."""
-        ...
 
     def waits(self, blocks: Rows) -> bool:
         """Whether a copy of any size waits for a device, so that it does not belong on an event loop."""
-        ...
 
     def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
         """A slot's bytes in place, one 1-D view per pool."""
-        ...
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
         """Copies blocks into slots. When it returns or raises, no copy is running."""
-        ...
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
         """Copies slots into blocks. When it returns or raises, no copy is running. Raises :class:`IndexError` for a
         slot that does not exist."""
-        ...
 
     def fence(self, stream: int | None) -> Fence:
         """The point that a stream has reached: see :func:`kvtier.memory.gpu.fence_over`."""
-        ...
 
 
 class CpuMemory:

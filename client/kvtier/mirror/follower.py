@@ -80,7 +80,6 @@ class MirrorView:
 
     @property
     def caches(self) -> tuple[str, ...]:
-        """Names of the followed caches."""
         return self.content.caches
 
     @property

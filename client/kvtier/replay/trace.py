@@ -93,12 +93,10 @@ class Payload:
         self._pattern = np.frombuffer(words, np.uint64).reshape(-1, _KEY_WORDS)
 
     def write(self, key: bytes, block: NDArray[np.uint8]) -> None:
-        """Fills a block's contiguous bytes in place."""
         words = np.frombuffer(key, np.uint64, _KEY_WORDS)
         np.bitwise_xor(self._pattern, words, out=block.view(np.uint64).reshape(-1, _KEY_WORDS))
 
     def matches(self, key: bytes, block: NDArray[np.uint8]) -> bool:
-        """Whether the block has exactly the bytes of ``key``."""
         expected = np.empty_like(block)
         self.write(key, expected)
         return np.array_equal(block, expected)

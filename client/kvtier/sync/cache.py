@@ -401,7 +401,6 @@ def _asked(thread: LoopThread, keys: Keys, timeout: float | None) -> bytes:
 
 
 def _or_ask(thread: LoopThread, found: T | None, ask: LoopWork[T]) -> T:
-    """The answer from shared memory, or else from the daemon."""
     return thread.run(ask) if found is None else found
 
 

@@ -16,14 +16,7 @@ from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.transport.attached import AttachConnection, LocalChannel
 from kvtier.transport.channels import open_channel, require_grpc
 from kvtier.transport.stream import StreamConnection
-from kvtier.v1 import (
-    admin_pb2_grpc,
-    blocks_pb2_grpc,
-    caches_pb2_grpc,
-    events_pb2_grpc,
-    session_pb2,
-    transfer_pb2_grpc,
-)
+from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, session_pb2, transfer_pb2_grpc
 
 TCP_SCHEME: Final = "tcp://"
 
@@ -85,7 +78,6 @@ class Link:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of each call in the session."""
         return ((protocol.SESSION_METADATA_KEY, self.welcome.token), *_trace())
 
 

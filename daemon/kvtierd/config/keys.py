@@ -197,12 +197,7 @@ class RemoteConfig(BaseModel):
     )
     min_priority: int = Field(0, ge=0, le=MAX_PRIORITY, description="Lowest effective priority that is written.")
     first_tokens: int = Field(0, ge=0, description="First tokens of a prompt whose blocks are written; 0 = all.")
-    ahead: float = Field(
-        0.05,
-        gt=0,
-        le=1,
-        description="Share of the lowest tier that `evict` writes ahead of need.",
-    )
+    ahead: float = Field(0.05, gt=0, le=1, description="Share of the lowest tier that `evict` writes ahead of need.")
     bytes_per_second: Annotated[Size, Field(ge=0)] = Field(ByteSize(0), description="Limit of writes; 0 = none.")
     timeout_seconds: float = Field(5.0, gt=0, le=600, description="Time limit of a store call.")
     group_access: bool = Field(False, description="Let the group of a shared directory read and write the objects.")
@@ -253,13 +248,11 @@ class Config(BaseSettings):
         (), description="Devices with a device tier. As a flag `NAME=BYTES`: `--device cuda:1=80%`."
     )
     host_bytes: TierBytes = Field(
-        ByteSize(0),
-        description="Size of the host tier. At least one tier must have a size above 0.",
+        ByteSize(0), description="Size of the host tier. At least one tier must have a size above 0."
     )
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
     default_budget: TierShare = Field(
-        Share(0.25),
-        description="Share of each tier for a cache that is opened without budgets; less if less is left.",
+        Share(0.25), description="Share of each tier for a cache that is opened without budgets; less if less is left."
     )
     sync: Literal["batch", "commit"] = Field(
         "batch",
@@ -278,8 +271,7 @@ class Config(BaseSettings):
     )
 
     listen_tcp: str | None = Field(
-        None,
-        description="host:port for TCP clients; port 0 takes a free port. Needs the TLS files, or `tcp_insecure`.",
+        None, description="host:port for TCP clients; port 0 takes a free port. Needs the TLS files, or `tcp_insecure`."
     )
     tls_cert: OptionalPath = Field(None, description="Certificate chain of the daemon, PEM.")
     tls_key: OptionalPath = Field(None, description="Private key of the daemon, PEM.")
@@ -319,8 +311,7 @@ class Config(BaseSettings):
         "", description="Extra hashes in events, for TensorRT-LLM routers."
     )
     keep_tokens: bool = Field(
-        False,
-        description="Keep token ids with blocks, for events. A cache can only turn this on.",
+        False, description="Keep token ids with blocks, for events. A cache can only turn this on."
     )
     demotion_threshold: int = Field(
         DEFAULT_THRESHOLD,
@@ -342,17 +333,14 @@ class Config(BaseSettings):
         ByteSize(16 << 20), description="Memory for past events."
     )
     event_log_bytes: Annotated[Size, Field(ge=0, le=1 << 40)] = Field(
-        ByteSize(256 << 20),
-        description="Disk space for past events, for watchers after restarts; 0 = none.",
+        ByteSize(256 << 20), description="Disk space for past events, for watchers after restarts; 0 = none."
     )
 
     metrics_listen: str | None = Field(
-        None,
-        description="host:port of Prometheus metrics, readable without rights; port 0 takes a free port.",
+        None, description="host:port of Prometheus metrics, readable without rights; port 0 takes a free port."
     )
     traces: Annotated[str, AfterValidator(_collector)] | None = Field(
-        None,
-        description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs `kvtier[otel]`.",
+        None, description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs `kvtier[otel]`."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest logged level.")
     debug_checks: bool = Field(False, description="Check all core invariants after every step. Slow.")

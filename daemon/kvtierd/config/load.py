@@ -203,10 +203,7 @@ def _flag(key: str) -> str:
 def as_json(loaded: Loaded) -> str:
     """``{key: {"value": …, "source": …}}`` as JSON, sizes in bytes."""
     shown = {
-        key: {
-            "value": to_jsonable_python(getattr(loaded.config, key)),
-            "source": loaded.sources.get(key, "default"),
-        }
+        key: {"value": to_jsonable_python(getattr(loaded.config, key)), "source": loaded.sources.get(key, "default")}
         for key in _FIELDS
     }
     return json.dumps(shown, indent=2)

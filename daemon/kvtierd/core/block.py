@@ -137,7 +137,6 @@ class Block:
         self.rank = traits.priority << _ORDER_BITS
         """Eviction order in the group, lowest first: priority, then uses as the policy counts them. Unique."""
         self.copies: list[Copy | None] = [None] * len(TIERS)
-        """Copies by tier."""
         self.depth: int = _below(parent.depth) if parent is not None else 0
         self.claims = 0
         """Fetches that matched the block and wait for room. A claimed block gives up no copy."""
@@ -148,7 +147,6 @@ class Block:
         self.residency = 0
         """Tiers whose copy is valid, as a bit set."""
         self.indexed = False
-        """Whether the key index finds the block."""
 
     def __str__(self) -> str:
         return self.key.hex()
@@ -173,7 +171,6 @@ class Block:
 
     @property
     def held(self) -> bool:
-        """Whether any copy of the block has a hold."""
         return any(copy is not None and copy.holds for copy in self.copies)
 
     def used(self, order: int) -> None:
@@ -181,7 +178,6 @@ class Block:
         self.rank = self.priority << _ORDER_BITS | order
 
     def reprioritise(self, priority: int) -> None:
-        """Sets the effective priority."""
         self.priority = priority
         self.rank = self.rank_at(priority)
 

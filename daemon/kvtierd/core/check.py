@@ -21,11 +21,7 @@ from kvtierd.core.window import WindowManager
 
 LISTS: Final = ("redundant", "demotable", "clean", "leaf", "dirty", "unsettled")
 _STATES: Final = tuple(SlotState)
-_STATE_IN: Final = {
-    Phase.FILLING: SlotState.FILLING,
-    Phase.READY: SlotState.READY,
-    Phase.LEAVING: SlotState.RETIRING,
-}
+_STATE_IN: Final = {Phase.FILLING: SlotState.FILLING, Phase.READY: SlotState.READY, Phase.LEAVING: SlotState.RETIRING}
 
 
 def check(manager: BlockManager) -> None:

@@ -109,7 +109,6 @@ class BlockEvent:
 
 
 NO_END: Final = 1 << 64
-"""Larger than every event id."""
 
 
 class EventSequencer:
@@ -124,7 +123,6 @@ class EventSequencer:
 
     @property
     def last(self) -> EventId:
-        """The last id assigned."""
         return EventId(self._last)
 
     def take(self) -> EventId:

@@ -60,7 +60,6 @@ class GroupState:
         """Blocks copied down ahead of their eviction, by source tier, that have neither left nor been used since."""
         self.residencies = Residencies()
         self.lost: set[Tier] = set()
-        """Tiers out of service."""
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.steps_left = policy.blocks_a_call
         """Steps through subtrees that the call has left."""
@@ -212,7 +211,6 @@ class GroupState:
         return slots
 
     def disown(self, tier: Tier, slot: SlotId) -> None:
-        """Removes the owner of the slot."""
         self.ledgers[tier].own((slot,), None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:

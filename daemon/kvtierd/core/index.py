@@ -31,7 +31,6 @@ class BlockIndex:
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
         self.get: Callable[[Key], Block | None] = self._blocks.get
-        """Returns the block of a key, or None."""
         self._order: list[Block] = []
         self._numbers = array("Q")
         """Numbers of the blocks in the order list."""
@@ -155,7 +154,6 @@ class Pins:
         self._of_tier: dict[Tier, dict[Copy, tuple[Block, int]]] = {tier: {} for tier in tiers}
 
     def slots(self, tier: Tier) -> int:
-        """Number of pinned slots in the tier."""
         return len(self._of_tier[tier])
 
     def count(self, tier: Tier, copy: Copy) -> int:

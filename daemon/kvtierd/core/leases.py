@@ -70,7 +70,6 @@ class LeaseTable:
         return [self.live[lease] for lease in self._of_session.get(session, ())]
 
     def count(self, session: SessionId) -> int:
-        """Number of leases of the session."""
         return len(self._of_session.get(session, ()))
 
 
@@ -109,14 +108,12 @@ class SlotLease:
 
     @property
     def slots(self) -> int:
-        """Number of slots that the lease holds."""
         return len(self.blank) + len(self.held)
 
     def all_slots(self) -> set[SlotId]:
         return {*self.blank, *(copy.slot for copy in self.held.values())}
 
     def writers(self, slot: SlotId) -> list[SlotLease]:
-        """The leases that hold the slot blank."""
         return [lease for lease in self.family if slot in lease.blank]
 
 

@@ -109,7 +109,6 @@ def stored(state: GroupState, block: Block) -> bool:
 
 
 def _prefix(state: GroupState, keys: Sequence[Key]) -> list[Block]:
-    """The blocks of the longest stored prefix of a chain."""
     found: list[Block] = []
     for key in keys:
         block = state.index.get(key)

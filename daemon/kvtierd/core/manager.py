@@ -44,19 +44,13 @@ from kvtierd.core.transfers import (
 )
 from kvtierd.core.window import WindowManager
 
-"""Steps left of a tier's loss, by group."""
-
 
 class BlockManager:
     """See the module. Errors are raised before anything has changed: ``BadArgument``, ``UnknownGroup``,
     ``UnknownLease``, ``ForeignLease``, ``TierOutOfService``."""
 
     def __init__(
-        self,
-        cache: CacheId,
-        shapes: Sequence[GroupShape],
-        sequencer: EventSequencer,
-        policy: Policy | None = None,
+        self, cache: CacheId, shapes: Sequence[GroupShape], sequencer: EventSequencer, policy: Policy | None = None
     ) -> None:
         if len({shape.tokens_per_block for shape in shapes}) > 1:
             raise BadArgument("tokens_per_block", [s.tokens_per_block for s in shapes], "the same in all groups")
@@ -168,7 +162,6 @@ class BlockManager:
         return self._leases.count(session)
 
     def held_by(self, session: SessionId) -> int:
-        """Number of slots under the session's leases."""
         return sum(lease.slots for lease in self._leases.of(session))
 
     def blank_of(self, session: SessionId, group: GroupId, tier: Tier) -> int:
@@ -226,12 +219,7 @@ class BlockManager:
         return results, self._take(now)
 
     def acquire(
-        self,
-        session: SessionId,
-        groups: Sequence[GroupId],
-        tier: Tier,
-        chains: Sequence[ChainRequest],
-        now: int,
+        self, session: SessionId, groups: Sequence[GroupId], tier: Tier, chains: Sequence[ChainRequest], now: int
     ) -> tuple[tuple[TicketId, ...], Outcome]:
         """Asks for the longest prefix of each chain that ``groups`` can serve, READY and held in a tier.
 
@@ -325,14 +313,7 @@ class BlockManager:
         return ticket.id, self._take(now)
 
     def drop(
-        self,
-        session: SessionId,
-        group: GroupId,
-        keys: Sequence[Key],
-        now: int,
-        *,
-        dry_run: bool = False,
-        following: Drop | None = None,
+        self, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False, following: Drop | None = None
     ) -> tuple[Drop, Outcome]:
         """Drops blocks with their subtrees, a slice a call: until the returned :class:`Drop` has its report, pass it to
         the next call as ``following``. A subtree of which any block is leased, pinned or claimed is refused. If a block
@@ -348,7 +329,7 @@ class BlockManager:
         return drop, self._take(now)
 
     def pin(
-        self, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
+        self, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Pins copies that are READY in a tier, or unpins them. Pins are counted and have no owner: a session may unpin
         for another that is gone."""
@@ -359,7 +340,7 @@ class BlockManager:
         return results, self._take(now)
 
     def reset(
-        self, session: SessionId, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
+        self, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
     ) -> tuple[ResetResult, Outcome]:
         """Removes the blocks of all groups, a slice a call: pass the report's ``following`` to the next call.
 
@@ -403,13 +384,7 @@ class BlockManager:
         return window.plan(to, keys)
 
     def set_retention(
-        self,
-        session: SessionId,
-        group: GroupId,
-        keys: Sequence[Key],
-        priorities: Sequence[int],
-        durations_ms: Sequence[int],
-        now: int,
+        self, group: GroupId, keys: Sequence[Key], priorities: Sequence[int], durations_ms: Sequence[int], now: int
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Sets priorities and durations (no durations: for ever) of indexed blocks; see ``core/retention.py``."""
         window = self._window(group)
@@ -524,8 +499,6 @@ class BlockManager:
                 removal.restore_disk(window.state)
         self._pump_all(now)
         return self._take(now)
-
-    # -- internals ---------------------------------------------------------------------------------------------------
 
     def _take(self, now: int) -> Outcome:
         for window in self._served or self.windows.values():

@@ -180,7 +180,6 @@ class Grant:
 
     @property
     def leases(self) -> tuple[LeaseId, ...]:
-        """All leases of the grant."""
         return tuple(part.lease for part in self.groups if part.lease is not None)
 
 
@@ -209,17 +208,7 @@ class Ledger:
     """Changes of one group's slots in one tier, so a slot's number says which slot. :meth:`take` empties the ledger at
     the end of each call. ``touched``: the ledger appends itself here with its first entry."""
 
-    __slots__ = (
-        "_begun",
-        "_clean",
-        "_disowned",
-        "_filled",
-        "_group",
-        "_owners",
-        "_restated",
-        "_tier",
-        "_touched",
-    )
+    __slots__ = ("_begun", "_clean", "_disowned", "_filled", "_group", "_owners", "_restated", "_tier", "_touched")
 
     def __init__(self, group: GroupId, tier: Tier, touched: list[Ledger]) -> None:
         self._group = group
@@ -369,7 +358,6 @@ class Recorder:
         self._touched: list[Ledger] = []
         self._events: list[_Telling] = []
         self._telling: _Telling | None = None
-        """The last event, if it may grow."""
         self._moves: list[_Planned] = []
         self._open: dict[_Lane, _Planned] = {}
         """Moves that may grow, by lane."""

@@ -39,7 +39,6 @@ class GroupShape:
 
 
 Edge = tuple[Tier, Tier]
-"""Source and destination tier."""
 
 DEFAULT_THRESHOLD: Final = 30
 """TensorRT-LLM's offload threshold."""
@@ -118,5 +117,4 @@ class Policy:
         return self.thresholds.get((src, dst), DEFAULT_THRESHOLD)
 
     def pinnable(self, slots: int) -> int:
-        """Number of slots, of ``slots``, that may be pinned."""
         return int(self.max_pinned * slots)

@@ -109,7 +109,6 @@ class Drop:
         self._steps = self._all()
 
     def go_on(self) -> None:
-        """Does the work of one call."""
         advance(self._state, self._steps)
 
     def _all(self) -> Iterator[None]:

@@ -68,7 +68,6 @@ class Transfers:
         self._demoting: dict[Block, Tier] = {}
         """Target tiers of blocks that a client moved while a copy of the block was in flight."""
         self.background = 0
-        """Number of background copies in flight."""
         self.to_disk = 0
         self.cleaning = dict.fromkeys(state.tiers, 0)
         """Number of background copies in flight by source tier; each is to make a slot clean."""

@@ -81,7 +81,6 @@ class WindowManager:
                 self.state.retain(block, priority, duration_ms, DEMAND)
 
     def set_retention(self, keys: Sequence[Key], given: Sequence[tuple[int, int]]) -> tuple[BlockResult, ...]:
-        """Sets the retention of indexed blocks."""
         blocks = [self.state.index.get(key) for key in keys]
         for block, (priority, duration_ms) in zip(blocks, given, strict=True):
             if block is not None:

@@ -56,7 +56,6 @@ class EventLog:
         self._changed: Final = threading.Condition()
         self._waiting: Final[deque[EventRun]] = deque()
         self._size = 0
-        """Size of the waiting runs."""
         self._writing = 0
         """Number of waiting runs that are being written."""
         self._offered = 0

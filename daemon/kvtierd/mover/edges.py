@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover import disk_io
 from kvtierd.mover.runtime import Batch, CacheRuntime, CopyPiece, Faults, Finish
-from kvtierd.mover.work import CopyReport, Edge, Mailbox, copy
+from kvtierd.mover.work import CopyReport, Mailbox, copy
 from kvtierd.mover.worker import Lane, LaneThreads
 
 
@@ -134,7 +134,8 @@ class Edges:
             for lane, threads in zip(lanes, self._lane_threads, strict=True)
             for edge in lane.edges
         }
-        self._queued = dict.fromkeys(self._routes, 0)
+        self.queued = dict.fromkeys(self._routes, 0)
+        """Number of blocks planned on each edge and not yet reported."""
 
     def submit(self, runtime: CacheRuntime, move: Move) -> None:
         """Queues a move. Its slots belong to the mover until its result is delivered."""
@@ -144,13 +145,8 @@ class Edges:
         pieces = list(_cut(runtime, move, lane.blocks_at_once(runtime, move)))
         self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces), ended)
         self._in_flight[runtime.id] += 1
-        self._queued[edge] += len(move.items)
+        self.queued[edge] += len(move.items)
         threads.put(pieces)
-
-    @property
-    def queued(self) -> Mapping[Edge, int]:
-        """Number of blocks planned on each edge and not yet reported."""
-        return self._queued
 
     def in_flight(self, cache: CacheId | None = None) -> int:
         """Number of moves whose result has not been delivered, of one cache or of all."""
@@ -225,7 +221,7 @@ class Edges:
         runtime, move = journey.runtime, journey.move
         del self._journeys[runtime.id, move.id]
         self._in_flight[runtime.id] -= 1
-        self._queued[move.src, move.dst] -= len(move.items)
+        self.queued[move.src, move.dst] -= len(move.items)
         result = journey.result()
         if journey.ended is not None:
             journey.ended(result)

@@ -21,12 +21,7 @@ from kvtierd.core.leases import LeftLease, SlotLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, GroupGrant, Outcome, Refusal
 from kvtierd.core.removal import DropResult
-from kvtierd.core.transfers import (
-    BlockResult,
-    ChainRequest,
-    CommitItem,
-    ResetResult,
-)
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, ResetResult
 from kvtierd.mover.edges import Trace
 from kvtierd.mover.executor import (
     Answer,
@@ -130,7 +125,7 @@ class Engine:
     async def reserve(
         self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, timeout_s: float | None
     ) -> GroupGrant:
-        """Reserves ``count`` blank slots, all or nothing. Raises :class:`Refused`."""
+        """Reserves ``count`` blank slots, all or nothing. Raises :class:`TicketRefused`."""
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
@@ -167,7 +162,7 @@ class Engine:
         keys: Sequence[Key],
         timeout_s: float | None,
     ) -> Grant:
-        """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`Refused`.
+        """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`TicketRefused`.
 
         Blocks move in slices. When the time is up, or the caller goes, the remaining blocks stay where they are.
         """
@@ -199,13 +194,7 @@ class Engine:
             raise
 
     def _begin_move(
-        self,
-        cache_id: CacheId,
-        session: SessionId,
-        group: GroupId,
-        to: Tier,
-        keys: Sequence[Key],
-        ends: float | None,
+        self, cache_id: CacheId, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], ends: float | None
     ) -> tuple[OpenCache, Waiting]:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
@@ -289,12 +278,12 @@ class Engine:
         self._executor.apply(cache, cache.manager.lose_bytes(group, key, tier, slot, self._clock()))
 
     async def drop(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
+        self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
     ) -> DropResult:
         """Drops blocks with their subtrees, in slices: other calls run in between. If the caller goes, a subtree may be
         dropped in part."""
         cache = self._find(cache_id)
-        step = partial(cache.manager.drop, session, group, keys, dry_run=dry_run)
+        step = partial(cache.manager.drop, group, keys, dry_run=dry_run)
         drop = self._applied(cache, step(self._clock()))
         while drop.report is None:
             await self._others(cache)
@@ -304,7 +293,6 @@ class Engine:
     async def set_retention(
         self,
         cache_id: CacheId,
-        session: SessionId,
         group: GroupId,
         keys: Sequence[Key],
         priorities: Sequence[int],
@@ -318,23 +306,23 @@ class Engine:
                 await self._others(cache)
             few = slice(start, start + KEYS_A_TURN)
             given = keys[few], priorities[few], durations_ms[few]
-            told += self._applied(cache, cache.manager.set_retention(session, group, *given, self._clock()))
+            told += self._applied(cache, cache.manager.set_retention(group, *given, self._clock()))
         return tuple(told)
 
     def pin(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
+        self, cache_id: CacheId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
     ) -> tuple[BlockResult, ...]:
         cache = self._find(cache_id)
-        return self._applied(cache, cache.manager.pin(session, group, tier, keys, self._clock(), unpin=unpin))
+        return self._applied(cache, cache.manager.pin(group, tier, keys, self._clock(), unpin=unpin))
 
-    async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetResult:
+    async def reset(self, cache_id: CacheId, *, force: bool) -> ResetResult:
         """Removes all blocks that are not in use, in slices: other calls run in between."""
         cache = self._find(cache_id)
         dropped = kept = 0
         roots: list[tuple[GroupId, Key]] = []
         following = None
         while True:
-            step = self._applied(cache, cache.manager.reset(session, self._clock(), force=force, following=following))
+            step = self._applied(cache, cache.manager.reset(self._clock(), force=force, following=following))
             dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
             roots += step.roots
             if following is None:
@@ -424,7 +412,6 @@ class Engine:
     # health and shutdown
 
     def trace_moves(self, trace: Trace) -> None:
-        """Calls ``trace`` with every move from now on."""
         self._executor.edges.trace = trace
 
     @property
@@ -437,7 +424,6 @@ class Engine:
         return dict(self._executor.edges.queued)
 
     def problems(self) -> list[str]:
-        """Problems for health; empty when all is well."""
         return self._executor.problems()
 
     def stalled_s(self) -> float:
@@ -544,7 +530,6 @@ class Engine:
                         self._return(cache, one.session, lease)
 
     def _refuse_waiting(self, cache: OpenCache) -> None:
-        """Refuses all waiting tickets of a cache."""
         for waiting in cache.tickets.unanswered():
             if waiting.answer is None:
                 cache.tickets.answer(cancelled(waiting))
@@ -562,7 +547,6 @@ class Engine:
 
 
 def _granted(waiting: Waiting) -> Grant:
-    """Returns the grant of an answered ticket. Raises :class:`TicketRefused`."""
     if not isinstance(waiting.answer, Grant):
         if waiting.answer is None:
             raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")

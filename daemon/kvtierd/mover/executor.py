@@ -41,7 +41,6 @@ THREADS: Final = 4
 class EventSink(Protocol):
     def publish(self, events: Sequence[BlockEvent]) -> None:
         """Takes events in order. Called in the middle of an outcome: must neither wait nor call back."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +123,6 @@ class Executor:
             self.advance(cache, cache.manager.go_on)
 
     def problems(self) -> list[str]:
-        """Problems for health; empty when all is well."""
         unwritten = [cache.uses.problem for cache in self.caches.values() if cache.uses.problem is not None]
         return [*self._broken, *self.edges.problems(), *unwritten]
 
@@ -179,7 +177,6 @@ class SlotThreads:
         return True
 
     async def idle(self) -> None:
-        """Returns when no thread works."""
         while self._threads:
             await asyncio.wait(self._threads)
 

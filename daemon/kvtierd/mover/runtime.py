@@ -79,7 +79,6 @@ class GpuCopies(Protocol):
     @property
     def batch_bytes(self) -> int:
         """Limit of bytes that a batch copies to or from the device, unless a single block is larger."""
-        ...
 
     @property
     def locks(self) -> PageLocks: ...

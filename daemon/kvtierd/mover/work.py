@@ -21,7 +21,6 @@ copied."""
 
 
 Concerns = Set[tuple[GroupId, SlotId | Key]]
-"""Slots and blocks that a piece changes."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -372,7 +372,6 @@ class LaneThreads:
             lane_thread.thread.start()
 
     def put(self, pieces: Sequence[CopyPiece]) -> None:
-        """Queues all pieces of one move."""
         self._queue.put(pieces)
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
@@ -390,7 +389,6 @@ class LaneThreads:
             self._queue.stop()
 
     async def gone(self) -> None:
-        """Returns when all threads have ended."""
         for worker, exited in self._exits.items():
             await exited.wait()
             worker.thread.join()

@@ -95,7 +95,6 @@ class Plan:
 
     @property
     def shapes(self) -> list[GroupShape]:
-        """The cache's window groups for the core."""
         return [
             GroupShape(
                 GroupId(group),
@@ -433,7 +432,6 @@ def _gpu_bytes(
 
 
 def described(devices: Devices) -> list[admin_pb2.DeviceStats]:
-    """The devices, for operators."""
     return [
         admin_pb2.DeviceStats(kind=each.name)
         if each.name == STAND_IN

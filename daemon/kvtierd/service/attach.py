@@ -142,7 +142,6 @@ class LocalCalls:
         task.add_done_callback(lambda _: self._open.pop(call.number))
 
     async def give_up(self, number: int) -> None:
-        """Cancels a call, if it is open."""
         await self._turn()
         if number in self._open:
             self._open[number].cancel()

@@ -27,7 +27,7 @@ import grpc
 from pydantic import ByteSize
 
 from kvtier.abi.control import MAX_SLOTS
-from kvtier.abi.spec import CacheSpec
+from kvtier.abi.spec import STATE, STATE_TOKENS, CacheSpec
 from kvtier.v1 import common_pb2
 from kvtierd.config import Config
 from kvtierd.config.keys import STAND_IN, Share
@@ -49,8 +49,6 @@ from kvtierd.tiers.memfd import total_bytes
 
 REFERENCE_TOKENS: Final = 32_768
 WHOLE: Final = Share(1)
-_STATE: Final = 1
-_STATE_TOKENS: Final = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -97,10 +95,9 @@ def _sequence_bytes(spec: CacheSpec, blocks: int) -> list[int]:
 
 
 def _kept(spec: CacheSpec, group: int, blocks: int) -> int:
-    """Blocks that a group keeps of a sequence of ``blocks`` blocks."""
     shape, attention = spec.groups[group], spec.attention(group)
-    if shape.window_tokens == _STATE:
-        return min(blocks, max(2, blocks * spec.tokens_per_block // _STATE_TOKENS))
+    if shape.window_tokens == STATE:
+        return min(blocks, max(2, blocks * spec.tokens_per_block // STATE_TOKENS))
     return min(blocks, attention.sinks + attention.span + 1) if attention.span and not shape.opaque else blocks
 
 
@@ -126,7 +123,6 @@ class TierBudget:
 
 
 def group_slots(slots: Slots, group: GroupId) -> dict[Tier, int]:
-    """The group's slots by tier."""
     return {tier: counts[group] for tier, counts in slots.items()}
 
 

@@ -80,13 +80,9 @@ class CacheSettings:
         return same_fields(caches_pb2.CacheOptions, self, write_policy=policy, thresholds=thresholds)
 
     def policy(self, defaults: Policy) -> Policy:
-        """The core's policy for a cache with these options."""
         own = {(Tier(src), Tier(dst)): least for src, dst, least in self.thresholds}
         return replace(
-            defaults,
-            write_policy=self.write_policy,
-            eviction=self.eviction,
-            thresholds={**defaults.thresholds, **own},
+            defaults, write_policy=self.write_policy, eviction=self.eviction, thresholds={**defaults.thresholds, **own}
         )
 
     def to_stored(self) -> dict[str, Any]:
@@ -192,7 +188,6 @@ class Removal:
 
     @property
     def freed(self) -> dict[Tier, int]:
-        """Bytes by tier."""
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 

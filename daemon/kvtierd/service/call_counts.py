@@ -44,12 +44,10 @@ class CountedCall:
         self.request: Message | None = None
 
     def answered(self, reply: Message) -> Message:
-        """Notes that the call succeeded."""
         self.code = "OK"
         return reply
 
     def refused(self, refusal: CallRefused) -> CallRefused:
-        """Notes that the call was refused."""
         self.code, self.reason = refusal.code.name, refusal.detail.reason
         self._call_counts.refusals[self.reason] += 1
         return refusal
@@ -60,11 +58,9 @@ class CallCounts:
 
     def __init__(self) -> None:
         self.calls: Final[Counter[tuple[str, str]]] = Counter()
-        """Calls by method and code."""
         self.times: Final[dict[str, Times]] = {}
         """Durations of calls with a single answer, by method."""
         self.refusals: Final[Counter[str]] = Counter()
-        """Refusals by reason."""
 
     @contextmanager
     def call(self, method: str, metadata: Metadata = (), *, timed: bool = True) -> Iterator[CountedCall]:

@@ -37,7 +37,6 @@ from kvtierd.service.unauthenticated import abort, read
 
 Verb = Callable[[ClientSession, Any], Awaitable[Message]]
 StreamVerb = Callable[[ClientSession, Any], AsyncGenerator[bytes, None]]
-"""Yields serialised replies."""
 
 UploadVerb = Callable[
     [ClientSession, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]
@@ -126,7 +125,6 @@ class Access:
         self._catalog: Final = catalog
 
     def admits(self, who: Identity) -> bool:
-        """Whether a rule names the identity."""
         return bool(self.rights.somewhere(who))
 
     def may(self, session: ClientSession, right: Right, cache: str) -> bool:

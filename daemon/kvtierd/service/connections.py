@@ -125,7 +125,6 @@ def _shut(connection: _Connection) -> bool:
 
 
 def _descriptors() -> Collection[int]:
-    """The descriptors of this process."""
     try:
         return [int(fd) for fd in os.listdir("/proc/self/fd")]
     except OSError:  # no descriptor is left to read the directory, so all are taken

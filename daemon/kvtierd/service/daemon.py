@@ -185,7 +185,6 @@ class Daemon:
             [lambda: None if self._remote_tier is None else self._remote_tier.problem, lambda: self._attach.problem],
         )
         self.fleet: Final = self._made_fleet()
-        """None if no peer is configured."""
         self._remote_tier: Final = self._made_remote(store)
         """None if there is neither a store nor a peer."""
         self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
@@ -203,12 +202,7 @@ class Daemon:
             Turns(),
         )
         self._attach: Final = AttachServer(
-            self._sessions,
-            self._catalog,
-            self._identity,
-            self._access,
-            self._dispatcher,
-            _connection_capacity(config),
+            self._sessions, self._catalog, self._identity, self._access, self._dispatcher, _connection_capacity(config)
         )
         grace_s = config.tcp_grace_seconds
         unauthenticated = UnauthenticatedCalls(self._translator)
@@ -220,12 +214,7 @@ class Daemon:
         self._connections: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls,
-        config: Config,
-        notifier: Notifier | None = None,
-        passed: Sequence[PassedFd] = (),
-    ) -> Self:
+    async def start(cls, config: Config, notifier: Notifier | None = None, passed: Sequence[PassedFd] = ()) -> Self:
         """Returns a serving daemon. Calls to caches that are already loaded are answered during the start.
 
         ``notifier``: to the service manager. ``passed``: descriptors that the manager kept, owned by the daemon from
@@ -347,7 +336,6 @@ class Daemon:
         return clean
 
     def _handlers(self) -> dict[str, grpc.GenericRpcHandler]:
-        """The handlers of all services, by full name."""
         config, wait_s = self._config, self._config.wait_seconds
         caps = Caps(self._engine, config.max_reserved_fraction)
         blocks = BlocksService(
@@ -440,7 +428,6 @@ class Daemon:
         )
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """The fingerprint of every cache, by name."""
         return {cache.name: cache.fingerprint for cache in self._catalog}
 
     def reload(self, fresh: Config) -> None:

@@ -37,7 +37,6 @@ class Device:
 
     @property
     def problem(self) -> str | None:
-        """The device's problem, for people."""
         if self.lost is not None:
             says = "is lost, and its device tiers are out of service until a restart that finds it"
             return f"GPU {self.id} ({self.name}) {says}: {self.lost}"
@@ -63,11 +62,9 @@ class Devices:
 
     @property
     def gpus(self) -> list[DaemonGpu]:
-        """The GPUs that could be opened."""
         return [device.gpu for device in self if device.gpu is not None]
 
     def problems(self) -> list[str]:
-        """The devices' problems, for health."""
         return [problem for device in self if (problem := device.problem) is not None]
 
     def for_new(self, named: str, asked: Mapping[Tier, TierBudget]) -> Device:

@@ -40,7 +40,6 @@ class _Health:
 
     @property
     def problem(self) -> str | None:
-        """The disk's problem, for people."""
         lost = "the disk tier is out of service, what it held is lost"
         return None if self.lost is None else f"{lost}: {self.lost}"
 

@@ -143,7 +143,6 @@ class Forgotten:
 
     @property
     def prefixes(self) -> Set[str]:
-        """The caches that have forgotten anything."""
         return self._records.keys()
 
     def of(self, prefix: str) -> Past:
@@ -155,7 +154,6 @@ class Forgotten:
         return self._records.get(prefix, _NOTHING).kept
 
     def is_due(self, prefix: str) -> bool:
-        """Returns whether the cache is to be reset."""
         return self._records.get(prefix, _NOTHING).due
 
     def generation(self, prefix: str) -> int:
@@ -167,7 +165,6 @@ class Forgotten:
         return prefix in self._changing or bool(self.kept(prefix)) or self.is_due(prefix)
 
     def is_changing(self, prefix: str) -> bool:
-        """Returns whether blocks are being forgotten now."""
         return prefix in self._changing
 
     @asynccontextmanager

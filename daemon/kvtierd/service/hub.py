@@ -434,7 +434,6 @@ def _add_labels(
     *,
     stored: bool,
 ) -> None:
-    """Adds the hashes and tokens of blocks that the cache keeps."""
     if hash_bytes:
         message.event_hashes = b"".join([_hash(label, hash_bytes) for label in labels])
     if stored and hash_bytes:
@@ -444,7 +443,6 @@ def _add_labels(
 
 
 def have_tokens(labels: Sequence[Label | None]) -> bool:
-    """Whether any of the labels has tokens."""
     return any(label is not None and label.tokens for label in labels)
 
 

@@ -101,10 +101,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "kvtier_remote_bytes_total": ("Bytes of objects that went to the store, or came from it", ("operation",)),
     "kvtier_remote_seconds_total": ("Time in calls of the store, summed", ("operation",)),
     "kvtier_remote_blocks_total": ("Blocks for the store, from it or from peers, by what became of them", ("outcome",)),
-    "kvtier_remote_unwritten_blocks": (
-        "Blocks that the store is to have and lacks, by reason",
-        ("reason",),
-    ),
+    "kvtier_remote_unwritten_blocks": ("Blocks that the store is to have and lacks, by reason", ("reason",)),
     "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
     "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
 }

@@ -145,7 +145,6 @@ class RemotePeer:
 
 
 SessionPeer = PeerProcess | RemotePeer
-"""The client of a session."""
 
 
 def credentials(sock: socket.socket) -> Credentials:

@@ -144,7 +144,6 @@ class ClientSession:
     receiving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RECEIVED))
     ended: bool = False
     enrolled: bool = False
-    """Whether the roll has the session."""
     writes: bool = False
     """Whether its process was given memory to write."""
     streams: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -10,14 +10,14 @@ from typing import Any, Final, NoReturn, cast
 import numpy as np
 
 from kvtier.abi.event_hashes import HASH_BYTES
-from kvtier.abi.keys import DIGEST_BYTES
+from kvtier.abi.keys import DIGEST_BYTES, KEY_DTYPE, ROOT_PARENT
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, TOKEN_BYTES, GroupId, Key, Label, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.core.transfers import CommitItem
 from kvtierd.service.cache import ServedCache
 from kvtierd.service.errors import bad_argument
-from kvtierd.service.wire import ROOT_PARENT, TIER_FROM_WIRE
+from kvtierd.service.wire import TIER_FROM_WIRE
 
 MAX_KEYS: Final = 16_384
 """Most blocks of a call: 262,144 tokens at 16 a block. A client splits a longer chain."""
@@ -27,7 +27,6 @@ MAX_LEASES: Final = 16_384
 MAX_TIMEOUT_NS: Final = 3_600 * 10**9
 MIN_HEARTBEAT_NS: Final = 10 * 10**6
 
-_KEY: Final = np.dtype((np.void, KEY_BYTES))
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -73,7 +72,7 @@ def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
 
 def _split(packed: bytes) -> list[Key]:
     """Splits packed keys, much faster than slices."""
-    return cast("list[Key]", np.frombuffer(packed, _KEY).tolist()) if packed else []
+    return cast("list[Key]", np.frombuffer(packed, KEY_DTYPE).tolist()) if packed else []
 
 
 def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:

@@ -31,7 +31,6 @@ BEAT_MOST_S: Final = 0.8
 """Least seconds between heartbeats: a share per open watcher, up to a maximum, as clients wait for a second."""
 
 Caches = Callable[[str], bool]
-"""Some caches, by name."""
 
 
 def every_cache(_: str) -> bool:
@@ -261,11 +260,7 @@ class Watcher:
         """A batch without events that covers all ids up to the cursor; events may be appended to its bytes."""
         first, self._covered = self._covered + 1, self._cursor
         return events_pb2.WatchBatch(
-            epoch=self._epoch,
-            first_id=first,
-            last_id=self._cursor,
-            snapshot_end=snapshot_end,
-            newest_id=self._hub.last,
+            epoch=self._epoch, first_id=first, last_id=self._cursor, snapshot_end=snapshot_end, newest_id=self._hub.last
         ).SerializeToString()
 
     def _gap(self, loss: Loss) -> bytes:

@@ -7,13 +7,11 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
+from kvtier.abi.keys import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, common_pb2
-from kvtierd.core.ids import KEY_BYTES, Key, LeaseId, Tier
+from kvtierd.core.ids import Key, LeaseId, Tier
 
 M = TypeVar("M", bound=Message)
-
-ROOT_PARENT: Final = bytes(KEY_BYTES)
-"""The parent of a chain's first block on the wire."""
 
 TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
     Tier.DEVICE: common_pb2.TIER_DEVICE,
@@ -31,7 +29,6 @@ def same_fields(kind: type[M], source: object, **others: Any) -> M:
 
 
 def granted_leases(reply: Message | None) -> list[LeaseId]:
-    """The leases that a reply grants."""
     if isinstance(reply, blocks_pb2.ReserveResponse | blocks_pb2.JoinResponse):
         return [LeaseId(reply.lease_id)]
     if isinstance(reply, blocks_pb2.AcquireResponse):

@@ -76,8 +76,9 @@ class Arena:
         self._order = 0
         self._control = control
         self._data = dict(data)
-        self._tiers = tuple(sorted({*data, *((Tier.DEVICE,) if gpu_memory is not None else ())}))
-        slots = [(tier, GroupId(group)) for tier in self._tiers for group in range(len(layout.groups))]
+        self.tiers = tuple(sorted({*data, *((Tier.DEVICE,) if gpu_memory is not None else ())}))
+        """Memory tiers that the cache has, the fastest first."""
+        slots = [(tier, GroupId(group)) for tier in self.tiers for group in range(len(layout.groups))]
         self._generations = {place: layout.generations(control.array, *place) for place in slots}
         self._owners = {place: layout.owners(control.array, *place) for place in slots}
         # The same arrays as words, which are much faster to read and write than elements of an array.
@@ -160,11 +161,6 @@ class Arena:
     def control(self) -> Bytes:
         """The whole control segment, writable."""
         return self._control.array
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """Memory tiers that the cache has, the fastest first."""
-        return self._tiers
 
     def data(self, tier: Tier) -> Bytes:
         """A tier's whole data segment, writable. Raises KeyError for a tier on a GPU."""

@@ -34,7 +34,6 @@ class MemoryStore(Protocol):
         Returns:
             A 1-D array per pool, without padding.
         """
-        ...
 
     def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
         """The bytes of a slot as the disk stores them.
@@ -43,7 +42,6 @@ class MemoryStore(Protocol):
             The record in pool order, in one view or several. Address and length of each view are multiples of 4096, as
             direct I/O needs them.
         """
-        ...
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
         """The exact bytes of all slots in one pool.
@@ -51,15 +49,12 @@ class MemoryStore(Protocol):
         Returns:
             [slots, bytes]. A single copy can move the rows of consecutive slots.
         """
-        ...
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
         """Overwrites the first and last 4096 bytes of each part, so that a late reader gets wrong bytes."""
-        ...
 
     def close(self) -> None:
         """Releases the memory. No call may follow."""
-        ...
 
 
 class TierError(Exception):

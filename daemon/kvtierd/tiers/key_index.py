@@ -46,11 +46,9 @@ Name = tuple[GroupId, Key]
 Homes = tuple[int, int, int]
 """First bucket, second bucket and tag of a key."""
 BucketPlace = tuple[int, int]
-"""A bucket, and a number in it."""
 
 
 At = tuple[SlotId, int]
-"""A slot and its generation."""
 NOWHERE: Final[Mapping[Key, At]] = MappingProxyType({})
 
 
@@ -87,12 +85,10 @@ class KeyIndex:
 
     @property
     def places(self) -> int:
-        """The number of places for blocks."""
         return self._buckets.count * BUCKET_ENTRIES
 
     @property
     def unindexed(self) -> int:
-        """The number of blocks without a place."""
         return len(self._unindexed)
 
     def show(self, event: EventId) -> None:
@@ -261,7 +257,6 @@ class KeyIndex:
         return word.to_bytes(BUCKET_ENTRIES, "little")
 
     def _fill(self, place: BucketPlace, tag: int, name: Name, entry: IndexEntry) -> None:
-        """Puts a block into an empty place."""
         bucket, number = place
         residency, host_slot, host_generation, device_slot, device_generation = entry
         start = self._base + bucket * BUCKET_BYTES

@@ -30,7 +30,8 @@ def numbers(*blocks: int) -> bytes:
 def event(kind: EventType, *blocks: int, **fields: Any) -> Event:
     named = {"event_hash": "v1_block_key", "packed_hashes": numbers(*blocks)} | fields
     keys = b"".join(KEYS[block] for block in blocks)
-    return Event(1, 42, kind, Cause.COMMIT, "llama", 2, 0, packed_keys=keys, **named)
+    of: dict[str, Any] = {"epoch": 1, "event_id": 42, "type": kind, "cause": Cause.COMMIT, "time_ns": 0}
+    return Event("llama", 2, packed_keys=keys, **of | named)
 
 
 def stored(*blocks: int, parents: list[int | None], residency: int = 1, **fields: Any) -> Event:

@@ -162,13 +162,13 @@ class Bench:
     def retain(self, names: str, priority: int, duration_ms: int = 0) -> list[BlockResult]:
         """Gives each of these blocks the same new retention."""
         results, outcome = self.core.set_retention(
-            ALICE, GROUP, keys(names), [priority] * len(names), [duration_ms] * len(names), self.now
+            GROUP, keys(names), [priority] * len(names), [duration_ms] * len(names), self.now
         )
         self.apply(outcome)
         return list(results)
 
     def pin(self, names: str, tier: Tier = DEVICE, *, unpin: bool = False) -> list[BlockResult]:
-        results, outcome = self.core.pin(ALICE, GROUP, tier, keys(names), self.now, unpin=unpin)
+        results, outcome = self.core.pin(GROUP, tier, keys(names), self.now, unpin=unpin)
         self.apply(outcome)
         return list(results)
 
@@ -201,7 +201,7 @@ class Bench:
         self.apply(self.core.orphan_session(session, self.now))
 
     def drop(self, names: str, session: SessionId = ALICE) -> tuple[list[BlockResult], int]:
-        drop, outcome = self.core.drop(session, GROUP, keys(names), self.now)
+        drop, outcome = self.core.drop(GROUP, keys(names), self.now)
         self.apply(outcome)
         assert drop.report is not None
         return list(drop.report.results), drop.report.dropped

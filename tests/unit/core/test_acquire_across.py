@@ -184,7 +184,7 @@ def test_who_goes_away_leaves_nothing_held(waiting: bool, leave: Callable[[Group
     bench.land()
     assert not bench.answered(ticket)
     for group in (FULL, SLIDING):
-        drop, outcome = bench.core.drop(ALICE, group, [key("a")], 0)
+        drop, outcome = bench.core.drop(group, [key("a")], 0)
         bench.apply(outcome)
         assert drop.report is not None and drop.report.dropped > 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvtierd.core.ids import REMOTE
 from kvtierd.core.policy import Policy, RemotePolicy, RemoteWrites
-from tests.unit.core.bench import ALICE, GROUP, HOST, Bench, key, keys
+from tests.unit.core.bench import GROUP, HOST, Bench, key, keys
 
 
 def test_what_is_not_worth_it_is_not_looked_at_and_offered_once_it_is() -> None:
@@ -92,6 +92,6 @@ def test_a_reset_names_the_roots_that_it_leaves() -> None:
     for chain in ("abc", "de"):
         bench.put(chain, HOST)
     bench.pin("b", HOST)
-    report, outcome = bench.core.reset(ALICE, 0, force=True)
+    report, outcome = bench.core.reset(0, force=True)
     bench.apply(outcome)
     assert (report.dropped, report.kept, report.roots) == (3, 2, ((GROUP, key("a")),))

@@ -77,7 +77,7 @@ def test_a_priority_of_the_last_block(bench: Bench, priority: int) -> None:
     bench.retain(LEAF, 60)
     bench.rest()
     given = [key(LEAF)], [priority], [0]
-    assert most_touched(bench, lambda: bench.core.set_retention(ALICE, GROUP, *given, bench.now)[1]) <= SLICE + 1
+    assert most_touched(bench, lambda: bench.core.set_retention(GROUP, *given, bench.now)[1]) <= SLICE + 1
     assert bench.priority(ROOT) == max(priority, 35)
 
 
@@ -86,7 +86,7 @@ def test_priorities_along_a_whole_chain_are_passed_on_once() -> None:
     bench = build("chain")
     told = len(bench.events)
     given = keys(NAMES[:60]), list(range(36, 96)), [0] * 60
-    bench.apply(bench.core.set_retention(ALICE, GROUP, *given, bench.now)[1])
+    bench.apply(bench.core.set_retention(GROUP, *given, bench.now)[1])
     bench.rest()
     assert [bench.priority(name) for name in NAMES[:60]] == [95] * 60
     changes = sum(len(names) for _, _, names in bench.said(told))
@@ -115,7 +115,7 @@ def test_a_drop_of_the_root(bench: Bench) -> None:
 def test_a_dry_run_counts_what_is_under_two_keys_once(bench: Bench) -> None:
     drop: Drop | None = None
     while drop is None or drop.report is None:
-        drop, outcome = bench.core.drop(ALICE, GROUP, keys(LEAF + ROOT), bench.now, dry_run=True, following=drop)
+        drop, outcome = bench.core.drop(GROUP, keys(LEAF + ROOT), bench.now, dry_run=True, following=drop)
         bench.apply(outcome)
     assert drop.report.dropped == len(bench.stored()) == 300
 
@@ -136,7 +136,7 @@ def dropping(bench: Bench) -> Iterator[Drop]:
     """A drop of the root, slice by slice."""
     drop: Drop | None = None
     while drop is None or drop.report is None:
-        drop, outcome = bench.core.drop(ALICE, GROUP, [key(ROOT)], bench.now, following=drop)
+        drop, outcome = bench.core.drop(GROUP, [key(ROOT)], bench.now, following=drop)
         bench.apply(outcome)
         yield drop
 
@@ -289,7 +289,7 @@ def test_lost_bytes_are_not_offered_to_a_store_while_what_needs_them_goes(policy
 def test_lost_bytes_are_not_restated_while_what_needs_them_goes(bench: Bench) -> None:
     """Else a restart would find the block there."""
     slot = bench.lose_bytes(ROOT, HOST)
-    _, outcome = bench.core.set_retention(ALICE, GROUP, [key(ROOT)], [80], [1_000], bench.now)
+    _, outcome = bench.core.set_retention(GROUP, [key(ROOT)], [80], [1_000], bench.now)
     bench.apply(outcome)
     assert not any(content.ref.slot == slot for content in restated(outcome))
 

@@ -25,7 +25,7 @@ def test_a_block_goes_alone() -> None:
     bench = GroupsBench(host=(4, 4))
     for group in (FULL, SLIDING):
         bench.fill(group, "abcd", "abcd")
-        drop, outcome = bench.core.drop(ALICE, group, [key("b")], 0)
+        drop, outcome = bench.core.drop(group, [key("b")], 0)
         bench.apply(outcome)
         assert drop.report is not None and drop.report.results == (BlockResult.OK,)
     assert (bench.has(FULL), bench.has(SLIDING)) == ("a", "acd")

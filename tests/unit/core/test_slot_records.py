@@ -17,7 +17,7 @@ def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block() ->
         bench.land()
     bench.end()
     assert bench.where("a") == set(TIERS)
-    _, outcome = bench.core.set_retention(ALICE, GROUP, keys("a"), [80], [9], now=1_000_000)
+    _, outcome = bench.core.set_retention(GROUP, keys("a"), [80], [9], now=1_000_000)
     assert [content.ref.tier for content in restated(outcome)] == [DEVICE, HOST]
     assert {content.traits for content in restated(outcome)} == {Traits(80, 9, 10_000_000)}
     assert not contents(outcome)
@@ -30,7 +30,7 @@ def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
     bench = Bench(device=1, disk=1, policy=Policy(write_policy=WriteMode.THROUGH))
     bench.put("a")
     assert len(bench.moves) == 1
-    _, outcome = bench.core.reset(ALICE, bench.now, force=True)
+    _, outcome = bench.core.reset(bench.now, force=True)
     assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(DEVICE, None)]
     assert not begun(outcome), "the copy reads on"
 

@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.errors import ResetRefused
 from kvtierd.core.policy import Policy
 from kvtierd.core.transfers import BlockResult
-from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench
+from tests.unit.core.bench import DEVICE, HOST, Bench
 
 OK, HELD = BlockResult.OK, BlockResult.HELD
 
@@ -17,7 +17,7 @@ def reset(bench: Bench, *, force: bool = False) -> tuple[int, int]:
     dropped = kept = 0
     following = None
     while True:
-        report, outcome = bench.core.reset(ALICE, bench.now, force=force, following=following)
+        report, outcome = bench.core.reset(bench.now, force=force, following=following)
         bench.apply(outcome)
         dropped, kept, following = dropped + report.dropped, kept + report.kept, report.following
         if following is None:
@@ -81,7 +81,7 @@ def test_a_reset_is_refused_while_anything_is_pinned() -> None:
     bench.put("a")
     bench.pin("a")
     with pytest.raises(ResetRefused) as caught:
-        bench.core.reset(ALICE, bench.now, force=False)
+        bench.core.reset(bench.now, force=False)
     assert caught.value.pinned == 1
 
 
@@ -105,7 +105,7 @@ def test_a_great_reset_comes_in_slices() -> None:
     bench = Bench(host=len(names), policy=Policy(blocks_a_call=4))
     for name in names:
         bench.put(name, HOST)
-    report, outcome = bench.core.reset(ALICE, bench.now, force=False)
+    report, outcome = bench.core.reset(bench.now, force=False)
     bench.apply(outcome)
     assert (report.dropped, report.kept) == (4, 0)
     assert report.following is not None

@@ -52,7 +52,7 @@ async def line(house: House) -> list[asyncio.Task[GroupGrant]]:
 
     The first wants all four. When it is cancelled, the second is granted its one slot in that very turn.
     """
-    await house.engine.drop(CACHE, house.client().session, GROUP, CHAIN[-1:])
+    await house.engine.drop(CACHE, GROUP, CHAIN[-1:])
     return [await waiting_reserve(house, 4, session=2), await waiting_reserve(house, 1, session=3)]
 
 
@@ -226,7 +226,7 @@ async def test_a_removed_cache_ends_what_began_while_its_uses_were_written(
     removal = asyncio.create_task(used.engine.remove_cache(CACHE))
     await asyncio.to_thread(write.begun.get, timeout=30)
     used.disk.close_gate()
-    await used.engine.drop(CACHE, used.client().session, GROUP, CHAIN)
+    await used.engine.drop(CACHE, GROUP, CHAIN)
     deleted = sum(used.engine.queues().values())
     write.go_on.set()
     await asyncio.wait([removal], timeout=0.1)
@@ -274,7 +274,7 @@ async def test_what_is_forgotten_is_so_even_if_the_system_goes_down(
     steps: list[str] = []
     for name in ("commit", "sync"):
         watch(monkeypatch, Index, name, steps)
-    await used.engine.reset(CACHE, SessionId(1), force=True)
+    await used.engine.reset(CACHE, force=True)
     assert steps == ["commit", "sync"]
 
 
@@ -285,7 +285,7 @@ async def test_others_have_their_turn_while_a_large_subtree_is_dropped() -> None
         house.open({Tier.HOST: len(many)})
         await house.client().put(many, Tier.HOST)
         manager = house.engine.manager(CACHE)
-        drop = asyncio.create_task(house.engine.drop(CACHE, house.client().session, GROUP, many[:1]))
+        drop = asyncio.create_task(house.engine.drop(CACHE, GROUP, many[:1]))
         seen = {len(many)}
         while not drop.done():
             seen.add(manager.match([GROUP], many).blocks)

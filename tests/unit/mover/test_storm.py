@@ -32,7 +32,7 @@ async def test_nothing_is_held_when_everybody_has_gone(tmp_path: Path, seed: int
             if rng.random() < 0.2:
                 await client.move(chain, rng.choice([HOST, DISK]), timeout_s=0.002)
             if rng.random() < 0.1:
-                await house.engine.drop(CACHE, SessionId(session), GROUP, chain[-1:])
+                await house.engine.drop(CACHE, GROUP, chain[-1:])
 
         async def abuse(session: int) -> None:
             for _ in range(40):

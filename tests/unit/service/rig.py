@@ -16,6 +16,7 @@ from google.rpc import status_pb2
 from pydantic import ByteSize
 
 from kvtier.abi import attach
+from kvtier.abi.keys import ROOT_PARENT
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import (
     admin_pb2_grpc,
@@ -29,7 +30,6 @@ from kvtier.v1 import (
 )
 from kvtier.wire import spec_to_wire
 from kvtierd.config import Config
-from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
 from tests import packets
 from tests.integration.raw import commit_request
@@ -68,7 +68,7 @@ def chain(length: int, seed: int = 0) -> list[bytes]:
 
 
 def parents_of(keys: Sequence[bytes]) -> bytes:
-    return b"".join([wire.ROOT_PARENT, *keys[:-1]])
+    return b"".join([ROOT_PARENT, *keys[:-1]])
 
 
 class AttachSocket:

@@ -27,7 +27,6 @@ Handle = NewType("Handle", int)
 """Handle of memory, which need not have an address yet."""
 
 Copy = tuple[Address, Address, int]
-"""Destination, source, bytes."""
 
 BATCH: Final = 1024
 """Copies in one call. More copies gain nothing, and drivers have crashed with tens of thousands."""
@@ -37,7 +36,6 @@ HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 class _ThisThread(threading.local):
     bound: Driver | None = None
-    """The driver whose context is current on this thread."""
 
 
 _thread: Final = _ThisThread()

@@ -42,7 +42,6 @@ class PageLocks:
         self.locked = 0
         """Number of locked chunks, the first ones of ``chunks``."""
         self.nbytes = 0
-        """Locked bytes."""
         self.total: Final = sum(chunk.nbytes for chunk in chunks)
         self.problem: str | None = None
         """The reason why the other chunks stay unlocked."""

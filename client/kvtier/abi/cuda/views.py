@@ -80,7 +80,6 @@ class DevicePool:
 
     @classmethod
     def all_of(cls, memory: DeviceMemory, layout: ArenaLayout) -> list[tuple[DevicePool, ...]]:
-        """Returns the pools of all groups."""
         return [
             tuple(
                 cls(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)

@@ -127,7 +127,6 @@ class Sites:
         }
 
     def between_tiers(self, direction: Direction) -> Mapping[GroupId, Path]:
-        """Paths between device and host slots."""
         return self._paths[direction]
 
     def to_staging(self, direction: Direction, load: StagedRecords) -> Mapping[GroupId, Path]:
@@ -156,7 +155,6 @@ class Sites:
         )
 
     def _path(self, direction: Direction, group: GroupId, others: Parts) -> Path:
-        """The path between the device and ``others``."""
         device = self._device_parts(group)
         both = (others, device) if direction is Direction.TO_HOST else (device, others)
         nbytes = [[pool.block_bytes] for pool in self.layout.groups[group].pools]

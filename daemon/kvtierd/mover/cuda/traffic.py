@@ -19,7 +19,6 @@ from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 
 Touched = Mapping[tuple[Tier, GroupId], Set[SlotId]]
-"""Slots of each tier and group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +66,6 @@ class Hazards:
         self._under_way: dict[Passage, None] = {}
 
     def __len__(self) -> int:
-        """Number of batches in flight."""
         return len(self._under_way)
 
     def enter(self, passage: Passage) -> list[Passage]:
@@ -136,7 +134,6 @@ class Losable(Protocol):
 
     def lose(self, why: str) -> None:
         """Marks the device as lost for good. Any thread; a second call does nothing."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)

@@ -177,7 +177,6 @@ class Fetcher:
         return length
 
     async def _chains(self, cache: ServedCache, groups: Sequence[GroupId], keys: Sequence[Key]) -> dict[GroupId, Chain]:
-        """The chain in each group."""
         in_store = await self._teller.hear(cache.prefix)
         past = self._forgotten.of(cache.prefix)
         return {each: Chain.of(cache, each, keys, past, in_store=in_store) for each in groups}

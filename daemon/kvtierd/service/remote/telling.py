@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from kvtier.abi.words import BlockResult
-from kvtierd.core.ids import DAEMON, GroupId
+from kvtierd.core.ids import GroupId
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
 from kvtierd.service.cache import ServedCache
@@ -157,13 +157,12 @@ class Teller:
         return len(self._forgotten.kept(prefix))
 
     async def _reset(self, cache: ServedCache) -> None:
-        report = await self._engine.reset(cache.id, DAEMON, force=True)
+        report = await self._engine.reset(cache.id, force=True)
         self._forgotten.keep(cache.prefix, report.roots)
         says = "a cache is reset, as its past says name=%s dropped=%d kept=%d"
         _log.info(says, cache.name, report.dropped, report.kept)
 
     def _has_failed(self, prefix: str) -> bool:
-        """Returns whether a look has failed just now."""
         return asyncio.get_running_loop().time() < self._failed_at.get(prefix, 0.0) + RETRY_S
 
     def _start(self, prefix: str) -> asyncio.Task[None]:
@@ -202,7 +201,6 @@ class Teller:
         self._heard[prefix] = ours
 
     def _cache(self, prefix: str) -> ServedCache | None:
-        """The open cache."""
         cache = self._catalog.named(prefix.partition("/")[0])
         return cache if cache is not None and cache.prefix == prefix else None
 
@@ -229,7 +227,7 @@ class Teller:
         held = set[BlockPlace]()
         for group in map(GroupId, range(len(cache.spec.groups))):
             keys = [key for of, key in places if of == group]
-            report = await self._engine.drop(cache.id, DAEMON, group, keys)
+            report = await self._engine.drop(cache.id, group, keys)
             results = zip(keys, report.results, strict=True)
             held |= {(group, key) for key, result in results if result is BlockResult.HELD}
         if len(held) < len(places):

@@ -96,12 +96,10 @@ class RemoteTier:
 
     @property
     def operations(self) -> Mapping[Operation, Counts]:
-        """Calls of the store."""
         return {} if self._store is None else self._store.counts
 
     @property
     def blocks(self) -> Mapping[str, int]:
-        """Counts of blocks by outcome."""
         ways = (self.fetcher, self._writer, self.deleter)
         counts = sum((way.counts for way in ways if way is not None), Counter[str]())
         if self._writer is not None and (left := self._writer.left):

@@ -144,9 +144,7 @@ class Writer:
             names, old = self.names(cache, group, [each.key for each in offers]), self._of_before(cache, group, offers)
             sources = [
                 _Source(
-                    each,
-                    arena.generation(HOST, group, SlotId(each.slot)) if each.tier is HOST else 0,
-                    names[each.key],
+                    each, arena.generation(HOST, group, SlotId(each.slot)) if each.tier is HOST else 0, names[each.key]
                 )
                 for each in offers
                 if each.key not in old

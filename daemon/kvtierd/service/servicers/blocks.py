@@ -284,7 +284,7 @@ class BlocksService:
     async def drop(self, session: ClientSession, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validation.keys("keys", request.keys)
-        drop = partial(self._engine.drop, cache.id, session.id, group, keys)
+        drop = partial(self._engine.drop, cache.id, group, keys)
         kept_in_store = False
         if request.dry_run:
             report = await drop(dry_run=True)
@@ -324,14 +324,14 @@ class BlocksService:
             raise bad_argument("priorities", "no bytes", f"{len(keys)} bytes, one a key")
         priorities = validation.priorities("priorities", request.priorities, len(keys))
         durations = validation.durations("durations_ms", request.durations_ms, len(keys))
-        results = await self._engine.set_retention(cache.id, session.id, group, keys, priorities, durations)
+        results = await self._engine.set_retention(cache.id, group, keys, priorities, durations)
         return blocks_pb2.SetRetentionResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def pin(self, session: ClientSession, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validation.tier("tier", request.tier, cache.slots)
         keys = validation.keys("keys", request.keys)
-        results = self._engine.pin(cache.id, session.id, group, tier, keys, unpin=request.unpin)
+        results = self._engine.pin(cache.id, group, tier, keys, unpin=request.unpin)
         return blocks_pb2.PinResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def reset(self, session: ClientSession, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
@@ -344,7 +344,7 @@ class BlocksService:
         else:
             async with self._forgotten.change(prefix) as before:
                 self._forgotten.set(prefix, before.after_reset())
-                report = await self._engine.reset(cache.id, session.id, force=request.force)
+                report = await self._engine.reset(cache.id, force=request.force)
                 self._forgotten.keep(prefix, () if remote is None else report.roots)
         told = request.dry_run or remote is None or await remote.teller.tell(prefix)
         return blocks_pb2.ResetResponse(
@@ -459,10 +459,7 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
 
 def _matched_group(span: GroupResidency) -> blocks_pb2.GroupMatch:
     return blocks_pb2.GroupMatch(
-        group=span.group,
-        first_block=span.needed.first,
-        residency=bytes(span.residency),
-        sink_blocks=span.needed.sinks,
+        group=span.group, first_block=span.needed.first, residency=bytes(span.residency), sink_blocks=span.needed.sinks
     )
 
 

@@ -27,7 +27,6 @@ HEARTBEAT_S: Final = 10.0
 """Default interval of a watch's heartbeats."""
 
 MAX_WATCHES: Final = 64
-"""Most watches of a session."""
 
 SLICE_BLOCKS: Final = 1024
 """Blocks in a slice of a snapshot: listing a slice costs the loop about a millisecond."""
@@ -100,7 +99,6 @@ class EventsService:
         return next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
 
     def _allowed(self, session: ClientSession, right: Right) -> Caches:
-        """The caches on which the session has a right."""
         if right in self._access.rights.everywhere(session.peer.identity):
             return every_cache
         if right not in self._access.rights.somewhere(session.peer.identity):

@@ -59,8 +59,7 @@ class RemoteSessions:
 
     def handler(self, open_calls: OpenCalls) -> grpc.GenericRpcHandler:
         method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-            open_calls.counted(self._serve),
-            response_serializer=session_pb2.SessionReply.SerializeToString,
+            open_calls.counted(self._serve), response_serializer=session_pb2.SessionReply.SerializeToString
         )
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: method})
 

@@ -46,7 +46,6 @@ class DaemonGpu:
         """Raises :class:`kvtier.abi.cuda.errors.CudaError`."""
         self.driver: Final = driver
         self.total: Final = driver.memory()[1]
-        """Bytes of memory on the device."""
         self.node: Final = self._node()
         """The device's NUMA node; None if unknown."""
         self.lost: str | None = None

@@ -108,7 +108,6 @@ class Batch:
 
     @property
     def stored(self) -> Collection[tuple[GroupId, Key]]:
-        """The blocks that the batch puts."""
         return self._puts.keys()
 
     def discard(self, group: GroupId, key: Key) -> None:

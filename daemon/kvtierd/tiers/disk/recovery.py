@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId, Traits
+from kvtier.abi.keys import KEY_DTYPE
+from kvtierd.core.ids import GroupId, Key, SlotId, Traits
 from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.recovery import reachable
 from kvtierd.tiers.disk.batch import GroupTable
 from kvtierd.tiers.disk.index import StoredGroup
 from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
 from kvtierd.tiers.disk.slab import SlabShape
-
-_KEY: Final = np.dtype(f"V{KEY_BYTES}")
 
 
 class DiskRecord(NamedTuple):
@@ -68,7 +67,7 @@ def recover_group(stored: StoredGroup, shape: SlabShape) -> RecoveredGroup:
     by_use = sound[np.argsort(last_use[slots], kind="stable")]
     rows = rows[by_use]
     # Made anew in this order: a pass over objects that are scattered in memory is slow.
-    keys: list[Key] = np.frombuffer(b"".join(stored.keys), _KEY)[by_use].tolist()
+    keys: list[Key] = np.frombuffer(b"".join(stored.keys), KEY_DTYPE)[by_use].tolist()
     parents = parents_of(rows)
     if shape.chained:
         order = reachable(keys, parents)

@@ -98,7 +98,7 @@ class DiskRoot:
         self._floor_bytes = floor_bytes
         self._durable = durable
         self._stores: dict[str, DiskStore] = {}
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self.taken_away: Final[set[str]] = set()
         """Caches whose directories this start has set aside, or has deleted to finish an interrupted call."""
 
@@ -131,7 +131,6 @@ class DiskRoot:
         return self._path / CACHES / name
 
     def note_opening(self, name: str) -> None:
-        """Notes on disk that a cache is opened now."""
         with suppress(OSError):  # the note is only an order in which caches give way
             os.utime(self.directory_of(name) / SUPERBLOCK)
 
@@ -165,36 +164,31 @@ class DiskRoot:
         slots, or too little free space) before any change, :class:`TierIOError`.
         """
         with self._changing:
-            return self._create(name, spec, slots, options or {}, label_bytes)
+            final = self._path / CACHES / name
+            if not _NAME.fullmatch(name):
+                raise TierConfigError("name", name, "1 to 128 of [A-Za-z0-9._-], first a letter or a digit")
+            if final.exists():
+                raise TierConfigError("name", name, "not the name of a stored cache")
+            _check_slots(spec, slots)
+            map_bytes = index_bytes(sum(slots.values()), label_bytes)
+            block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options or {})), map_bytes)
+            wanted = sum(shape.nbytes for shape in block.shapes.values()) + block.map_bytes
+            _require_room(self._path, wanted, self._floor_bytes)
 
-    def _create(
-        self, name: str, spec: CacheSpec, slots: Mapping[GroupId, int], options: Mapping[str, Any], label_bytes: int
-    ) -> DiskStore:
-        final = self._path / CACHES / name
-        if not _NAME.fullmatch(name):
-            raise TierConfigError("name", name, "1 to 128 of [A-Za-z0-9._-], first a letter or a digit")
-        if final.exists():
-            raise TierConfigError("name", name, "not the name of a stored cache")
-        _check_slots(spec, slots)
-        map_bytes = index_bytes(sum(slots.values()), label_bytes)
-        block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options)), map_bytes)
-        wanted = sum(shape.nbytes for shape in block.shapes.values()) + block.map_bytes
-        _require_room(self._path, wanted, self._floor_bytes)
-
-        unfinished = final.with_name(_UNFINISHED + name)
-        with io_errors(f"cannot create {final}"):
-            try:
-                make_private_directory(unfinished)
-                create_files(unfinished, block.shapes, block.map_bytes)
-                write_superblock(unfinished, "cache", _encode(block))
-                unfinished.rename(final)
-            except BaseException:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                raise
-            sync_directory(final.parent)
-        store = self._open_cache(name)
-        store.recover()
-        return store
+            unfinished = final.with_name(_UNFINISHED + name)
+            with io_errors(f"cannot create {final}"):
+                try:
+                    make_private_directory(unfinished)
+                    create_files(unfinished, block.shapes, block.map_bytes)
+                    write_superblock(unfinished, "cache", _encode(block))
+                    unfinished.rename(final)
+                except BaseException:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    raise
+                sync_directory(final.parent)
+            store = self.open_cache(name)
+            store.recover()
+            return store
 
     def resize(self, name: str, slots: Mapping[GroupId, int], options: Mapping[str, Any], label_bytes: int = 0) -> None:
         """Gives a stored cache that is not open other slots and options. Its next opening drops the records beyond a
@@ -227,7 +221,17 @@ class DiskRoot:
         :class:`TierIOError`.
         """
         with self._changing:
-            return self._open_cache(name)
+            earlier = self._stores.get(name)
+            if earlier and not earlier.closed:
+                raise TierConfigError("name", name, "not the name of a cache that is open")
+            directory = self._path / CACHES / name
+            if not _NAME.fullmatch(name) or not directory.exists():
+                raise TierConfigError("name", name, "the name of a stored cache")
+            block = _read_cache(directory)
+            fingerprint = block.cache.spec.fingerprint()
+            store = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes, durable=self._durable)
+            self._stores[name] = store
+            return store
 
     def remove(self, name: str) -> None:
         """Deletes a stored cache, sound or damaged, after closing its store. Does nothing if there is no cache.
@@ -249,19 +253,6 @@ class DiskRoot:
             directory.rename(gone)
             sync_directory(directory.parent)
             _delete(gone)
-
-    def _open_cache(self, name: str) -> DiskStore:
-        earlier = self._stores.get(name)
-        if earlier and not earlier.closed:
-            raise TierConfigError("name", name, "not the name of a cache that is open")
-        directory = self._path / CACHES / name
-        if not _NAME.fullmatch(name) or not directory.exists():
-            raise TierConfigError("name", name, "the name of a stored cache")
-        block = _read_cache(directory)
-        fingerprint = block.cache.spec.fingerprint()
-        store = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes, durable=self._durable)
-        self._stores[name] = store
-        return store
 
     def close(self) -> None:
         """Closes all open stores and releases the directory."""

@@ -119,7 +119,7 @@ class DiskStore:
         """Blocks reported as failed, although their failed transaction may have reached the disk."""
         self._corrupt: set[tuple[GroupId, SlotId]] = set()
         """Corrupt slots found by readers, not yet in the index. Use only operations that the GIL makes atomic."""
-        self._closed = False
+        self.closed = False
 
     @classmethod
     def open(
@@ -143,10 +143,6 @@ class DiskStore:
             index = Index.open(directory / INDEX, tuple(shapes), map_bytes, durable=durable)
             opened.pop_all()
         return cls(dict(shapes), fingerprint, slabs, index)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def recover(self) -> Recovery:
         """Reads the whole index, and deletes records that cannot be served. Raises :class:`TierIOError`."""
@@ -276,7 +272,7 @@ class DiskStore:
     def sync(self) -> None:
         """Makes earlier calls durable over crashes of the system. Does nothing in a closed store."""
         with self._committing:
-            if self._closed:
+            if self.closed:
                 return
             try:
                 self._index.sync()
@@ -302,9 +298,9 @@ class DiskStore:
     def close(self) -> None:
         """Closes the files. No call may be under way. A second close does nothing."""
         with self._committing:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             try:
                 self._commit(Batch(self._tables))
                 self._index.sync()

@@ -43,7 +43,6 @@ class RemoteStore(Protocol):
     async def exists(self, names: Sequence[str]) -> Sequence[bool]:
         """Whether each object is in the store. False without an answer for the object; raises without an answer for
         any object."""
-        ...
 
     async def get(self, names: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
         """Reads objects in parallel.
@@ -55,30 +54,24 @@ class RemoteStore(Protocol):
             The bytes of each object; else ``ABSENT``, ``FAILED`` or ``UNANSWERED``. An object longer than its buffer
             is not read. Raises if no object can be read.
         """
-        ...
 
     async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
         """The first ``nbytes`` of each object; empty for an object that the store does not have or give. Raises without
         an answer for any object."""
-        ...
 
     async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
         """Writes objects in parallel; a cancelled call may still write. Readers see all of an object or nothing.
         Returns the error of each object; raises if none was written, or the store is full."""
-        ...
 
     async def delete(self, names: Sequence[str]) -> None:
         """Deletes objects. A missing object is not an error."""
-        ...
 
     def listing(self, prefix: str) -> AsyncIterator[Listed]:
         """The objects whose names begin with ``prefix``, in any order. Raises :class:`RemoteRefused` if the store
         cannot list."""
-        ...
 
     async def close(self) -> None:
         """Closes the connections. No call may follow."""
-        ...
 
 
 class RemoteError(Exception):

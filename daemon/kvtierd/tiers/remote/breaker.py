@@ -72,7 +72,7 @@ class Guarded:
         """Objects that failed since the last success, by operation."""
         self._asked: dict[str, int] = {}
         """Bytes of requested objects, and of the last object that was read. A probe asks for the first."""
-        self._counts: dict[Operation, Counts] = {
+        self.counts: dict[Operation, Counts] = {
             operation: Counts() for operation in ("exists", "get", "put", "delete", "list")
         }
 
@@ -85,10 +85,6 @@ class Guarded:
     def put_problem(self) -> str | None:
         """Why no object is written; None = writes work."""
         return self._all.problem or self._own["put"].problem
-
-    @property
-    def counts(self) -> Mapping[Operation, Counts]:
-        return self._counts
 
     @property
     def replaces(self) -> bool:
@@ -148,7 +144,7 @@ class Guarded:
 
     @asynccontextmanager
     async def _call(self, operation: Operation, names: Sequence[str] = ()) -> AsyncIterator[Counts]:
-        counts = self._counts[operation]
+        counts = self.counts[operation]
         own = self._own.get(operation)
         circuits = [self._all] if own is None else [self._all, own]
         for circuit in circuits:

@@ -31,14 +31,7 @@ import xxhash
 
 from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, GroupId, Key, SlotId, Traits
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk.records import (
-    HEAD_BYTES,
-    RECORD_DTYPE,
-    decode_records,
-    encode_record,
-    parents_of,
-    traits_of,
-)
+from kvtierd.tiers.disk.records import HEAD_BYTES, RECORD_DTYPE, decode_records, encode_record, parents_of, traits_of
 from kvtierd.tiers.remote.base import CHECKSUM_BYTES
 
 VERSION: Final = 1
@@ -50,7 +43,6 @@ _HEAD: Final = struct.Struct(f"<{CHECKSUM_BYTES}s7sBIIQ{FINGERPRINT_BYTES}sI{KEY
 LINK_BYTES: Final = _HEAD.size + HEAD_BYTES
 """The first bytes of an object, which name the parent of its block."""
 MAX_HEADER_BYTES: Final = _HEAD.size + 512 + MAX_TOKEN_BYTES
-"""Longest header."""
 
 
 @dataclass(slots=True, frozen=True)

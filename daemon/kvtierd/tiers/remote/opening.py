@@ -16,7 +16,6 @@ from kvtierd.tiers.remote.process import Hosting, ProcessStore
 from kvtierd.tiers.remote.urls import DIRECTORY, check, shown
 
 FIELD: Final = "remote.url"
-"""The key of the configuration that has the URL."""
 _PRIVATE: Final = "077"
 _OF_GROUP: Final = "007"
 

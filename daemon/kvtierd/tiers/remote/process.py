@@ -198,7 +198,6 @@ class _StoreProcess:
             del reply  # an error in it refers to this frame, and so to the room
 
     def new_number(self) -> int:
-        """A number that no call has."""
         return next(self._numbers)
 
     def end_listing(self, number: int) -> None:
@@ -352,7 +351,6 @@ class ProcessStore:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_StoreProcess]:
-        """A process for a call. Raises RemoteError."""
         async with self._places:
             while (worker := self._idle()) is None:
                 if self._closed or len(self._workers) >= 2 * self._hosting.processes:
