@@ -11,11 +11,7 @@ from typing import Any
 import msgspec
 
 
-class MapEvent(msgspec.Struct, omit_defaults=True, tag=True):
-    """Since June 2026, and in 0.33: by name."""
-
-
-class BlockStored(MapEvent):
+class Stored(msgspec.Struct, omit_defaults=True):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
     token_ids: list[int]
@@ -29,13 +25,21 @@ class BlockStored(MapEvent):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(MapEvent):
+class Removed(msgspec.Struct, omit_defaults=True):
     block_hashes: list[int | bytes]
     medium: str | None
     group_idx: int | None = None
 
 
-class AllBlocksCleared(MapEvent):
+class BlockStored(Stored, tag=True):
+    """Since June 2026, and in 0.33, events go by name."""
+
+
+class BlockRemoved(Removed, tag=True):
+    pass
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
     pass
 
 
@@ -45,31 +49,15 @@ class MapBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-class ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """Before: by place."""
+class ArrayStored(Stored, array_like=True, tag="BlockStored"):
+    """Before, they went by place."""
 
 
-class ArrayStored(ArrayEvent, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
+class ArrayRemoved(Removed, array_like=True, tag="BlockRemoved"):
+    pass
 
 
-class ArrayRemoved(ArrayEvent, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class ArrayCleared(ArrayEvent, tag="AllBlocksCleared"):
+class ArrayCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
@@ -79,7 +67,7 @@ class ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-class FirstStored(ArrayEvent, tag="BlockStored"):
+class FirstStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     """Of vLLM 0.9, when there was no more to it."""
 
     block_hashes: list[int]

@@ -60,23 +60,6 @@ def test_the_logits_are_the_same_to_the_bit(daemon, dtype, attention):
     assert torch.equal(run(model, PROMPT[:, known:], past), cold)
 
 
-async def test_the_same_after_the_daemon_was_killed(daemon):
-    model = tiny.llama()
-    cold, past = prefill(model)
-    keys = chain_keys(PROMPT[0, :SPLIT].numpy(), BLOCK)
-    with opened(daemon, model) as store:
-        store.save_prefix(past, PROMPT)
-        await eventually(
-            lambda: store.cache.match(keys).residency, lambda found: all(each & Tier.DISK.bit for each in found)
-        )
-        daemon.kill()
-    daemon.start()
-    with opened(daemon, model) as store:
-        past, known = store.load_prefix(PROMPT)
-    assert known == SPLIT
-    assert torch.equal(run(model, PROMPT[:, known:], past), cold)
-
-
 async def test_a_prefix_comes_from_another_host(start_fresh, tmp_path):
     model = tiny.llama()
     cold, past = prefill(model)

@@ -17,10 +17,9 @@ from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import attached, commit_request
-from tests.integration.seeing import cache_stats, edge_stats, state, tier_stats
-from tests.integration.stuck import stuck_disk
+from tests.integration.seeing import state, tier_stats
 from tests.integration.touching import write_into
-from tests.integration.waiting import PATIENCE_S, eventually, patient
+from tests.integration.waiting import PATIENCE_S, eventually
 
 HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
 KEYS = chain("repeated", 2)
@@ -249,35 +248,3 @@ async def passes():
     """What has begun says to the daemon what it has to say: that takes turns of the loop, and no answer."""
     for _ in range(50):
         await asyncio.sleep(0)
-
-
-COUNT = 4
-OK = bytes([common_pb2.BLOCK_RESULT_OK]) * COUNT
-
-
-async def test_a_move_that_waits_is_one_move_for_all_who_ask_for_it_under_its_number(start_daemon):
-    daemon = start_daemon(device=0, host=2 * COUNT, disk=2 * COUNT)
-    keys = chain("moved", COUNT)
-    async with await patient(daemon.address) as client, attached(daemon.address) as raw:
-        cache = await client.open_cache("c", SPEC)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
-        request = blocks_pb2.MoveRequest(
-            cache_id=(await raw.open("c")).cache_id, to=common_pb2.TIER_DISK, keys=b"".join(keys), seq=1
-        )
-        with stuck_disk(daemon, "c") as disk:
-            first, second, third = (asyncio.ensure_future(raw.call(raw.stubs.blocks.Move, request)) for _ in range(3))
-
-            async def under_way():
-                stats = await cache_stats(client, "c")
-                return sum(tier.filling for tier in stats.tiers)
-
-            assert await eventually(under_way, bool) == COUNT
-            first.cancel()
-            await asyncio.wait([first])
-            assert await under_way() == COUNT
-            disk.release()
-            assert [(await each).results for each in (second, third)] == [OK, OK]
-        edge = await edge_stats(client, "c", "host>disk")
-        assert edge is not None
-        assert edge.blocks == COUNT
-        assert (await raw.call(raw.stubs.blocks.Move, request)).results == OK

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import BlockResult, Cursor, Event, EventType, Mirror, MirrorState
+from kvtier import BlockResult, Cursor, EventType, Mirror, MirrorState
 from tests.integration.blocks import blocks, chain
 from tests.integration.seeing import last_event
 from tests.integration.waiting import PATIENCE_S, eventually, patient
@@ -24,21 +24,6 @@ async def cancelled(step):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_a_quiet_watch_goes_on_after_any_number_of_cancelled_steps(client, cache):
-    async with client.watch(caches=[cache.name], types=[EventType.STORED]) as watch:
-        for _ in range(3):
-            await cancelled(anext(watch))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(watch), 0.05)
-        assert await cache.put(KEYS, blocks(KEYS)) == OK
-        stored: list[bytes] = []
-        while len(stored) < len(KEYS):
-            item = await asyncio.wait_for(anext(watch), PATIENCE_S)
-            assert isinstance(item, Event)
-            stored += item.keys
-    assert stored == KEYS
 
 
 async def test_a_watch_that_is_closed_ends_for_a_task_that_waits(client, cache):

@@ -289,21 +289,6 @@ async def overwrite(cache):
     await taken.release(stream=PASSED)
 
 
-async def test_a_slot_is_somebody_elses_when_its_kernel_has_read_it(fake, client, cache):
-    assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
-    kernels, rows = Kernels(fake, cache), list(np.zeros((3, BLOCK_BYTES), dtype=np.uint8))
-    lease = await cache.acquire(KEYS, Tier.DEVICE)
-    kernels.read(lease, rows)
-    releasing = asyncio.create_task(lease.release(stream=kernels.stream))
-    await client.stats()  # as above
-    assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
-    kernels.go()
-    await releasing
-    assert (await cache.drop(KEYS[:1])).results == [BlockResult.OK]
-    await overwrite(cache)
-    assert_bytes(KEYS, rows)
-
-
 async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fake, cache):
     kernels, later = Kernels(fake, cache), threading.Event()
     async with cache.reserve(3, Tier.DEVICE) as lease:

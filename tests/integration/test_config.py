@@ -79,13 +79,6 @@ def test_a_bad_file_is_refused_before_anything_is_touched(short_dir, text, says)
     assert tree(short_dir) == before
 
 
-def test_a_daemon_without_any_tier_is_refused(short_dir):
-    ended = kvtierd("--host-bytes", "0", *directories(short_dir))
-    assert ended.returncode == BAD_CONFIG
-    said = "kvtierd: no tier is configured: give a device, or set host_bytes or disk_bytes above 0"
-    assert message(ended) == said
-
-
 def test_every_fault_of_every_source_is_told_in_one_go(short_dir):
     path = written(short_dir, "host_bytes = -1\nmax_sessions = 0\n")
     flags = [*directories(short_dir), "--device", "cuda=many", "--wait-seconds", "0"]
@@ -140,17 +133,6 @@ def test_unknown_flags_and_arguments_are_refused(short_dir):
         assert ended.returncode == BAD_CONFIG
         assert argument.partition("=")[0] in ended.stderr
         assert "Traceback" not in ended.stderr
-
-
-async def test_flags_beat_the_environment_beats_the_file(short_dir):
-    slot = SPEC.record_bytes(0)
-    path = written(
-        short_dir,
-        f"host_bytes = {2 * slot}\ndisk_bytes = {2 * slot}\n[[device]]\nname = 'stand-in'\nbytes = {2 * slot}",
-    )
-    env = {"KVTIERD_CONFIG": str(path), "KVTIERD_HOST_BYTES": str(3 * slot), "KVTIERD_DISK_BYTES": str(3 * slot)}
-    with running(short_dir, "--disk-bytes", str(4 * slot), env=env) as daemon:
-        assert await tier_sizes(daemon) == {Tier.DEVICE: 2, Tier.HOST: 3, Tier.DISK: 4}
 
 
 async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir):

@@ -16,7 +16,7 @@ from kvtier import (
     Tier,
     session,
 )
-from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.blocks import SPEC, block, blocks, chain, sizes
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import write_into
@@ -59,17 +59,6 @@ async def begun(call, gate):
     task = asyncio.create_task(call)
     assert await asyncio.to_thread(gate.asked.wait, PATIENCE_S)
     return task
-
-
-async def test_a_commit_is_sent_after_the_work(client, cache):
-    gate, lease = Gate(), await written(cache)
-    task = await begun(lease.commit(KEYS, stream=gate), gate)
-    assert await held(client, cache) == (3, 3)
-    assert (await cache.match(KEYS)).blocks == 0
-    gate.open()
-    assert await task == OK
-    await lease.release()
-    assert_bytes(KEYS, await cache.get(KEYS))
 
 
 async def release_across(cache, lease, gate):

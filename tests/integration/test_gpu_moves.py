@@ -12,8 +12,7 @@ import xxhash
 
 from kvtier import BlockResult, TierFull, connect
 from kvtier.abi.words import TIERS
-from kvtier.types import ROOT_PARENT
-from kvtier.v1 import blocks_pb2, transfer_pb2
+from kvtier.v1 import blocks_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
@@ -21,6 +20,7 @@ from tests.integration.on_gpu import calls, gpu_daemon, not_given_back, serving
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.test_transfer import header, part
 from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = TIERS
@@ -167,12 +167,7 @@ async def test_while_the_gpu_is_busy_others_are_served_and_nothing_is_ready_too_
 
 def one_put(cache_id, key):
     """A put of one block to the device but for the end of its stream: its messages as they are on the wire, in hex."""
-    data = block(key)
-    commit = blocks_pb2.CommitRequest(cache_id=cache_id, keys=key, parents=ROOT_PARENT)
-    sums = xxhash.xxh3_128_digest(data.data)
-    header = transfer_pb2.PutHeader(tier=tier_to_wire(DEVICE), checksums=sums, commit=commit)
-    chunk = transfer_pb2.BlockBytes(data=data.tobytes())
-    messages = (transfer_pb2.PutChunk(header=header), transfer_pb2.PutChunk(bytes=chunk))
+    messages = header(cache_id, [key], tier=tier_to_wire(DEVICE)), part(0, 0, block(key).tobytes())
     return [message.SerializeToString().hex() for message in messages]
 
 

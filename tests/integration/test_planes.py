@@ -130,6 +130,7 @@ async def test_all_window_groups_at_once(start_for, mapped):
         }
         out = {group: Planes(list(target))[[*at, 0]] for group, target in targets.items()}
         found = await cache.across.get([*keys, bytes(32)], out)
+        assert cache.reads.calls == (0 if mapped else 1)
         assert (found[0], found[1]) == ([None] * 8 + at[8:], at)
         for group, target in targets.items():
             filled = [page for page in found[group] if page is not None]

@@ -13,16 +13,13 @@ from contextlib import ExitStack, suppress
 
 import grpc
 import pytest
-import xxhash
 
 from kvtier import Client, DaemonUnavailable, Event, PermissionDenied, Tier, connect
-from kvtier.types import ROOT_PARENT
-from kvtier.v1 import blocks_pb2, transfer_pb2
-from kvtier.wire import tier_to_wire
 from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import AttachSocket, attached, refusal
 from tests.integration.seeing import tier_stats
+from tests.integration.test_transfer import header, part
 from tests.integration.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -298,19 +295,12 @@ async def test_who_may_not_read_any_more_can_still_give_back(revoking, tmp_path)
 
 async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(revoking, tmp_path):
     keys = chain("under-way", 2)
-    data = [row.tobytes() for row in blocks(keys)]
     gates = {"begun": asyncio.Event(), "revoked": asyncio.Event()}
 
     async def messages(cache_id):
-        commit = blocks_pb2.CommitRequest(
-            cache_id=cache_id, keys=b"".join(keys), parents=b"".join([ROOT_PARENT, keys[0]])
-        )
-        sums = b"".join(map(xxhash.xxh3_128_digest, data))
-        yield transfer_pb2.PutChunk(
-            header=transfer_pb2.PutHeader(commit=commit, tier=tier_to_wire(Tier.HOST), checksums=sums)
-        )
-        for index, row in enumerate(data):
-            yield transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=index, data=row))
+        yield header(cache_id, keys)
+        for index, row in enumerate(blocks(keys)):
+            yield part(index, 0, row.tobytes())
         gates["begun"].set()
         await gates["revoked"].wait()  # all its bytes are there, its end is not
 

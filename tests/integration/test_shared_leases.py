@@ -12,12 +12,10 @@ import signal
 from contextlib import ExitStack
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvtier import (
     BlockResult,
-    Client,
     InvalidArgument,
     LeaseError,
     LeaseLost,
@@ -260,19 +258,6 @@ async def test_a_ticket_is_refused_that_is_no_good(cache, theirs, other, name):
         assert ended.value.reason == "UNKNOWN_LEASE"
     with pytest.raises(LeaseError, match="released"):
         lease.ticket()
-
-
-def test_the_synchronous_client_joins_alike(daemon, name):
-    with Client(daemon.address) as client, Client(daemon.address) as other:
-        cache = client.open_cache(name, SPEC, budgets=sizes(host=HOST))
-        theirs = other.open_cache(name, SPEC)
-        with cache.reserve(2) as lease, theirs.join(lease.ticket()) as joined:
-            fill(joined, KEYS[:1])
-            assert joined.commit(KEYS[:1], hold=False) == [OK]
-            joined.give_back([1])
-            assert (joined.blank, lease.blank) == ([], [0, 1])
-        with cache.acquire(KEYS[:1]) as reading, theirs.join(reading.ticket()) as read:
-            assert np.array_equal(bytes_in(read.view(0)), block(KEYS[0]))
 
 
 # -- a part of a lease -------------------------------------------------------------------------------------------------

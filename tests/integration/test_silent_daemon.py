@@ -340,35 +340,6 @@ async def test_mapped_blocks_are_loaded_into_pages_and_found_stored_without_the_
         await all_is_given_back(client, cache)
 
 
-async def test_all_groups_are_loaded_into_pages_without_the_daemon(start_for):
-    daemon = start_for(VSWA, host=16, disk=16)
-    keys, at = chain("across", 12), [*range(5, 12), *range(5)]
-    tensors = {group: np.zeros((2, 12, VSWA.block_bytes(group) // 2), np.uint8) for group in groups_of(VSWA)}
-    out = {group: Planes(list(halves))[at] for group, halves in tensors.items()}
-
-    def check(found, calls):
-        assert calls == 0
-        for group, listed in found.items():
-            pages = [page for page in listed if page is not None]
-            assert listed == [None] * (12 - len(pages)) + at[12 - len(pages) :]
-            filled = np.concatenate(list(tensors[group]), axis=1)
-            assert_content(VSWA, group, keys[12 - len(pages) :], [filled[page] for page in pages])
-            tensors[group][:] = 0
-
-    def read(client):
-        cache = client.open_cache("c", VSWA)
-        with paused(daemon):
-            check(cache.across.get(keys, out), cache.reads.calls)
-
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
-        await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
-        with paused(daemon):
-            check(await cache.across.get(keys, out), cache.reads.calls)
-        with await asyncio.to_thread(Client, daemon.address) as synchronous:
-            await asyncio.to_thread(read, synchronous)
-
-
 async def test_a_caller_in_a_hurry_does_not_make_the_daemon_unreachable(daemon):
     await fill(daemon)
     async with opened_cache(daemon.address, "c") as (_, cache):

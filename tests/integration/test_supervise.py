@@ -194,19 +194,6 @@ async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon):
             await eventually(reserved, bool)
 
 
-async def test_what_was_being_written_is_not_there(daemon):
-    """A slot is a block's when it is committed, whatever has been copied into it."""
-    async with await patient(daemon.address) as client:
-        cache, keys = await stored(client, "whole", 2)
-        half = chain("half", 1)
-        lease = await cache.reserve(1, tier=Tier.HOST)
-        lease.view(0)[0][:] = 1
-        await asyncio.to_thread(daemon.kill)
-        assert (await cache.match(half)).blocks == 0
-        assert_bytes(keys, await cache.get(keys))
-        await lease.release()
-
-
 def children(pid):
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from kvtier import Client, Event, errors
 from kvtier.types import BlockResult, EventType, Tier
+from tests.engine.toy import wait_until
 from tests.forking import in_child
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.touching import bytes_in, write_into
@@ -40,12 +40,6 @@ def held(client):
     return next(each.held_slots for each in client.stats().sessions if each.session_id == client.session_id)
 
 
-def await_that(wanted):
-    until = time.monotonic() + PATIENCE_S
-    while not wanted():
-        assert time.monotonic() < until
-
-
 def test_every_verb(calls, cache):
     keys = chain("verbs", 4)
     with calls.watch(oldest=True, caches=[cache.name]) as watch:
@@ -60,12 +54,15 @@ def test_every_verb(calls, cache):
             assert (lease.blocks, lease.matched, lease.unchanged()) == (2, 2, True)
             assert np.array_equal(bytes_in(lease.view(1)), block(keys[1]))
             assert held(calls) == 2
+            with cache.join(lease.ticket()) as joined:
+                assert (joined.keys, joined.blocks) == (tuple(keys[:2]), 2)
         with cache.acquire_many([keys[:1], keys], min_blocks=1) as leases:
             assert [lease.blocks for lease in leases] == [1, 4]
         tail = chain("verbs", 5)[4:]
         with cache.reserve(1) as blank:
             write_into(blank.view(0), block(tail[0]))
-            assert blank.commit(tail, parent=keys[3]) == [BlockResult.OK]
+            with cache.join(blank.ticket()) as joined:
+                assert joined.commit(tail, parent=keys[3]) == [BlockResult.OK]
         assert cache.drop(tail).dropped == 1
         assert [next(watch).type for _ in range(2)] == [EventType.CREATED, EventType.STORED]
     assert calls.caches()[0].blocks >= 0
@@ -82,7 +79,7 @@ def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon, calls, name):
             cache.reserve(1)
     finally:
         daemon.resume()
-    await_that(lambda: not held(calls))
+    wait_until(lambda: not held(calls))
     assert cache.reserve(4).slots, "and all of it is to be had"
 
 
@@ -116,7 +113,7 @@ def test_a_client_never_closed_says_so_and_says_goodbye(daemon, calls):
     session = client.session_id
     with pytest.warns(ResourceWarning, match="unclosed client"):
         del client
-    await_that(lambda: session not in {each.session_id for each in calls.stats().sessions})
+    wait_until(lambda: session not in {each.session_id for each in calls.stats().sessions})
 
 
 def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(calls, cache):

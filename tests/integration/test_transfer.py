@@ -51,22 +51,15 @@ async def nothing_held(client, cache):
 # -- honest clients --------------------------------------------------------------------------------------------------
 
 
-async def test_put_and_get_without_a_mapping(streamed):
-    keys = chain("unmapped", 3)
-    assert not streamed.mapped
-    assert await streamed.put(keys, blocks(keys)) == [OK] * 3
-    assert_bytes(keys, await streamed.get([*keys, *chain("else", 1)]))
-    assert await streamed.put(keys, blocks(keys)) == [BlockResult.EXISTS] * 3
-    assert await streamed.get(chain("else", 2)) == []
-
-
 async def test_streams_and_mappings_are_of_the_same_blocks(client, streamed, name):
     cache = await client.open_cache(name)
     keys = chain("both", 6)
     assert await streamed.put(keys[:3], blocks(keys[:3]), tier=Tier.HOST) == [OK] * 3
     assert await cache.put(keys[3:], blocks(keys[3:]), parent=keys[2], tier=Tier.HOST) == [OK] * 3
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
-    assert_bytes(keys, await streamed.get(keys, tier=Tier.HOST))
+    assert_bytes(keys, await streamed.get([*keys, *chain("else", 1)], tier=Tier.HOST))
+    assert await streamed.put(keys, blocks(keys)) == [BlockResult.EXISTS] * 6
+    assert await streamed.get(chain("else", 2)) == []
     assert [found.parent for found in [each async for each in cache.blocks()]] == [None, *keys[:-1]]
 
 

@@ -134,21 +134,6 @@ async def test_acquire_makes_a_chain_ready_wherever_it_was(cache, tier, stored_i
     assert set((await cache.match(KEYS)).residency) == {tier.bit if promoted else tier.bit | stored_in.bit}
 
 
-async def test_acquire_of_several_chains_claims_every_match_first(client, cache):
-    """Together they fill the tier, so any of them could only be had at the expense of another."""
-    chains = [chain(f"chain {index}", 2) for index in range(4)]
-    for keys in chains:
-        await put(cache, keys)
-        await cache.move(keys, Tier.HOST)
-    async with cache.acquire_many([*chains, chain("absent", 3)], Tier.DEVICE) as leases:
-        assert [lease.blocks for lease in leases] == [2, 2, 2, 2, 0]
-        for keys, lease in zip(chains, leases, strict=False):
-            assert_bytes(keys, [bytes_in(lease.view(index)) for index in range(2)])
-        assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 8
-    stats = await cache_stats(client, cache.name)
-    assert (stats.hits_host, stats.queried, stats.found) == (8, 11, 8)
-
-
 async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_blocks(cache):
     keys = chain("long", 8)
     await put(cache, keys)
@@ -226,13 +211,6 @@ async def test_a_put_whose_parent_is_evicted_starts_again_at_the_first_missing_b
     await cache.put(later, blocks(later))
     assert await cache.put(keys, blocks(keys)) == [OK] * 4
     assert_bytes(keys, await cache.get(keys))
-
-
-async def test_a_move_that_finds_no_room_says_so(client, cache):
-    await put(cache, KEYS, Tier.HOST)
-    async with cache.reserve(8, Tier.DEVICE):
-        assert set(await cache.move(KEYS, Tier.DEVICE)) == {BlockResult.NO_ROOM}
-    assert set((await cache.match(KEYS)).residency) == {HOST}
 
 
 async def test_drop_takes_what_is_below_and_spares_what_is_held(client, cache):

@@ -72,3 +72,7 @@ async def fetched(client: AsyncClient) -> int:
 async def read_bytes(client: AsyncClient) -> int:
     """Bytes of objects that came, likewise."""
     return sum(each.bytes for each in (await client.stats()).remote.operations if each.operation == "get")
+
+
+async def problem_of(client: AsyncClient) -> str:
+    return (await client.stats()).remote.problem

@@ -15,7 +15,7 @@ from tests.integration.blocks import SPEC, assert_bytes, chain, opened_cache, si
 from tests.integration.starting import kvtierd, message
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import KEYS
-from tests.remote.shared import SharedStore, put
+from tests.remote.shared import SharedStore, problem_of, put
 from tests.remote.test_faults import HUGE, Liar, answer
 
 ROOMY = sizes(host=32)
@@ -45,8 +45,6 @@ async def test_an_answer_that_ends_the_stores_process_is_a_failed_call(start_fre
         cache = await client.open_cache("c", SPEC, budgets=ROOMY)
         keys = chain("some", 4)
         await put(cache, keys)
-        await asyncio.sleep(5)
-        print(daemon.log, (await client.stats()).remote)
         await eventually(lambda: died(daemon), lambda times: times >= 2, within=PATIENCE_S)
         assert_bytes(keys, await cache.get(keys))
         assert await cache.get(chain("other", 2)) == []
@@ -56,10 +54,6 @@ async def test_an_answer_that_ends_the_stores_process_is_a_failed_call(start_fre
 
 async def died(daemon):
     return daemon.log.count("the process for a store died")
-
-
-async def problem_of(client):
-    return (await client.stats()).remote.problem
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import select
 import time
 import uuid
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,7 +23,7 @@ from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually, halt
 from tests.remote.between import between
 from tests.remote.servers import BUCKET, KEYS, mooncake
-from tests.remote.shared import SharedStore, put
+from tests.remote.shared import SharedStore, problem_of, put
 from tests.remote.test_faults import answer, s3_error
 
 SECRETS = ("a-wrong-key", "a-wrong-secret", *KEYS.values())
@@ -69,10 +68,6 @@ async def opened(daemon, budgets=ROOMY):
     """Calls wait for a daemon that has left a call without an answer, and is away until it is heard."""
     async with await connect(daemon.address, timeout=10, wait=PATIENCE_S) as client:
         yield client, await client.open_cache("c", SPEC, budgets=budgets)
-
-
-async def problem_of(client):
-    return (await client.stats()).remote.problem
 
 
 async def store_elsewhere(start, store, *chains):
@@ -301,19 +296,6 @@ async def test_a_store_that_gives_nothing_is_left_alone_until_it_does(start, sto
         await healed(cache, chains[2])
 
 
-async def test_a_delete_that_is_refused_stops_deletes_alone(start, store, proxy):
-    keys, more = chain("elsewhere", 3), chain("here", 3)
-    await store_elsewhere(start, store, keys)
-    async with opened(start(proxy, timeout_seconds=10.0)) as (client, cache):
-        proxy.lies = dict.fromkeys((b"DELETE ", b"POST "), REFUSALS["archived"])
-        with pytest.raises(KvtierError, match="403"):
-            await client.remote_gc(keep_bytes=0)
-        assert not await problem_of(client)
-        await healed(cache, keys)
-        await put(cache, more)
-        await store.has(more)
-
-
 async def healed(cache, keys):
     """Until blocks come from the store again, all right."""
 
@@ -347,20 +329,6 @@ async def test_a_slow_store_costs_a_few_calls_their_time(start, store, proxy, sl
         await assert_serves(cache, "here")
         proxy.heal()
         await healed(cache, keys)
-        await eventually(lambda: problem_of(client), lambda problem: not problem)
-
-
-async def test_an_idle_daemon_finds_out_that_its_store_is_back(start, store, proxy):
-    async with opened(start(proxy)) as (client, cache):
-        proxy.lies = {b"HEAD ": GARBAGE["status 500"]}
-        numbers = count()
-
-        async def asked():
-            await assert_missed(cache, chain(f"nowhere {next(numbers)}", 3))
-            return await problem_of(client)
-
-        await eventually(asked, bool)
-        proxy.heal()
         await eventually(lambda: problem_of(client), lambda problem: not problem)
 
 

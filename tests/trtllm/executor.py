@@ -114,8 +114,6 @@ class Executor:
         self.chunk: Final = chunk
         self.computed = 0
         """Tokens of prompts, by the forward pass."""
-        self.checked = 0
-        """Tokens whose bytes were compared, times layers."""
         self.answers: dict[int, Answer] = {}
         self.entered: Callable[[Request], object] = lambda request: None
         """Called with a request whose state has changed."""
@@ -312,7 +310,6 @@ class Executor:
                 if not np.array_equal(there, right):
                     wrong = first + int(np.flatnonzero((there != right).any(axis=1))[0])
                     raise WrongBytes(f"request {request.request_id}, layer {layer}, {role}, token {wrong} of {start}")
-        self.checked += end - first
 
     # Pages
 

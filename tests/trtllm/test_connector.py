@@ -42,11 +42,6 @@ both_models = pytest.mark.parametrize("model", [V1, V2], ids=["v1", "v2"])
 both_ways = pytest.mark.parametrize("way", [SYNC, ASYNC], ids=["sync", "async"])
 
 
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(host=2048, disk=4096)
-
-
 @contextmanager
 def engine(
     daemon: DaemonProcess,
@@ -86,10 +81,10 @@ def llm_args(model: Model, **cache: Any) -> SimpleNamespace:
 
 
 def computed(
-    daemon: DaemonProcess, model: Model, way: Mapping[str, Any], **how: Any
+    daemon: DaemonProcess, model: Model, way: Mapping[str, Any], *, seed: int = 1, **how: Any
 ) -> tuple[Executor, Sequence[Request]]:
     """An engine that has ended, and the requests that it has answered."""
-    with engine(daemon, model, way, reuse=False, seed=1, **how) as first:
+    with engine(daemon, model, way, reuse=False, seed=seed, **how) as first:
         cold = ask(first)
         first.run()
     return first, cold
@@ -107,21 +102,12 @@ def held(daemon: DaemonProcess) -> int:
         return sum(tier.held - tier.blank + tier.orphaned for tier in tiers)
 
 
-def unwritten(daemon: DaemonProcess) -> int:
-    """Blocks that the disk does not have yet."""
-    with Client(daemon.address) as client:
-        groups = client.stats().caches[0].groups
-        return sum(group.blocks - group.tiers[-1].ready for group in groups)
-
-
 @both_models
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, ranks):
     first, cold = computed(daemon, model, way, ranks=ranks)
-    with engine(daemon, model, way, ranks=ranks, reuse=False, seed=2) as second:
-        warm = ask(second)
-        second.run()
+    second, warm = computed(daemon, model, way, ranks=ranks, seed=2)
     assert outputs(warm) == outputs(cold)
     assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm) < first.computed
 
@@ -129,13 +115,9 @@ def test_a_new_engine_loads_what_the_first_has_computed(daemon, model, way, rank
 @both_models
 def test_ranks_of_attention_data_parallelism_share_a_cache(daemon, model):
     """No rank waits for another, and each plans for itself."""
-    with engine(daemon, model, SYNC, owner=0, reuse=False, seed=1) as first:
-        cold = ask(first)
-        first.run()
-    with engine(daemon, model, SYNC, owner=1, reuse=False, seed=2) as second:
-        assert all(type(each).supports_attention_dp for each in (second.scheduler, *second.workers))
-        warm = ask(second)
-        second.run()
+    _, cold = computed(daemon, model, SYNC, owner=0)
+    second, warm = computed(daemon, model, SYNC, owner=1, seed=2)
+    assert all(type(each).supports_attention_dp for each in (second.scheduler, *second.workers))
     assert outputs(warm) == outputs(cold)
     assert second.computed == sum(each.prompt for each in warm) - full_blocks(model, warm)
 
@@ -223,9 +205,7 @@ def test_the_engine_takes_any_range_of_an_offer(daemon, way, seed):
 
 def test_an_engine_that_counts_on_what_it_has_cancelled_ends(daemon):
     """Before it computes on pages that nobody has written."""
-    with engine(daemon, V2, ASYNC, seed=1, reuse=False) as first:
-        ask(first)
-        first.run()
+    computed(daemon, V2, ASYNC)
     with engine(daemon, V2, ASYNC, seed=2, reuse=False) as second:
         for each in ask(second):
             second.answers[each.request_id] = Answer(short=8, believed=True)
@@ -264,17 +244,6 @@ def test_with_drafts_a_block_also_needs_its_next_token(daemon, drafts, loaded):
             second.submit(prompt)
             second.run()
         assert second.computed == len(prompt) - saved
-
-
-async def test_blocks_outlive_the_daemon(daemon):
-    _, cold = computed(daemon, V2, ASYNC)
-    await eventually(lambda: unwritten(daemon), lambda blocks: blocks == 0)
-    daemon.crash()
-    with engine(daemon, V2, ASYNC, reuse=False, seed=2) as second:
-        warm = ask(second)
-        second.run()
-    assert outputs(warm) == outputs(cold)
-    assert second.computed == sum(each.prompt for each in warm) - full_blocks(V2, warm)
 
 
 async def test_what_another_host_has_computed_is_there_for_the_next_request(start_fresh, tmp_path):

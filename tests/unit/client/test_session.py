@@ -7,7 +7,6 @@ import errno
 import inspect
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvtier.arena import MappedArena
 from kvtier.transport.attached import attach_socket
 from kvtier.v1 import blocks_pb2, session_pb2
 from tests import packets
-from tests.integration.waiting import heard
+from tests.integration.waiting import eventually, heard
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -73,7 +72,7 @@ async def test_a_mapped_cache_is_opened_in_the_next_session_unasked_but_never_ma
     before = cache.arena
     daemon.known.clear()
     daemon.hang_up()
-    await until(lambda: cache.arena is not before)
+    await eventually(lambda: cache.arena is not before, bool)
     assert before.stale
     first, *others = [call.HasField("spec") for call in daemon.calls["Open"]]
     assert first and others and not any(others)
@@ -96,7 +95,7 @@ async def test_what_was_mapped_is_read_until_its_cache_is_open_or_cannot_be_open
     daemon.answers["Open"] = failing(100, grpc.StatusCode.NOT_FOUND, opened)
     daemon.known.clear()
     daemon.hang_up()
-    await until(lambda: before.stale)
+    await eventually(lambda: before.stale, bool)
     assert cache.arena is before
     may_open.set()
 
@@ -113,7 +112,7 @@ async def test_what_was_mapped_is_not_read_once_the_next_cannot_be_mapped(
     monkeypatch.setattr(arena, "MappedArena", out_of_memory)
     daemon.known.clear()
     daemon.hang_up()
-    await until(lambda: before.stale)
+    await eventually(lambda: before.stale, bool)
     monkeypatch.undo()
     daemon.answers["Match"] = match
     assert (await cache.match(KEYS)).blocks == 2
@@ -161,7 +160,7 @@ async def test_a_client_that_fails_inside_when_it_attaches_again_says_so_and_hol
         monkeypatch.setattr("kvtier.arena.Binder.session_changed", broken)
         daemon.known.clear()
     daemon.hang_up()
-    await until(lambda: client._session.live_link is None)
+    await eventually(lambda: client._session.live_link is None, bool)
     for call in (client.stats(timeout=3600), cache.drop(KEYS, timeout=3600)):
         with pytest.raises(kvtier.DaemonError, match=r"cannot attach again: RuntimeError\('a bug'\)") as caught:
             async with asyncio.timeout(10):
@@ -169,13 +168,7 @@ async def test_a_client_that_fails_inside_when_it_attaches_again_says_so_and_hol
         assert caught.value.reason == "CLIENT_BROKEN"
         assert isinstance(caught.value.__cause__, RuntimeError)
     assert [record.exc_info is not None for record in caplog.records if record.name == "kvtier.session"] == [True]
-    await until(lambda: not daemon.is_attached)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  nothing tells of it
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not daemon.is_attached, bool)
 
 
 async def test_a_channel_that_closes_while_reads_are_told_costs_these_alone(

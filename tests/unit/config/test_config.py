@@ -143,10 +143,10 @@ def test_what_is_in_effect_is_printed_with_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtierd: Run
 ) -> None:
     file = toml(tmp_path, "wait_seconds = 5\nmax_sessions = 7\n")
-    monkeypatch.setenv("KVTIERD_MAX_SESSIONS", "8")
+    for key, value in (("CONFIG", str(file)), ("MAX_SESSIONS", "8"), ("HOST_BYTES", "4096")):
+        monkeypatch.setenv(f"KVTIERD_{key}", value)
     flags = ["--host-bytes", "8GiB", "--device", "cuda=80%", "--device", "cuda:1=16GiB"]
-    ended = kvtierd("--config", str(file), "--print-config", *flags)
-    values = json.loads(ended.out)
+    values = json.loads(kvtierd("--print-config", *flags).out)
     assert values["wait_seconds"] == {"value": 5.0, "source": f"{file}:1: wait_seconds"}
     assert values["max_sessions"] == {"value": 8, "source": "environment: KVTIERD_MAX_SESSIONS"}
     assert values["host_bytes"] == {"value": 8 << 30, "source": "command line: --host-bytes"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult
-from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
 
 OK, NOT_FOUND, HELD = BlockResult.OK, BlockResult.NOT_FOUND, BlockResult.HELD
 
@@ -24,14 +24,6 @@ def test_the_subtree_goes_children_first() -> None:
     order = "".join(names for _, _, names in removed)
     assert order.index("c") < order.index("b") < order.index("a")
     assert bench.states(DEVICE) == {SlotState.FREE: 4}
-
-
-def test_a_waiting_request_refuses_it() -> None:
-    bench = Bench(device=1, host=2)
-    bench.put("x")
-    bench.put("a", HOST)
-    bench.acquire("a", session=BOB)
-    assert bench.drop("a") == ([HELD], 0)
 
 
 def test_a_block_that_is_being_copied_goes_at_once_and_its_slots_when_the_copy_has_ended() -> None:

@@ -27,14 +27,6 @@ def test_a_move_down_to_where_it_is_needs_no_copy() -> None:
     assert bench.where("a") == {DISK}
 
 
-def test_a_move_to_disk_takes_ancestors_along() -> None:
-    bench = Bench(device=2, disk=2)
-    bench.put("ab")
-    bench.move("b", DISK)
-    bench.land()
-    assert (bench.where("a"), bench.where("b")) == ({DEVICE, DISK}, {DISK})
-
-
 def test_each_block_is_answered_for_itself() -> None:
     bench = Bench(device=3, host=3)
     bench.put("a", HOST)

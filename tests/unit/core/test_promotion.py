@@ -68,12 +68,3 @@ def test_a_failed_promotion_shortens_the_answer_and_leaves_the_source() -> None:
     assert len(bench.grants[ticket].only.slots) == 1
     assert bench.grants[ticket].matched == 2
     assert (bench.where("a"), bench.where("b")) == ({DEVICE}, {HOST})
-
-
-def test_a_failed_root_is_a_refusal() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("ab", HOST)
-    (ticket,) = bench.acquire("ab")
-    bench.land(failed="a")
-    assert bench.refusals[ticket].reason.value == "too_short"
-    assert bench.tier(DEVICE).held == 0

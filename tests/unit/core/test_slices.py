@@ -257,22 +257,6 @@ def test_a_restart_does_not_find_lost_bytes_that_somebody_holds() -> None:
     assert any(slot in changes.disowned for changes in outcome.slots)
 
 
-@pytest.mark.parametrize("expires", [False, True])
-def test_nor_does_who_waits_for_another_copy(expires: bool) -> None:
-    bench = Bench(device=3, host=4, policy=Policy(blocks_a_call=1))
-    bench.put("a", HOST)
-    bench.put("bcd", under="a")
-    bench.rest()
-    (ticket,) = bench.acquire("ab", tier=HOST, min_blocks=1)
-    bench.lose_bytes("a", HOST)
-    assert bench.core.behind
-    if expires:
-        bench.expire(ticket)
-    else:
-        bench.land_one()
-    assert ticket in bench.refusals
-
-
 @pytest.mark.parametrize("policy", RemotePolicy)
 def test_lost_bytes_are_not_offered_to_a_store_while_what_needs_them_goes(policy: RemotePolicy) -> None:
     """Its generation is odd before and after it is read, so nobody would see that they are not the block's."""

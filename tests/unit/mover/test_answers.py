@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.core.ids import CacheId, SessionId, Tier
-from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
+from kvtierd.core.outcome import GroupGrant, RefusalReason
 from kvtierd.core.transfers import ChainRequest
 from kvtierd.mover.engine import MOVE_SLICE
 from kvtierd.mover.executor import TicketRefused, UnknownCache
@@ -132,25 +132,6 @@ async def test_cancelling_an_acquire_of_several_chains_gives_back_those_answered
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert_nothing_held(house)
-
-
-async def test_an_acquire_gets_at_its_deadline_what_is_there(house: House) -> None:
-    house.disk.open_gate()
-    tail = [key(10), key(11)]
-    await house.client().put(tail, after=CHAIN[0])
-    assert (await house.client().move(tail[1:], DISK)).results == (True,)
-    await house.engine.settle()
-    house.disk.close_gate()
-
-    answer = await house.client(2).acquire(tail, timeout_s=0.02)
-    assert isinstance(answer, Grant)
-    assert (answer.blocks, answer.matched) == (1, 2)
-    house.client(2).release(answer.only)
-
-    answer = await house.client(2).acquire(tail, min_blocks=2, timeout_s=0.02)
-    assert isinstance(answer, Refusal)
-    assert answer.reason is RefusalReason.DEADLINE
     assert_nothing_held(house)
 
 

@@ -192,10 +192,3 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, common_pb2.ErrorDetail]:
                 status.details[0].Unpack(detail)
         return error.code(), detail
     raise AssertionError(f"not refused, but answered {answer!r}")
-
-
-async def eventually(condition: Any, timeout: float = 5.0) -> None:
-    """Waits until ``condition()`` holds; the loop runs meanwhile."""
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110  the daemon has no event for a test to wait on
-            await asyncio.sleep(0.002)

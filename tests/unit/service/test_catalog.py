@@ -28,6 +28,7 @@ from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.disk.superblock import write_superblock
+from tests.integration.waiting import eventually
 from tests.unit.service.rig import (
     DEVICE,
     DISK,
@@ -39,7 +40,6 @@ from tests.unit.service.rig import (
     attached_to,
     chain,
     config,
-    eventually,
     running,
 )
 
@@ -152,7 +152,7 @@ async def starting(
     monkeypatch.setattr(DiskStore, "recover", waiting)
     task = asyncio.create_task(Daemon.start(settings))
     try:
-        await eventually(lambda: reads.is_set() or task.done(), PATIENCE_S)
+        await eventually(lambda: reads.is_set() or task.done(), bool)
         yield task, may_read
     finally:
         may_read.set()
@@ -235,11 +235,11 @@ async def test_an_open_that_fails_when_its_caller_has_gone_is_told_to_the_log(
             opening = asyncio.create_task(
                 daemon._catalog.open("gone", SPEC, {}, {}, create=True, last_open=lambda _: None)
             )
-            await eventually(begun.is_set, PATIENCE_S)
+            await eventually(begun.is_set, bool)
             opening.cancel()
             await asyncio.wait([opening])
             may_fail.set()
-            await eventually(lambda: "no room" in caplog.text, PATIENCE_S)
+            await eventually(lambda: "no room" in caplog.text, bool)
         gc.collect()
         told = [(record.levelname, bool(record.exc_info)) for record in caplog.records if "open-gone" in record.message]
         assert told == [(level, traced)]

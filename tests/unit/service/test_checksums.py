@@ -15,7 +15,8 @@ from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtierd.service import validation
 from kvtierd.service.servicers import blocks
 from kvtierd.tiers.base import Bytes
-from tests.unit.service.rig import Client, attached, chain, config, eventually, refusal, running
+from tests.integration.waiting import eventually
+from tests.unit.service.rig import Client, attached, chain, config, refusal, running
 
 FIRST, SECOND = chain(1), chain(1, seed=1)
 
@@ -66,9 +67,9 @@ async def test_a_block_that_leaves_while_another_call_is_at_it_has_no_checksum(c
     await client.put(cache, FIRST)
     gate.asked = 0
     first = asking(client, cache)
-    await eventually(lambda: gate.begun == 1)
+    await eventually(lambda: gate.begun == 1, bool)
     second = asking(client, cache)
-    await eventually(lambda: gate.asked == 2)
+    await eventually(lambda: gate.asked == 2, bool)
     await client.call(client.blocks.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=FIRST[0]))
     await client.put(cache, SECOND)
     gate.open.set()
@@ -79,7 +80,7 @@ async def test_a_cache_that_is_removed_meanwhile_is_said_to_be_gone(client: Clie
     cache = await client.open()
     await client.put(cache, FIRST)
     call = asking(client, cache)
-    await eventually(lambda: gate.begun == 1)
+    await eventually(lambda: gate.begun == 1, bool)
     await client.call(client.caches.Remove, caches_pb2.RemoveCacheRequest(name="cache", force=True))
     gate.open.set()
     code, _ = await refusal(call)

@@ -86,24 +86,6 @@ def test_a_right_on_every_cache_is_one_of_a_rule_for_all_names() -> None:
     assert rights.everywhere(ALICE) == {ADMIN}
 
 
-def test_rules_stand_in_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "kvtierd.toml"
-    file.write_text("""
-        host_bytes = "1MiB"
-        [[allow]]
-        gids = [44]
-        caches = ["llama-*"]
-        verbs = ["read", "tokens"]
-        [[allow]]
-        subjects = ["engine-1"]
-        caches = ["*"]
-        verbs = ["admin"]
-    """)
-    rights = Rights(load(file, {}).allow, OWNER)
-    assert rights.on(User(1, frozenset({44})), "llama-70b") == {READ, TOKENS}
-    assert rights.on(ENGINE, "any") == {ADMIN}
-
-
 def test_rules_are_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"uids": [1000], "caches": ["a"], "verbs": ["read"]}'
     (of_flag,) = load(None, {"host_bytes": 4096, "allow": (text,)}).allow

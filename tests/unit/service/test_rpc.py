@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvtier.wire import spec_to_wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.mapped import Chaos
 from tests import packets
+from tests.integration.waiting import eventually
 from tests.unit.service.relay import relay
 from tests.unit.service.rig import (
     DEVICE,
@@ -134,12 +135,6 @@ async def cache_stats(client: Client) -> admin_pb2.CacheStats:
     return cache
 
 
-async def until(client: Client, condition: Callable[[admin_pb2.CacheStats], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition(await cache_stats(client)):
-            pass
-
-
 def nothing_held(cache: admin_pb2.CacheStats) -> bool:
     return not (cache.waiting or any(tier.held or tier.filling or tier.retiring for tier in cache.tiers))
 
@@ -150,9 +145,9 @@ async def test_a_call_cancelled_while_it_waits_leaves_nothing_held(slow: Client,
     await slow.put(cache, chain(8))
     request = blocks_pb2.ReserveRequest(cache_id=cache, tier=DEVICE, count=8, seq=seq)
     call = slow.blocks.Reserve(request, metadata=slow.metadata)
-    await until(slow, lambda stats: stats.waiting == 1)
+    await eventually(lambda: cache_stats(slow), lambda stats: stats.waiting == 1)
     assert call.cancel()
-    await until(slow, nothing_held)
+    await eventually(lambda: cache_stats(slow), nothing_held)
 
 
 async def test_an_acquire_whose_session_broke_off_is_refused_whole_and_may_be_repeated(slow: Client) -> None:
@@ -164,12 +159,12 @@ async def test_an_acquire_whose_session_broke_off_is_refused_whole_and_may_be_re
     wanted = [blocks_pb2.Chain(keys=here), blocks_pb2.Chain(keys=below)]
     request = blocks_pb2.AcquireRequest(cache_id=cache, tier=DEVICE, chains=wanted, seq=1)
     waiting = asyncio.create_task(slow.refusal(slow.blocks.Acquire, request))
-    await until(slow, lambda stats: stats.tiers[0].held > 0)
+    await eventually(lambda: cache_stats(slow), lambda stats: stats.tiers[0].held > 0)
     slow.socket.close()
     assert (await waiting)[0] is Code.CANCELLED
     slow.socket = await AttachSocket.connect(slow.address)
     assert isinstance(await slow.socket.hello(slow.welcome.token), session_pb2.Welcome)
-    await until(slow, nothing_held)
+    await eventually(lambda: cache_stats(slow), nothing_held)
     again = await slow.call(slow.blocks.Acquire, request)
     assert [held.matched for held in again.chains] == [4, 4]
     await slow.release(cache, *[held.groups[0].lease_id for held in again.chains])
@@ -202,12 +197,12 @@ async def test_a_call_that_waits_for_room_ends_with_its_process(slow: Client) ->
     await child.open()
     request = blocks_pb2.ReserveRequest(cache_id=cache, tier=DEVICE, count=8, seq=1)
     waiting = asyncio.create_task(child.call(child.blocks.Reserve, request))
-    await until(slow, lambda stats: stats.waiting == 1)
+    await eventually(lambda: cache_stats(slow), lambda stats: stats.waiting == 1)
     process.kill()
     await process.communicate()
     await asyncio.wait([waiting])
     assert isinstance(waiting.exception(), grpc.aio.AioRpcError | None), "cancelled, or granted just before"
-    await until(slow, nothing_held)
+    await eventually(lambda: cache_stats(slow), nothing_held)
 
 
 async def test_a_new_connection_supersedes_one_that_the_daemon_still_believes_in(client: Client) -> None:

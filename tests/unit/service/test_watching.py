@@ -18,7 +18,8 @@ from kvtierd.rights import Rights
 from kvtierd.service.calls import Access
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.hub import EventHub
-from tests.unit.service.rig import Client, attached, chain, config, eventually, refusal, running
+from tests.integration.waiting import eventually
+from tests.unit.service.rig import Client, attached, chain, config, refusal, running
 
 Code = grpc.StatusCode
 
@@ -101,14 +102,14 @@ async def test_what_the_log_lacks_at_a_clean_stop_is_declared_at_the_next_start(
         await daemon._engine.settle()
         log = daemon._log
         assert log is not None
-        await eventually(lambda: log.status().newest == daemon._hub.last)
+        await eventually(lambda: log.status().newest == daemon._hub.last, bool)
         logged = daemon._hub.last
         with monkeypatch.context() as patch:
             patch.setattr(LogSegments, "append", full)
             await churn(client, cache, 3, seed=100)
             await daemon._engine.settle()
             last = daemon._hub.last
-            await eventually(lambda: log.status().failing)
+            await eventually(lambda: log.status().failing, bool)
             stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())
             assert any("No space left" in problem for problem in stats.problems)
             assert await daemon.stop(), "a log that fails is no reason for an unclean stop"

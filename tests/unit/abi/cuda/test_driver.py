@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import threading
 from types import ModuleType
@@ -13,10 +12,10 @@ from types import ModuleType
 import cuda.bindings
 import pytest
 
-from kvtier.abi.cuda.driver import BATCH, Address, Driver
+from kvtier.abi.cuda.driver import BATCH, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaMissing, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
-from tests.fake_cuda import fake_environment, load_fake, until
+from tests.fake_cuda import load_fake, until
 
 SIZE = 3 << 20
 
@@ -66,31 +65,6 @@ def test_a_long_batch_is_made_in_several_calls(fake, driver, memory):
 
 def test_an_event_is_done_before_it_was_recorded(driver):
     assert driver.done(driver.event())
-
-
-def test_another_process_has_the_same_memory(driver, memory, host):
-    script = """
-import ctypes, sys
-from cuda.bindings import driver as fake
-from kvtier.abi.cuda.driver import Driver
-from kvtier.abi.cuda.memory import DeviceMemory
-driver = Driver.open(sys.argv[2])
-memory = DeviceMemory.from_fd(driver, int(sys.argv[1]), int(sys.argv[3]))
-stream, event = driver.stream(), driver.event()
-driver.fill(memory.address, 0x5C, memory.nbytes, stream)
-driver.record(event, stream)
-while not driver.done(event):
-    pass
-memory.close()
-"""
-    assert memory.fd is not None
-    device = f"GPU-{driver.uuid.hex()}"
-    arguments = [sys.executable, "-c", script, str(memory.fd), device, str(memory.nbytes)]
-    subprocess.run(arguments, check=True, pass_fds=[memory.fd], env=fake_environment(devices=2), timeout=60)
-    stream = driver.stream()
-    driver.copy(host, Address(memory.address + memory.nbytes - 4096), 4096, stream)
-    settle(driver, stream)
-    assert ctypes.string_at(host, 4096) == b"\x5c" * 4096
 
 
 def test_imported_memory_outlives_its_maker(driver, host):
