@@ -24,7 +24,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "modules": 250,
     "modules over 600 lines": 0,
     "production lines": 53_070,
-    "test lines": 62_700,
+    "test lines": 62_000,
     "docs words": 20_000,
     "kvtier bench lines": 880,
     "benchmarks lines": 930,
