@@ -35,16 +35,8 @@ from kvtierd.core.ids import TIERS, GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
+from kvtierd.tiers.disk import superblock
 from kvtierd.tiers.disk.root import StoredCache
-from kvtierd.tiers.disk.superblock import (
-    SET_ASIDE,
-    io_errors,
-    make_private_directory,
-    read_superblock,
-    refuse_link,
-    set_aside,
-    write_superblock,
-)
 from kvtierd.tiers.memfd import total_bytes
 
 REFERENCE_TOKENS: Final = 32_768
@@ -351,16 +343,16 @@ class _Content:
     def read(cls, path: Path) -> Self:
         """Reads the file. A damaged file is set aside, as no block depends on it. Raises DamagedDirectory for a file of
         another version, TierIOError."""
-        with io_errors(f"cannot use {path}"):
-            refuse_link(path)
+        with superblock.io_errors(f"cannot use {path}"):
+            superblock.refuse_link(path)
         try:
-            content = read_superblock(path, _KIND)
+            content = superblock.read_superblock(path, _KIND)
         except DamagedDirectory as error:
-            set_aside(path)
+            superblock.set_aside(path)
             _log.warning(
                 "the budgets of caches are set aside: caches on disk share the memory tiers evenly; to undo it, stop "
                 "the daemon and put a sound SUPERBLOCK back why=%r kept_as=%s",
-                *(str(error), path / SET_ASIDE),
+                *(str(error), path / superblock.SET_ASIDE),
             )
             return cls()
         if content is None:
@@ -389,9 +381,9 @@ class _Content:
         """Raises TierIOError."""
         past = {name: asdict(one) for name, one in self.options.items()}
         content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
-        with io_errors(f"cannot write {path}"):
-            make_private_directory(path)
-            write_superblock(path, _KIND, content | {"devices": self.devices, "gpus": self.gpus})
+        with superblock.io_errors(f"cannot write {path}"):
+            superblock.make_private_directory(path)
+            superblock.write_superblock(path, _KIND, content | {"devices": self.devices, "gpus": self.gpus})
 
 
 class RememberedSlots:
