@@ -140,10 +140,8 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
 
     @overload
     def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> Held[WriteLease]: ...
-
     @overload
     def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> Held[ReadLease]: ...
-
     def join(self, ticket: LeaseTicket, *, timeout: float | None = None) -> Held[Any]:
         """Holds the slots of another process's lease: ``async with cache.join(ticket) as lease``.
 

@@ -435,7 +435,6 @@ class Bound(Protocol):
 
     @property
     def cache_id(self) -> int: ...
-
     @property
     def info(self) -> types.CacheInfo: ...
 

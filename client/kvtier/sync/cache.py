@@ -364,10 +364,8 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
 
     @overload
     def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> SyncWriteLease: ...
-
     @overload
     def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> SyncReadLease: ...
-
     def join(self, ticket: Any, *, timeout: float | None = None) -> Any:
         """See :meth:`kvtier.Cache.join`."""
         held = self.inner.join(ticket, timeout=timeout)
