@@ -124,10 +124,8 @@ def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = No
     """The bytes of the caller's arrays, to be written in place.
 
     An array or tensor that is not contiguous, or neither on the CPU nor within ``reach``, gets fresh bytes, as do pages
-    out of reach. :func:`fill` copies these into it.
-
-    Raises:
-        InvalidArgument: there are not ``count`` writable blocks of ``block_bytes``.
+    out of reach. :func:`fill` copies these into it. Raises InvalidArgument if there are not ``count`` writable blocks
+    of ``block_bytes``.
     """
     if isinstance(out, Pages):
         out.require("out", count, block_bytes)

@@ -145,11 +145,8 @@ class PublishedGroup:
         return changes
 
     def difference(self, new: PublishedGroup) -> tuple[list[Change], list[Change]]:
-        """The changes from this group to the new one, in the order to publish.
-
-        Returns:
-            Blocks that are gone or whose key now means another block; then blocks that are new or in other tiers.
-        """
+        """The changes from this group to the new one, in the order to publish. Returns the blocks that are gone or
+        whose key now means another block; then blocks that are new or in other tiers."""
         gone = [Change(block, block.residency, 0) for block in self.blocks.values() if not new.has(block)]
         kept = {key: block.residency for key, block in self.blocks.items()}
         for change in gone:

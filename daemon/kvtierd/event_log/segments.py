@@ -88,11 +88,8 @@ class LogSegments:
         return sum(each.size for each in self.files)
 
     def append(self, runs: Sequence[EventRun], epoch_first: int) -> None:
-        """Adds runs of one epoch, with ids above all before. Durable when this returns.
-
-        Raises:
-            OSError: no run was added.
-        """
+        """Adds runs of one epoch, with ids above all before. Durable when this returns. Raises OSError if no run was
+        added."""
         data = b"".join(map(encode, runs))
         whole = self._fd is not None and self.files[-1].size + len(data) > self._segment_bytes
         if self._fd is None or whole or self.files[-1].epoch != runs[0].epoch:

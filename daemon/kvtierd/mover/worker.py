@@ -86,11 +86,8 @@ class Gathering:
         self.pieces = [piece]
 
     def join(self, more: Gathering, *, size: int = 1) -> bool:
-        """Adds ``more``, which is next in the queue, if both together make up at most ``size`` batches.
-
-        Returns:
-            Whether ``more`` was added.
-        """
+        """Adds ``more``, which is next in the queue, if both together make up at most ``size`` batches. Returns whether
+        ``more`` was added."""
         lane, runtime = self._lane, self.pieces[0].runtime
         if more.pieces[0].runtime is not runtime or not self._about.isdisjoint(more._about):
             return False

@@ -405,10 +405,7 @@ class Catalog:
 
         Other known caches are announced as gone. A damaged cache is left out. Memory budgets shrink to the
         configuration. A cache whose device is gone gets another one. A call that opens a planned cache waits for
-        :meth:`load`.
-
-        Raises:
-            TierConfigError: The disk tier is smaller than its caches.
+        :meth:`load`. Raises TierConfigError if the disk tier is smaller than its caches.
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []

@@ -172,11 +172,8 @@ class Arena:
         return generation
 
     def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
-        """Makes generations odd. Call before slots are granted to a writer or a copy into them is issued.
-
-        Returns:
-            The slots whose generation was even. The other slots have not changed.
-        """
+        """Makes generations odd. Call before slots are granted to a writer or a copy into them is issued. Returns the
+        slots whose generation was even. The other slots have not changed."""
         generations = self._generation_words[tier, group]
         began: list[SlotId] = []
         for slot in slots:

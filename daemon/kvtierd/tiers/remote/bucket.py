@@ -211,11 +211,8 @@ def _some(found: Sequence[_T | base.RemoteError]) -> Sequence[_T | base.RemoteEr
 
 
 def open_bucket(url: str) -> base.RemoteStore:
-    """The bucket or the directory of a URL that ``opening.py`` has checked.
-
-    Raises:
-        ValueError: The environment lacks the account or the endpoint.
-    """
+    """The bucket or the directory of a URL that ``opening.py`` has checked. Raises ValueError if the environment lacks
+    the account or the endpoint."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return Bucket(from_url(url), url, Path(unquote(parts.path)))
