@@ -312,10 +312,7 @@ class Binder:
 
     async def bind(self, link: Link, *, create: bool = True) -> Binding:
         """The cache's binding in the link's session; opens the cache there if necessary. ``create``: also creates a
-        missing cache.
-
-        Raises :class:`ClientClosed`.
-        """
+        missing cache. Raises :class:`ClientClosed`."""
         async with self._lock:
             if self._closed:
                 raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
@@ -366,10 +363,7 @@ class Binder:
         self, method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]], request: Asking, deadline: Deadline
     ) -> Response:
         """Makes a call that may run again in another session: a lookup, or a call that leaves the same state when
-        repeated.
-
-        Sets ``cache_id`` of ``request``, which differs between sessions.
-        """
+        repeated. Sets ``cache_id`` of ``request``, which differs between sessions."""
 
         async def attempt(link: Link) -> Response:
             request.cache_id = (await self.bind(link)).cache_id

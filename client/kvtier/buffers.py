@@ -282,10 +282,8 @@ def fill(late: Sequence[Late]) -> None:
 
 
 def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
-    """A 1-D tensor of ``dtype`` (a name of the specification) over the bytes of a view, read-only views included.
-
-    torch has no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`.
-    """
+    """A 1-D tensor of ``dtype`` (a name of the specification) over the bytes of a view, read-only views included. torch
+    has no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`."""
     import torch
 
     raw = torch.from_numpy(np.asarray(_Exposed(view))) if isinstance(view, np.ndarray) else view.tensor()
@@ -338,10 +336,8 @@ async def _to_the_end(copying: asyncio.Future[None]) -> None:
 
 
 def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
-    """Writes blocks into slots. Raises IndexError for a slot that does not exist.
-
-    ``pools``: one 2-D view per pool, a row per slot.
-    """
+    """Writes blocks into slots. Raises IndexError for a slot that does not exist. ``pools``: one 2-D view per pool, a
+    row per slot."""
     index = checked(pools, slots)
     if isinstance(blocks, Pages):
         return blocks.copy(pools, index.tolist(), to_slots=True)

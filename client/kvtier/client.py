@@ -213,10 +213,8 @@ class AsyncClient:
     async def leases(
         self, *, cache: str | None = None, session_id: int | None = None, timeout: float | None = None
     ) -> list[LeaseInfo]:
-        """All leases, or the leases of a cache or a session, the oldest first.
-
-        Raises :class:`kvtier.errors.NotFound` if the cache does not exist.
-        """
+        """All leases, or the leases of a cache or a session, the oldest first. Raises :class:`kvtier.errors.NotFound`
+        if the cache does not exist."""
         _require_name(cache)
         number = 0 if session_id is None else wire.session_number(session_id)
         request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)

@@ -74,10 +74,8 @@ class Hold:
 
 
 class Lease(Hold):
-    """Slots of one tier.
-
-    A lease ends with its session: it survives a broken connection, not a restart of the daemon.
-    """
+    """Slots of one tier. A lease ends with its session: it survives a broken connection, not a restart of the
+    daemon."""
 
     _starts_blank: ClassVar[bool] = False
 

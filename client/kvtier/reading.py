@@ -46,11 +46,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena with a readable index.
-
-    ``alone``: no daemon answers; an arena closed by its daemon is read too, since its bytes no longer change.
-    ``remote``: absent blocks may be in the remote store.
-    """
+    """A mapped arena with a readable index. ``alone``: no daemon answers; an arena closed by its daemon is read too,
+    since its bytes no longer change. ``remote``: absent blocks may be in the remote store."""
 
     arena: MappedArena
     chains: Chains
@@ -64,10 +61,8 @@ class Mapping:
 
 
 class Reader:
-    """Reads of one cache in all its window groups. Thread-safe. ``keys`` are packed.
-
-    An answer of None means that only the daemon can tell.
-    """
+    """Reads of one cache in all its window groups. Thread-safe. ``keys`` are packed. An answer of None means that only
+    the daemon can tell."""
 
     def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
@@ -218,10 +213,7 @@ class Reader:
 
 class ChainRead:
     """A copy of a chain's prefix out of the mapped slots of one or more groups. Over several groups, all blocks of the
-    stored prefix are copied or none count.
-
-    ``parts``: a read per group; empty if only the daemon can tell.
-    """
+    stored prefix are copied or none count. ``parts``: a read per group; empty if only the daemon can tell."""
 
     def __init__(self, reader: Reader, keys: bytes, groups: Sequence[int], parts: Sequence[Read]) -> None:
         self.keys: Final = keys
@@ -259,10 +251,8 @@ class ChainRead:
 
 
 class Read:
-    """A copy of the ``wanted`` blocks of a chain out of mapped slots: the first ones, or a whole window.
-
-    ``there``: number of wanted blocks that can be copied, and after :meth:`copy` that were copied.
-    """
+    """A copy of the ``wanted`` blocks of a chain out of mapped slots: the first ones, or a whole window. ``there``:
+    number of wanted blocks that can be copied, and after :meth:`copy` that were copied."""
 
     def __init__(
         self,
@@ -500,10 +490,7 @@ async def digests_of(blocks: Sequence[Bytes]) -> list[bytes]:
 
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:
     """Number of leading rows that equal the daemon's copies of these keys; the daemon no longer knows the next row's
-    block.
-
-    Raises :class:`DamagedTransfer` if a row differs.
-    """
+    block. Raises :class:`DamagedTransfer` if a row differs."""
     request = blocks_pb2.ChecksumsRequest(group=group, keys=packed)
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)
     for place, (known, digest) in enumerate(zip(reply.known, await digests_of(rows), strict=True)):

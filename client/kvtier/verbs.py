@@ -270,9 +270,7 @@ class GroupVerbs(PrefixVerbs):
 
     async def pin(self, keys: wire.Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
         """Keeps READY copies in a tier, even after the client has gone, until each pin is undone or the daemon ends.
-
-        Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned.
-        """
+        Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned."""
         return await self._pin(keys, tier, False, timeout)
 
     async def unpin(self, keys: wire.Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:

@@ -39,10 +39,8 @@ PATIENCE_S: Final = 2.0
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """The daemon's statistics, now and at the previous look.
-
-    ``leases``: the oldest first. ``refused``: why the daemon does not list them. ``away``: why it does not answer.
-    """
+    """The daemon's statistics, now and at the previous look. ``leases``: the oldest first. ``refused``: why the daemon
+    does not list them. ``away``: why it does not answer."""
 
     stats: DaemonStats
     before: DaemonStats | None = None

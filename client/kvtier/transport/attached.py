@@ -133,10 +133,8 @@ class AttachConnection:
         self._tell(bye=session_pb2.Bye())
 
     async def call(self, path: str, request: bytes, trace: str = "") -> bytes | None:
-        """The reply of a unary method; None if the caller must use gRPC instead. ``trace``: as in the metadata.
-
-        Raises :class:`grpc.aio.AioRpcError` like gRPC, :class:`DaemonUnavailable`.
-        """
+        """The reply of a unary method; None if the caller must use gRPC instead. ``trace``: as in the metadata. Raises
+        :class:`grpc.aio.AioRpcError` like gRPC, :class:`DaemonUnavailable`."""
         number = next(self._numbers)
         call = session_pb2.UnaryCall(number=number, path=path, request=request, trace=trace)
         packet = session_pb2.SessionRequest(call=call).SerializeToString()

@@ -110,10 +110,7 @@ class LogSegments:
 
     def read(self, cursor: int, max_bytes: int, max_events: int) -> EventRun | None:
         """Returns the oldest events above ``cursor``, without a gap: at most ``max_bytes`` and ``max_events``, but at
-        least a record.
-
-        The first ids may be at or below the cursor. None if there are no events. Raises OSError.
-        """
+        least a record. The first ids may be at or below the cursor. None if there are no events. Raises OSError."""
         files = self.files
         for segment in files[max(0, bisect_right(files, cursor + 1, key=lambda each: each.first) - 1) :]:
             found: list[EventRun] = []

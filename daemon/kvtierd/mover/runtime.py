@@ -44,10 +44,8 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Faults:
-    """Failed items, as indices into the items of a batch, its pieces laid end to end.
-
-    ``unaccounted``: hardware may still work on these items, so their pieces are never reported.
-    """
+    """Failed items, as indices into the items of a batch, its pieces laid end to end. ``unaccounted``: hardware may
+    still work on these items, so their pieces are never reported."""
 
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
@@ -122,10 +120,8 @@ class CacheRuntime:
         return store
 
     def begin(self, changes: SlotChanges) -> None:
-        """Opens slots whose bytes may change from now on, and sets their owners.
-
-        A stand-in's slot that held a block is poisoned, so that a late reader finds out.
-        """
+        """Opens slots whose bytes may change from now on, and sets their owners. A stand-in's slot that held a block is
+        poisoned, so that a late reader finds out."""
         tier, group, device = changes.tier, changes.group, self.device
         began = self.arena.begin_writes(tier, group, changes.begun)
         if tier is DEVICE and isinstance(device, StandInDevice):

@@ -149,10 +149,7 @@ class WorkQueue:
 
 
 class LaneThread:
-    """A thread that works on batches.
-
-    The thread writes the public fields and the loop reads them, each in one step.
-    """
+    """A thread that works on batches. The thread writes the public fields and the loop reads them, each in one step."""
 
     def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         self.name = name
@@ -239,9 +236,7 @@ class _Begun:
 
 class FinishThread(LaneThread):
     """Does the second halves of a worker's batches, in order; waiting halves together, if the lane has ``finish_all``.
-
-    A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time.
-    """
+    A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time."""
 
     def __init__(self, name: str, lane: Lane, post: Post, exited: Callable[[], None]) -> None:
         super().__init__(name, post, exited)

@@ -57,9 +57,7 @@ def most_bytes(spec: CacheSpec) -> int:
 
 def split(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Slots by group for ``budget`` bytes of a tier: 1 to MAX_SLOTS for each group. The rest is less than a slot.
-
-    ``budget`` is at least :func:`least_bytes`.
-    """
+    ``budget`` is at least :func:`least_bytes`."""
     longest = range(1, _blocks(spec, REFERENCE_TOKENS) + 1)
     fitting = bisect_right(longest, budget, key=lambda blocks: sum(_sequence_bytes(spec, blocks)))
     if not fitting:
@@ -126,9 +124,7 @@ def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
 @dataclass(slots=True)
 class Account:
     """Bytes of a tier. ``device``: of the tier, "" for host and disk. ``given``: bytes by name of the cache.
-
-    ``refused``: whether a refusal was logged since the last change.
-    """
+    ``refused``: whether a refusal was logged since the last change."""
 
     tier: Tier
     device: str
@@ -295,10 +291,8 @@ def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
 
 
 def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]:
-    """Slots by group for a tier's budget.
-
-    Raises INVALID_ARGUMENT for less than a slot of each group, or more than MAX_SLOTS of each.
-    """
+    """Slots by group for a tier's budget. Raises INVALID_ARGUMENT for less than a slot of each group, or more than
+    MAX_SLOTS of each."""
     field, groups = f"budgets[{tier}]", len(spec.groups)
     if not least_bytes(spec) <= budget.nbytes <= most_bytes(spec):
         limit = f"{least_bytes(spec)} to {most_bytes(spec)} bytes: 1 to {MAX_SLOTS} slots for each window group"

@@ -82,10 +82,8 @@ def _to_the_end(
 
 
 class Catalog:
-    """All caches of the daemon, each open until it is removed or the daemon stops.
-
-    ``headers``: filled in before a cache's first event. Opening and removing a cache hold the lock of its name.
-    """
+    """All caches of the daemon, each open until it is removed or the daemon stops. ``headers``: filled in before a
+    cache's first event. Opening and removing a cache hold the lock of its name."""
 
     def __init__(
         self,

@@ -42,10 +42,8 @@ Dropped = Mapping[BlockPlace, int]
 
 @dataclass(slots=True, frozen=True)
 class Past:
-    """The times when a cache forgot blocks, in nanoseconds since 1970. Times only rise.
-
-    ``generation``: the last reset; 0 = none. ``dropped``: later drops of single blocks.
-    """
+    """The times when a cache forgot blocks, in nanoseconds since 1970. Times only rise. ``generation``: the last reset;
+    0 = none. ``dropped``: later drops of single blocks."""
 
     generation: int = 0
     dropped: Dropped = field(default_factory=dict)

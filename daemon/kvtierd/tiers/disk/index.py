@@ -174,10 +174,8 @@ class Index:
 
     @classmethod
     def create(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
-        """Makes an empty index and allocates its whole file, so that no later transaction finds the disk full.
-
-        Raises :class:`TierIOError`.
-        """
+        """Makes an empty index and allocates its whole file, so that no later transaction finds the disk full. Raises
+        :class:`TierIOError`."""
         with superblock.io_errors(f"cannot create {path}"), _lmdb_errors(f"cannot create {path}"):
             path.mkdir(superblock.PRIVATE_DIR)
             (path / DATA).touch(superblock.PRIVATE_FILE)

@@ -204,11 +204,8 @@ class DiskRoot:
                     trim_files(directory, shapes)
 
     def open_cache(self, name: str) -> DiskStore:
-        """The store of a stored cache, to be recovered before use.
-
-        Raises :class:`TierConfigError` (the cache does not exist, or is open already), :class:`DamagedDirectory`,
-        :class:`TierIOError`.
-        """
+        """The store of a stored cache, to be recovered before use. Raises :class:`TierConfigError` (the cache does not
+        exist, or is open already), :class:`DamagedDirectory`, :class:`TierIOError`."""
         with self._changing:
             earlier = self._stores.get(name)
             if earlier and not earlier.closed:
@@ -223,10 +220,8 @@ class DiskRoot:
             return store
 
     def remove(self, name: str) -> None:
-        """Deletes a stored cache, sound or damaged, after closing its store. Does nothing if there is no cache.
-
-        After a crash during the call, the cache is whole, or gone at the next start. Raises :class:`TierIOError`.
-        """
+        """Deletes a stored cache, sound or damaged, after closing its store. Does nothing if there is no cache. After a
+        crash during the call, the cache is whole, or gone at the next start. Raises :class:`TierIOError`."""
         if not _NAME.fullmatch(name):
             raise TierConfigError("name", name, "the name of a stored cache")
         directory = self._path / CACHES / name

@@ -29,11 +29,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class SlabShape:
-    """A group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
-
-    ``chained``: no block is stored, or recovered, without its parent. In other groups blocks are usable without
-    ancestors.
-    """
+    """A group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each. ``chained``: no block is stored,
+    or recovered, without its parent. In other groups blocks are usable without ancestors."""
 
     record_bytes: int
     slots: int
@@ -81,9 +78,7 @@ class Slab:
     @classmethod
     def open(cls, path: Path, shape: SlabShape) -> Self:
         """Opens a slab. Missing parts of the file are allocated anew; they read as zeros, which fail every checksum.
-
-        Raises :class:`DamagedDirectory` if there is no file, :class:`TierIOError`.
-        """
+        Raises :class:`DamagedDirectory` if there is no file, :class:`TierIOError`."""
         with io_errors(f"cannot open {path}"):
             try:
                 fd = _open_direct(path)

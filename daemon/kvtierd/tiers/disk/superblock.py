@@ -56,10 +56,8 @@ def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> Non
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
-    """The content of a superblock; None if there is no file.
-
-    Raises :class:`DamagedDirectory` for a damaged superblock, with the remedy if the directory can do without it.
-    """
+    """The content of a superblock; None if there is no file. Raises :class:`DamagedDirectory` for a damaged superblock,
+    with the remedy if the directory can do without it."""
     try:
         return _read(directory, kind)
     except DamagedDirectory as error:
@@ -210,10 +208,8 @@ def make_private_directory(path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replaces the content of a file. After a crash ``path`` has either its former content or all of ``content``.
-
-    The former content stays beside it as ``.new``, to be overwritten the next time, so that a full disk has room.
-    """
+    """Replaces the content of a file. After a crash ``path`` has either its former content or all of ``content``. The
+    former content stays beside it as ``.new``, to be overwritten the next time, so that a full disk has room."""
     temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
     fd = open_file(temporary, os.O_WRONLY | os.O_CREAT)
     if os.fstat(fd).st_nlink > 1:  # after a crash of the system it may be the same file as ``path``
