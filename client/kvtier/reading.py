@@ -137,7 +137,7 @@ class Reader:
     def absent(self, keys: bytes, group: int) -> Sequence[int] | None:
         """The places of the chain's blocks to store: in a full-attention group all from the first absent block on, else
         each absent block. Notes present blocks that no commit will touch as used."""
-        mapping = self._current(keys)
+        mapping = self._current()
         if self._binder.bound_to(self._binder.session.live_link) is None:
             return None  # the mapping is of a daemon that is gone: the next daemon may lack its blocks
         if mapping is None or not are_distinct(keys):
@@ -157,7 +157,7 @@ class Reader:
         return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 
     def _look_up(self, keys: bytes, look_up: Callable[[Chains], T | None], *, distinct: bool = False) -> T | None:
-        mapping = self._current(keys)
+        mapping = self._current()
         if mapping is None or (distinct and not are_distinct(keys)):
             return None
         found = look_up(mapping.chains)
@@ -184,7 +184,7 @@ class Reader:
             tier: copy out of this tier only.
             targets: a row per key; None: fresh arrays.
         """
-        mapping = self._current(keys)
+        mapping = self._current()
         wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
         if wanted is None:
             mapping, wanted = None, Needed(stop=len(keys) // KEY_BYTES)
@@ -196,7 +196,7 @@ class Reader:
         if read.blocks:
             self.recency.note(read.group, read.used())
 
-    def _current(self, keys: bytes) -> Mapping | None:
+    def _current(self) -> Mapping | None:
         binding = self._binder.readable
         if binding is None:
             return None

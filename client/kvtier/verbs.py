@@ -227,7 +227,7 @@ class GroupVerbs(PrefixVerbs):
         deadline = self._deadline(timeout)
         request = blocks_pb2.MoveRequest(
             group=self.group,
-            to=wire.tier_to_wire(to, "to"),
+            to=wire.tier_to_wire(to),
             keys=wire.packed_keys(keys),
             timeout_ns=deadline.wait_ns(),
             seq=self._binder.session.next_seq(),

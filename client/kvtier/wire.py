@@ -286,7 +286,7 @@ def split_keys(packed: bytes) -> list[bytes]:
     return keys
 
 
-def tier_to_wire(tier: types.Tier, field: str = "tier") -> common_pb2.Tier.ValueType:
+def tier_to_wire(tier: types.Tier) -> common_pb2.Tier.ValueType:
     return common_pb2.Tier.ValueType(tier + 1)
 
 
@@ -330,9 +330,9 @@ def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
 def _budget(tier: types.Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
     field = f"budgets[{tier}]"
     if not isinstance(asked, Iterable):
-        return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, asked))
+        return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, asked))
     by_group = [_u64(f"{field}[{group}]", each) for group, each in enumerate(asked)]
-    return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
+    return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
 def options_to_wire(options: types.CacheOptions) -> caches_pb2.CacheOptions:

@@ -167,14 +167,12 @@ def exposure(directory: Path) -> str | None:
     return f"others may write to {directory}: it has the mode {mode:04o} and belongs to uid {status.st_uid}"
 
 
-def allocate(path: Path, nbytes: int) -> None:
-    """Allocates the first ``nbytes`` of a file, without a change to its content. Raises OSError."""
-    fd = open_file(path, os.O_RDWR)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def allocate(path: Path, nbytes: int, flags: int = 0) -> None:
+    """Allocates the first ``nbytes`` of a file, without a change to its content. ``flags``: of the open. Raises
+    OSError."""
+    with open(open_file(path, os.O_RDWR | flags), "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        os.fsync(file)
 
 
 def refuse_link(path: Path) -> None:
