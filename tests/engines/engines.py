@@ -132,12 +132,12 @@ class Engine:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, **more: Any) -> Answer:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int] = 8, **more: Any) -> Answer:
         """Greedily; one prompt after the other, so that batches and thus log-probabilities are the same each time."""
         self.begin(prompts, tokens, **more)
         return self.answer()
 
-    def begin(self, prompts: Sequence[Sequence[int]], tokens: int = 8, **more: Any) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int] = 8, **more: Any) -> None:
         """Returns while it generates; :meth:`answer` waits for the end."""
         self._say({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens, **more})
 

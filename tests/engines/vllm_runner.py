@@ -3,9 +3,10 @@
 ``vllm_runner.py``: imports vLLM, and forks an engine for each message on the socket that is its standard input, with
 the arguments of ``vllm.LLM``: the import takes longer than what a test does with a tiny model. An engine's commands:
 
-- ``{"prompts": [[ids], ...], "tokens": n, "together": bool, "salt": str, "abort_after": n, "unread": bool}`` generates
-  greedily, one prompt after the other or all at once; the answer has the tokens, their log-probabilities and the cached
-  tokens of each prompt. ``abort_after``: all are aborted after so many steps. ``unread``: no stored prefix is read.
+- ``{"prompts": [[ids], ...], "tokens": n or [n, ...], "together": bool, "at_once": n, "salt": str, "abort_after": n,
+  "unread": bool}`` generates greedily, one prompt after the other, together, or ``at_once`` at a time; the answer has
+  the tokens, their log-probabilities and the cached tokens of each prompt. ``abort_after``: all are aborted after so
+  many steps. ``unread``: no stored prefix is read.
 - ``{"reset": true}`` forgets the engine's own prefix cache; ``"connector": true``: the connector's, too.
 - ``{"free": true}`` asks for the number of blocks that no request holds.
 
@@ -20,7 +21,9 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from vllm import LLM, SamplingParams
@@ -28,6 +31,7 @@ from vllm import LLM, SamplingParams
 import kvtier.connectors.vllm  # noqa: F401 – before the forks
 
 MESSAGE_BYTES: Final = 1 << 16
+_PAUSE_S: Final = 0.001  # as in vLLM's own loop, after a step without computation
 
 
 class Runner:
@@ -38,9 +42,7 @@ class Runner:
 
     def generate(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
         started = time.monotonic()
-        prompts = command["prompts"]
-        rounds = [prompts] if command.get("together") else [[prompt] for prompt in prompts]
-        outputs = [output for some in rounds for output in self._round(some, command)]
+        outputs = self._run(command["prompts"], command)
         seconds = time.monotonic() - started
         self._drain()
         held = time.monotonic() - started - seconds
@@ -53,26 +55,32 @@ class Runner:
         pool = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         return int(pool.get_num_free_blocks())
 
-    def _round(self, prompts: Sequence[Sequence[int]], command: Mapping[str, Any]) -> list[Any]:
+    def _run(self, prompts: Sequence[Sequence[int]], command: Mapping[str, Any]) -> list[Any]:
         unread = {"skip_reading_prefix_cache": True} if command.get("unread") else {}
-        sampling = SamplingParams(temperature=0, max_tokens=command["tokens"], logprobs=3, ignore_eos=True, **unread)
+        sampling = partial(SamplingParams, temperature=0, logprobs=3, ignore_eos=True, **unread)
+        tokens = command["tokens"] if isinstance(command["tokens"], list) else [command["tokens"]] * len(prompts)
+        extra = {"cache_salt": command["salt"]} if command.get("salt") else {}
+        at_once = len(prompts) if command.get("together") else command.get("at_once", 1)
         names = [str(self._ids + at) for at in range(len(prompts))]
+        waiting = deque(zip(names, prompts, tokens, strict=True))
         self._ids += len(prompts)
-        for name, prompt in zip(names, prompts, strict=True):
-            extra = {"cache_salt": command["salt"]} if command.get("salt") else {}
-            self._engine.add_request(name, {"prompt_token_ids": list(prompt), **extra}, sampling)
-        last: dict[str, Any] = {}
-        first_s: dict[str, float] = {}
-        steps, started = 0, time.monotonic()
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                first_s.setdefault(output.request_id, time.monotonic() - started)
+        last, began, first_s, steps = dict[str, Any](), dict[str, float](), dict[str, float](), 0
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and self._engine.get_num_unfinished_requests() < at_once:
+                name, prompt, most = waiting.popleft()
+                began[name] = time.monotonic()
+                self._engine.add_request(name, {"prompt_token_ids": prompt, **extra}, sampling(max_tokens=most))
+            outputs = self._engine.step()
+            for output in outputs:
+                first_s.setdefault(output.request_id, time.monotonic() - began[output.request_id])
                 last[output.request_id] = output
             steps += 1
             if command.get("tell"):
                 self._tell({"step": steps})
             if steps == command.get("abort_after"):
                 self._engine.abort_request(names)
+            if not outputs:
+                time.sleep(_PAUSE_S)
         return [_told(last[name], first_s[name]) for name in names if name in last]
 
     def _drain(self) -> None:
@@ -80,7 +88,7 @@ class Runner:
         core = getattr(self._engine.engine_core, "engine_core", None)
         while core is not None and core.scheduler.has_requests():
             core.step_fn()
-            time.sleep(0.001)  # as vLLM's own loop does
+            time.sleep(_PAUSE_S)
 
     def _external(self) -> int:
         """Prompt tokens that came from the connector since the engine started."""

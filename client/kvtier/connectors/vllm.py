@@ -401,7 +401,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._planner is None else list(self._events.take())
+        return list(self._events.take()) if self.has_pending_push_work() else ()
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should make another step: vLLM publishes events in its steps."""
@@ -482,12 +482,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._planner.preempted(known.request.request_id)
 
     def _extend(self, known: _TrackedRequest) -> None:
-        if known.stale:
-            return
         width = self._hashes_per_block
         new = known.request.block_hashes[(len(known.chain) + 1) * width - 1 :: width]
+        if known.stale or not new:
+            return
         namespace = self._namespace
-        if new and (lora := known.request.lora_request) is not None:
+        if (lora := known.request.lora_request) is not None:
             # vLLM's hashes have an adapter's name and path, which do not change when the adapter is trained again.
             adapter = self._adapters.digest(lora.lora_path)
             known.adapter = known.adapter or adapter

@@ -48,11 +48,11 @@ class NewCounts:
     """Turns counts that only grow into their differences between two reports."""
 
     def __init__(self) -> None:
-        self._reported: Counter[str] = Counter()
+        self._reported: Mapping[str, int] = {}
 
     def of(self, counts: Mapping[str, int]) -> KvtierStats:
-        before, self._reported = self._reported, Counter(counts)
-        return KvtierStats(dict(self._reported - before))
+        before, self._reported = self._reported, dict(counts)
+        return KvtierStats({what: new for what, n in self._reported.items() if (new := n - before.get(what, 0))})
 
 
 class KvtierMetrics(KVConnectorPromMetrics):

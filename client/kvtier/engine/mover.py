@@ -120,7 +120,8 @@ class Mover:
 
     def wait_loads(self, timeout: float | None = None) -> None:
         """Waits until the synchronous loads of the last step have ended, with or without success."""
-        wait(self._synchronous, timeout)
+        if self._synchronous:
+            wait(self._synchronous, timeout)
 
     def save(self, *, stream: Stream | None = None) -> None:
         """Begins the saves of the last step, on a GPU after the present work of ``stream``, the forward pass."""
@@ -247,9 +248,8 @@ class Mover:
     def _arrived(self, group: int, keys: bytes, rows: Rows) -> int:
         """Loads blocks of a group. Returns the number of blocks that arrived without a gap from the first on."""
         arrived = 0
-        step = min(
-            MAX_KEYS, self.layout.spec.attention(group).span or MAX_KEYS
-        )  # with more keys in a call, a window group copies the last blocks only
+        # With more keys in a call, a window group copies the last blocks only.
+        step = min(MAX_KEYS, self.layout.spec.attention(group).span or MAX_KEYS)
         try:
             cache = self._opened().in_group(group)
             for start in range(0, len(rows), step):
