@@ -46,12 +46,12 @@ class Load:
     """Clients that send one prompt after the other. Half of the prompts have a new salt, so their blocks are not
     stored."""
 
-    def __init__(self, port: str, expected: Sequence[Sequence[int]]) -> None:
+    def __init__(self, port: str, expected: Sequence[list[int]]) -> None:
         self.failed: list[str] = []
         self.longest: defaultdict[str, float] = defaultdict(float)
         """Seconds of the longest request that began or ended in a phase."""
         self._port = port
-        self._expected = [list(tokens) for tokens in expected]
+        self._expected = expected
         self._answers: Counter[tuple[str, int]] = Counter()
         self.phase = ""
         self._over = threading.Event()
@@ -81,10 +81,7 @@ class Load:
             phase, at = self.phase, draw.randrange(len(PROMPTS))
             salt = draw.choice(["old", f"{phase} {turn // 4}"])
             began = time.monotonic()
-            try:
-                found = complete(self._port, PROMPTS[at], salt)
-            except OSError as error:
-                found = error
+            found = complete(self._port, PROMPTS[at], salt)
             if found != self._expected[at]:
                 self.failed.append(f"{phase}: prompt {at}, salt {salt}: {found}, not {self._expected[at]}")
             seconds = time.monotonic() - began
@@ -94,22 +91,16 @@ class Load:
 
 
 def complete(port: str, prompt: Sequence[int], salt: str) -> Any:
-    """The tokens of a greedy answer. Raises an OSError for any status but 200."""
+    """The tokens of a greedy answer, or an error: also of any status but 200."""
     body = {"prompt": prompt, "cache_salt": salt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body | {"return_token_ids": True}).encode()
-    )
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        return json.load(answer)["choices"][0]["token_ids"]
-
-
-def listens(port: str) -> bool:
-    """A server listens a little after it says so."""
+    data = json.dumps(body | {"return_token_ids": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", data, headers)
     try:
-        return bool(complete(port, PROMPTS[0], "first"))
-    except OSError:
-        return False
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return json.load(answer)["choices"][0]["token_ids"]
+    except OSError as error:
+        return error
 
 
 def metrics(port: str) -> dict[tuple[str, str], float]:
@@ -121,7 +112,7 @@ def metrics(port: str) -> dict[tuple[str, str], float]:
 
 async def test_the_daemon_and_its_disk_fail_under_load(engines, start, daemon, make_model, record_property):  # noqa: F811
     with start() as plain:
-        expected = [one.tokens for one in plain.generate(PROMPTS, TOKENS).completions]
+        expected = [[*one.tokens] for one in plain.generate(PROMPTS, TOKENS).completions]
     port, model, settings = free_port(), make_model("llama"), SETTINGS | {"address": daemon.address}
     words = command_of_the_page("vllm serve my-model")
     words = changed(words, "--kv-transfer-config", settings, "kv_connector_extra_config")
@@ -132,7 +123,8 @@ async def test_the_daemon_and_its_disk_fail_under_load(engines, start, daemon, m
         (line,) = [line for line in said.splitlines() if "kvtier: cache served-" in line]
         assert "INFO" in line and line.endswith(f"in {model}")
         assert f"4.0 MiB host, 128.0 MiB disk, daemon at {daemon.address}, weights by samples of" in line
-        await eventually(lambda: listens(port), bool)
+        # A server listens a little after it says so.
+        await eventually(lambda: complete(port, PROMPTS[0], "first"), lambda found: found == expected[0])
         blocks = (340 + TOKENS - 1) // BLOCK
         await whole(daemon, "served", blocks)
         await eventually(lambda: metrics(port), lambda found: found.get(("kvtier_saved_blocks_total", "")) == blocks)
@@ -153,13 +145,13 @@ async def fail(load: Load, daemon: DaemonProcess) -> None:  # noqa: F811
     for phase, stops, stop_s in (("stopped", 1, 8.0), ("stopped often", 5, 0.3)):
         load.phase = phase
         for _ in range(stops):
-            await asyncio.to_thread(daemon.pause)
-            await asyncio.sleep(stop_s)
+            daemon.pause()
+            await asyncio.sleep(stop_s)  # the fault's length
             daemon.resume()
         await load.work(f"after {phase}")
-    for phase, work in (("killed", daemon.kill), ("started", daemon.start), ("killed and started", daemon.crash)):
+    for phase, fault in (("killed", daemon.kill), ("started", daemon.start), ("killed and started", daemon.crash)):
         load.phase = phase
-        await asyncio.to_thread(work)
+        fault()
         await load.work(phase)
     async with await connect(daemon.address) as client:
         load.phase = "full disk"
