@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.wire import MAX_KEYS
-from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
+from tests.engine.toy import PLAIN, STAGES, TOKENS, Engine, Run, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S
 
@@ -32,7 +33,7 @@ RANKS = Layout(
     "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True))),), ranks=2
 )
 REPLICAS = Layout("replicas", TOKENS, (PageGroup((PlaneLayout("heads", 3000),)),), ranks=4, replicas=2)
-LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS, REPLICAS], ids=lambda layout: layout.model)
+LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS, REPLICAS, STAGES], ids=lambda layout: layout.model)
 SMALL: dict[str, Any] = {"host_bytes": 64 * 16384, "disk_bytes": 64 * 16384}
 
 
@@ -248,6 +249,16 @@ def test_ranks_with_the_same_bytes_store_them_once(daemon):
     assert REPLICAS.spec.block_bytes(0) == 2 * 3000
     with warm(daemon.address, REPLICAS) as toy:
         assert toy.planner.stats()["save bytes"] == 10 * 2 * 3000
+
+
+def test_engines_with_other_stages_share_their_blocks(daemon):
+    alone = replace(STAGES, ranks=2, stages=1)
+    for first, second, prompt in ((STAGES, alone, PROMPT), (alone, STAGES, PROMPT[::-1])):
+        with engine(daemon.address, first) as toy:
+            assert toy.run(prompt).loaded == 0
+            toy.settle()
+        with engine(daemon.address, second) as toy:
+            assert toy.run(prompt).loaded == 10
 
 
 def test_two_layouts_share_nothing(daemon):
