@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -19,6 +19,16 @@ from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Mover, Pa
 
 TOKENS: Final = 4
 PLAIN: Final = Layout("toy", TOKENS, (PageGroup((PlaneLayout("l0.k", 5000), PlaneLayout("l0.v", 4096))),))
+_FIRST: Final = PlaneLayout("0.k", 3000), PlaneLayout("0.latent", 200, replicated=True)
+_SECOND: Final = PlaneLayout("1.k", 500), PlaneLayout("1.latent", 700, replicated=True)
+_NEAR: Final = PageGroup((PlaneLayout("1.near", 900),), window=3 * TOKENS)
+STAGES: Final = Layout.of_stages(
+    [
+        Layout("stages", TOKENS, (PageGroup(_FIRST), replace(_NEAR, planes=())), ranks=2),
+        Layout("stages", TOKENS, (PageGroup(_SECOND), _NEAR), ranks=2),
+    ]
+)
+"""The name of a plane begins with its stage."""
 PATIENCE_S: Final = 60.0
 T = TypeVar("T")
 ALL: Final = 1 << 30
@@ -38,17 +48,21 @@ class Worker(Generic[M_co]):
     """One rank: its pages and its mover. A page that is free holds 255 everywhere."""
 
     def __init__(self, layout: Layout, options: EngineOptions, rank: int, pages: int, mover: type[M_co]) -> None:
-        self.rank, self.shard = rank, rank // layout.replicas
+        stage, of_stage = divmod(rank, layout.ranks_per_stage)
+        self.rank, self.shard = rank, of_stage // layout.replicas
         self.layout = layout
-        self.memory = [
-            {plane.name: np.full((pages, plane.nbytes), 255, np.uint8) for plane in group.planes}
+        self.planes = [
+            [each for each in group.planes if layout.stages == 1 or each.name.startswith(f"{stage}.")]
             for group in layout.groups
+        ]
+        self.memory = [
+            {plane.name: np.full((pages, plane.nbytes), 255, np.uint8) for plane in planes} for planes in self.planes
         ]
         arrays = [GroupPages(group, planes) for group, planes in enumerate(self.memory)]
         self.mover = mover(layout, options, arrays, rank=rank)
 
     def compute(self, group: int, page: int, key: bytes) -> None:
-        for plane in self.layout.groups[group].planes:
+        for plane in self.planes[group]:
             self.memory[group][plane.name][page] = content(key, group, plane, self.shard)
 
     def wipe(self, group: int, page: int) -> None:
@@ -58,7 +72,7 @@ class Worker(Generic[M_co]):
     def holds(self, group: int, page: int, key: bytes) -> bool:
         return all(
             np.array_equal(self.memory[group][plane.name][page], content(key, group, plane, self.shard))
-            for plane in self.layout.groups[group].planes
+            for plane in self.planes[group]
         )
 
 
@@ -237,9 +251,8 @@ def assert_right(client: Client, toy: Any, keys: Iterable[bytes]) -> None:
     cache = client.open_cache(toy.planner.leader.name)
     for group, planes in enumerate(each.planes for each in layout.groups):
         parts = [(plane, 0) for plane in planes if plane.replicated]
-        parts += [
-            (plane, rank) for rank in range(layout.ranks // layout.replicas) for plane in planes if not plane.replicated
-        ]
+        shards = range(layout.ranks_per_stage // layout.replicas)
+        parts += [(plane, shard) for shard in shards for plane in planes if not plane.replicated]
         for key in keys:
             for there in cache.in_group(group).get([key]):
                 right = np.concatenate([content(key, group, plane, rank) for plane, rank in parts])

@@ -368,7 +368,7 @@ class Walk:
 
         wait_until(over)
         for group in range(len(self.layout.groups)):
-            pages = len(next(iter(self.workers[0].memory[group].values())))
+            pages = len(next(iter(self.workers[-1].memory[group].values())))
             assert sorted(self.free[group]) == list(range(pages))
             for _ in range(pages):
                 self._hand_out(group)

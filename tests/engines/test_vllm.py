@@ -97,6 +97,7 @@ def start(template, daemon, make_model, tmp_path):
             processes: bool = False,
             connector: tuple[str, str] = ("KvtierConnector", "kvtier.connectors.vllm"),
             there: Template = template,
+            layers: str = "",
             **arguments: Any,
         ) -> Engine:
             basic = {"dtype": "float32", "max_model_len": 1024, "block_size": BLOCK, "enforce_eager": True, "seed": 0}
@@ -113,6 +114,8 @@ def start(template, daemon, make_model, tmp_path):
             if processes:
                 basic["distributed_executor_backend"] = "mp"
             variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+            if layers:  # of each stage of a pipeline
+                variables["VLLM_PP_LAYER_PARTITION"] = layers
             if processes:  # two ranks share the cores of one NUMA node
                 variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             return stack.enter_context(there.start(basic | arguments, tmp_path / "engine.log", variables))
@@ -293,12 +296,49 @@ async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon
         }
 
 
-@pytest.mark.parametrize("settings", [SYNC, ASYNC], ids=["sync", "async"])
-async def test_every_load_fails(start, daemon, settings):
+STAGES: dict[str, Any] = {"processes": True, "pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("kind", "groups", "ranks", "layers"), [("llama", 1, 2, ""), ("hybrid", 3, 1, "2,4")])
+async def test_stages_of_a_pipeline(start, daemon, kind, groups, ranks, layers):
+    """The first stage of ``hybrid`` has no layers with full attention."""
+    asked, settings = prompts(14), {"cache": f"stages-{kind}", "host_bytes": 64 << 20}
+    one_stage = {"kind": kind, "processes": ranks > 1, "tensor_parallel_size": ranks}
+    stages = one_stage | STAGES | {"layers": layers, "max_num_seqs": 2}
+    same = assert_same if groups == 1 else assert_near
+    with start(settings, **stages) as first:
+        cold = first.generate(asked)
+        await whole(daemon, settings["cache"], groups * STORED)
+        for together in (False, True):
+            first.forget()
+            warm = first.generate(asked, together=together)
+            same(warm, cold)
+        assert warm.cached == [FULL] * 4
+    with start(settings, **one_stage) as second:
+        assert_near(second.generate(asked, salt="computed"), cold)  # meanwhile every rank opens its cache
+        found = second.generate(asked)
+        same(found, cold)
+        assert found.cached == [FULL] * 4
+        assert found.external >= TAKEN
+        await whole(daemon, settings["cache"], 2 * groups * STORED)
+    daemon.crash()
+    with start(settings, **stages) as third:
+        same(third.generate(asked), cold)
+        third.forget()
+        for salt in ("", "computed"):
+            found = third.generate(asked, salt=salt)
+            same(found, cold)
+            assert found.cached == [FULL] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"), [(SYNC, {}), (ASYNC, {}), (SYNC, STAGES)], ids=["sync", "async", "stages"]
+)
+async def test_every_load_fails(start, daemon, settings, more):
     """``fresh`` shares blocks with a request whose load fails, and loads nothing itself."""
     asked, fresh = prompts(5), prompts(5, count=5)[4]
-    name, failing = f"evicted-{settings['async_blocks']}", ("EvictedConnector", "tests.engines.vllm_faults")
-    with start({"cache": name} | settings, connector=failing, async_scheduling=False) as engine:
+    name, failing = f"evicted-{settings['async_blocks']}{len(more)}", ("EvictedConnector", "tests.engines.vllm_faults")
+    with start({"cache": name} | settings, connector=failing, async_scheduling=False, **more) as engine:
         cold = engine.generate(asked)
         expected = engine.generate([fresh], salt="unknown")
         blocks = STORED + FULL // BLOCK
@@ -371,19 +411,6 @@ async def test_other_weights_at_the_same_path_are_apart(start, daemon, make_mode
         found = engine.generate(asked)
         assert_same(found, cold)
         assert found.external == 0
-
-
-async def test_sliding_windows(start, daemon):
-    asked, settings = prompts(8), {"cache": "hybrid", "host_bytes": 64 << 20}
-    with start(kind="hybrid") as plain:
-        cold = plain.generate(asked)
-    with start(settings, kind="hybrid") as engine:
-        assert_near(engine.generate(asked), cold)
-        await whole(daemon, "hybrid", 3 * STORED)
-    with start(settings, kind="hybrid") as engine:
-        warm = engine.generate(asked)
-        assert_near(warm, cold)
-        assert warm.cached == [FULL] * 4
 
 
 async def test_late_saves_of_sliding_windows(start):

@@ -132,9 +132,7 @@ from types import SimpleNamespace as Some
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 from kvtier.connectors.vllm_layout import require_supported
-parallel = dict.fromkeys(
-    ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1
-)
+parallel = dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1)
 cached = Some(prefix_caching_hash_algo="sha256", enable_prefix_caching=True)
 config = Some(parallel_config=Some(**parallel), cache_config=cached, speculative_config=None)
 for mode in ("align", "all"):

@@ -26,12 +26,29 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import vllm.v1.worker.cpu_worker
 from vllm import LLM, SamplingParams
+from vllm.distributed import get_pp_group
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 import kvtier.connectors.vllm  # noqa: F401 – before the forks
 
 MESSAGE_BYTES: Final = 1 << 16
 _PAUSE_S: Final = 0.001  # as in vLLM's own loop, after a step without computation
+
+
+class StageRunner(CPUModelRunner):
+    """vLLM 0.32 makes the inputs of a later stage in its warm-up, which it leaves out without a compiler."""
+
+    def load_model(self, *given: Any, **more: Any) -> None:
+        super().load_model(*given, **more)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+
+vllm.v1.worker.cpu_worker.CPUModelRunner = StageRunner
 
 
 class Runner:

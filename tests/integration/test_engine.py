@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.wire import MAX_KEYS
-from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
+from tests.engine.toy import PLAIN, STAGES, TOKENS, Engine, Run, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S
 
@@ -28,11 +29,9 @@ HYBRID = Layout(
     TOKENS,
     (PageGroup((PlaneLayout("full", 4096),)), PageGroup((PlaneLayout("near", 4096),), window=5 * TOKENS)),
 )
-RANKS = Layout(
-    "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True))),), ranks=2
-)
-REPLICAS = Layout("replicas", TOKENS, (PageGroup((PlaneLayout("heads", 3000),)),), ranks=4, replicas=2)
-LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS, REPLICAS], ids=lambda layout: layout.model)
+_PLANES = PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True)
+RANKS = Layout("ranks", TOKENS, (PageGroup(_PLANES),), ranks=4, replicas=2)
+LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS, STAGES], ids=lambda layout: layout.model)
 SMALL: dict[str, Any] = {"host_bytes": 64 * 16384, "disk_bytes": 64 * 16384}
 
 
@@ -245,9 +244,18 @@ def test_a_cache_that_keeps_tokens_gets_them_for_routers(start_daemon):
 
 
 def test_ranks_with_the_same_bytes_store_them_once(daemon):
-    assert REPLICAS.spec.block_bytes(0) == 2 * 3000
-    with warm(daemon.address, REPLICAS) as toy:
-        assert toy.planner.stats()["save bytes"] == 10 * 2 * 3000
+    with warm(daemon.address, RANKS) as toy:
+        assert toy.planner.stats()["save bytes"] == 10 * RANKS.spec.block_bytes(0) == 10 * (2 * 3000 + 2000)
+
+
+def test_engines_with_other_stages_share_their_blocks(daemon):
+    alone = replace(STAGES, ranks=2, stages=1)
+    for first, second, prompt in ((STAGES, alone, PROMPT), (alone, STAGES, PROMPT[::-1])):
+        with engine(daemon.address, first) as toy:
+            assert toy.run(prompt).loaded == 0
+            toy.settle()
+        with engine(daemon.address, second) as toy:
+            assert toy.run(prompt).loaded == 10
 
 
 def test_two_layouts_share_nothing(daemon):
@@ -341,21 +349,16 @@ def compute_wrongly(toy: Engine, run: Run, first: int, last: int) -> None:
     toy.workers[0].mover.save()
 
 
-def test_what_was_computed_on_a_failed_load_is_not_saved_later(daemon):
-    with engine(daemon.address, reserve_blocks=1) as toy, Client(daemon.address) as client:
+@pytest.mark.parametrize(
+    ("layout", "settings", "steps"),
+    [(PLAIN, {"reserve_blocks": 1}, [(10, 16)]), (HYBRID, {}, [(10, 12), (12, 16)])],
+    ids=["a save that waits for slots", "a step planned before"],
+)
+def test_what_was_computed_on_a_failed_load_is_not_saved(daemon, layout, settings, steps):
+    with engine(daemon.address, layout, **settings) as toy, Client(daemon.address) as client:
         run = stale(toy, client)
-        compute_wrongly(toy, run, 10, 16)  # there are not slots enough: the save waits
-        toy.end_step()
-        toy.end(run)
-        toy.settle()
-        assert_right(client, toy, [run.chain.key(block) for block in range(16)])
-
-
-def test_a_step_that_was_planned_before_a_load_failed_saves_nothing(daemon):
-    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
-        run = stale(toy, client)
-        compute_wrongly(toy, run, 10, 12)
-        compute_wrongly(toy, run, 12, 16)
+        for first, last in steps:
+            compute_wrongly(toy, run, first, last)
         toy.end_step()
         toy.end(run)
         toy.settle()
@@ -456,12 +459,11 @@ def only_on_disk(client: Client, toy: Engine, *prompts: list[int]) -> None:
         wait_until(moved)
 
 
-def generate(toy: Engine, tokens: list[int]) -> tuple[Run, float]:
-    """A request to its last token, whose pages are all checked, and how long it took."""
-    started = time.monotonic()
+def generate(toy: Engine, tokens: list[int]) -> Run:
+    """A request to its last token, whose pages are all checked."""
     run = toy.begin(tokens)
     toy.complete(run)
-    return run, time.monotonic() - started
+    return run
 
 
 @pytest.mark.parametrize("go", [DaemonProcess.pause, DaemonProcess.kill], ids=["stopped", "killed"])
@@ -478,7 +480,7 @@ def test_a_daemon_that_goes_costs_a_load_from_disk_one_hiccup(daemon, go, begun)
             toy.begin_step()
         go(daemon)
         try:
-            took = [measured(lambda: toy.complete(run)), *(generate(toy, OTHER)[1] for _ in range(3))]
+            took = [measured(lambda: toy.complete(run)), *(measured(lambda: generate(toy, OTHER)) for _ in range(3))]
         finally:
             if go is DaemonProcess.pause:
                 daemon.resume()
@@ -492,7 +494,7 @@ def test_an_engine_loads_from_disk_again_once_the_daemon_goes_on(daemon):
         only_on_disk(client, toy, PROMPT)
         daemon.pause()
         try:
-            assert generate(toy, PROMPT)[0].computed == 10
+            assert generate(toy, PROMPT).computed == 10
         finally:
             daemon.resume()
         wait_until(lambda: toy.run(PROMPT).loaded == 10)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import Client
 from kvtier.engine import STATE, Completed, CopyResult, Layout, PageGroup, PlaneLayout, Planner, Work
-from tests.engine.toy import TOKENS, assert_right, wait_until
+from tests.engine.toy import STAGES, TOKENS, assert_right, wait_until
 from tests.engine.walk import STALL_S, FaultyMover, Walk, walk
 from tests.integration.daemon import DaemonProcess
 
@@ -40,7 +40,7 @@ STATES: Final = Layout(
     ),
     ranks=2,
 )
-LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS, STATES)}
+LAYOUTS: Final = {layout.model: layout for layout in (PLAIN, HYBRID, SINKS, RANKS, STATES, STAGES)}
 STEPS: Final = 100
 MANY_SLOTS: Final = 2048
 """Slots of a group, of which a group of states gets a few: there is a state for every 1,024 blocks of a toy."""

@@ -305,9 +305,10 @@ class _Worker:
         """V1: ``[blocks, layers, 2, heads * tokens * size]``; a block is contiguous."""
         if self._refuses(_v1_fault(self._args) or _fault(self._args)):
             return
-        pages = GroupPages.block_outermost(0, kv_cache_tensor)
+        pages = GroupPages(0, {"all": kv_cache_tensor})
+        plane = PlaneLayout("all", kv_cache_tensor[0].nbytes, dtype=str(kv_cache_tensor.dtype))
         identity = {"block": str(tuple(kv_cache_tensor.shape[1:]))}
-        self._open(self._args.kv_cache_config.tokens_per_block, (PageGroup(pages.shape),), [pages], identity)
+        self._open(self._args.kv_cache_config.tokens_per_block, (PageGroup((plane,)),), [pages], identity)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """V2: one plane per region; each group has its own page numbers."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,7 +42,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.connectors.vllm_events import KvEvents
-from kvtier.connectors.vllm_layout import layout_of, pages_of, require_supported, states_of, tokens_per_block
+from kvtier.connectors.vllm_layout import layout_of, require_supported, states_of, tokens_per_block
 from kvtier.connectors.vllm_stats import KvtierMetrics, KvtierStats, NewCounts
 from kvtier.engine import Adapters, CopyResult, EngineOptions, KeyChain, Layout, Mover, Planner, Work
 from kvtier.engine.log import below
@@ -190,14 +190,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = Adapters(_log)
         self._counts = NewCounts()
         with self._starting(told=role is KVConnectorRole.SCHEDULER):  # the workers have the same settings
-            published, scheduler = vllm_config.kv_events_config, vllm_config.scheduler_config
+            published = vllm_config.kv_events_config
             told = published is not None and published.enable_kv_cache_events
             options = EngineOptions.of(self._settings, events=told)
             require_supported(vllm_config, kv_cache_config)
             # A step planned ahead would compute on pages whose load failed in this step. Of a prefix that is loaded
             # whole, vLLM can take back only requests that wait for their load. A step also moves its states before
             # its synchronous loads begin.
-            waits = scheduler.async_scheduling or self._whole
+            waits = vllm_config.max_concurrent_batches > 1 or self._whole
             self._options = replace(options, async_blocks=0) if waits else options
             self._tokens = tokens_per_block(kv_cache_config)
             self._hashes_per_block = self._tokens // (kv_cache_config.hash_block_size or self._tokens)
@@ -232,10 +232,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._options is None:
             return
         with self._starting():
-            pages = pages_of(self._kv_cache_config, kv_caches)
             version = self._options.weights_version
-            layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, pages, version)
-            self._mover = Mover(layout, self._options, pages, rank=get_tensor_model_parallel_rank())
+            layout, pages = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, version)
+            rank = get_pp_group().rank_in_group * layout.ranks_per_stage + get_tensor_model_parallel_rank()
+            self._mover = Mover(layout, self._options, pages, rank=rank)
             self._layout = layout
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -292,10 +292,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's half. Nothing in it waits.
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        if self._options is None:
-            return
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         layouts = [handshake.layout for handshake in metadata.values() if isinstance(handshake, Handshake)]
+        if self._options is None or len(layouts) < self._vllm_config.parallel_config.world_size:
+            return  # a rank without its pages has logged the reason
         assert all(layout == layouts[0] for layout in layouts), "the ranks of an engine have equal pages"
         with self._starting():
             self._planner = Planner.open(layouts[0], self._options, self._events.note)

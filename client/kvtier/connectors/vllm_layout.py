@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -40,9 +41,9 @@ _MLA: Final = (MLAAttentionSpec, SlidingWindowMLASpec)
 def require_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
     """Raises :class:`InvalidArgument` for a setting of the engine that kvtier's connector cannot serve."""
     parallel, algorithm = config.parallel_config, config.cache_config.prefix_caching_hash_algo
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
-            raise InvalidArgument(name, size, "1: kvtier stores a block once all ranks have their heads of all layers")
+            raise InvalidArgument(name, size, "1: kvtier stores blocks whose ranks have all tokens")
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         limit = "sha256 or sha256_cbor, or PYTHONHASHSEED set: each process hashes with a random seed of its own"
         raise InvalidArgument("prefix_caching_hash_algo", algorithm, limit)
@@ -85,22 +86,25 @@ def tokens_per_block(kv: KVCacheConfig) -> int:
 
 
 def pages_of(kv: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> list[GroupPages]:
-    """Returns the pages of each group in the tensors of its layers: one plane if a page is contiguous."""
+    """Returns the pages of each group in the tensors of its layers. A stage of a pipeline has its layers only."""
     return [_pages(number, group, kv.num_blocks, caches) for number, group in enumerate(kv.kv_cache_groups)]
 
 
 def layout_of(
-    config: VllmConfig,
-    kv: KVCacheConfig,
-    caches: Mapping[str, torch.Tensor],
-    pages: Sequence[GroupPages],
-    weights_version: str | None = None,
-) -> Layout:
-    """Returns the layout. Every rank of this engine, and every engine with the same bytes, computes the same layout."""
+    config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.Tensor], weights_version: str | None
+) -> tuple[Layout, list[GroupPages]]:
+    """Returns the layout and this rank's pages. Every engine with the same bytes has the same layout.
+
+    All ranks call this function at the same time: stages of a pipeline tell each other their layers.
+    """
+    pages = pages_of(kv, caches)
     groups = tuple(_page_group(group, some) for group, some in zip(kv.kv_cache_groups, pages, strict=True))
     ranks, weights = config.parallel_config.tensor_parallel_size, _weights(config, weights_version)
     identity = _identity(config, kv, caches) | {"weights": weights.digest}
-    return Layout(weights.name, tokens_per_block(kv), groups, ranks, identity, weights.told, kv.kv_tp_replicas)
+    mine = Layout(weights.name, tokens_per_block(kv), groups, ranks, identity, weights.told, kv.kv_tp_replicas)
+    stages = [mine] * config.parallel_config.pipeline_parallel_size
+    torch.distributed.all_gather_object(stages, mine, group=get_pp_group().cpu_group)
+    return Layout.of_stages(stages), pages
 
 
 def _page_group(group: KVCacheGroupSpec, pages: GroupPages) -> PageGroup:
@@ -115,18 +119,14 @@ def _page_group(group: KVCacheGroupSpec, pages: GroupPages) -> PageGroup:
 
 def _weights(config: VllmConfig, version: str | None) -> Weights:
     """Returns the weights. The first rank looks at them for all ranks, which may be on other hosts."""
-    group, found = None, None
-    if config.parallel_config.tensor_parallel_size > 1:
-        from vllm.distributed import get_tp_group
-
-        group = get_tp_group()
-    if group is None or group.is_first_rank:
+    stages, ranks, found = get_pp_group(), get_tp_group(), None
+    if stages.is_first_rank and ranks.is_first_rank:
         model = config.model_config
         other = getattr(model, "hf_config_path", None)
         commit = None if other else getattr(model.hf_config, "_commit_hash", None)
         found = weights_of(model.model, model.revision, commit=commit, version=version)
         found.log(_log)
-    shared = found if group is None else group.broadcast_object(found)
+    shared = ranks.broadcast_object(stages.broadcast_object(found))
     assert isinstance(shared, Weights)
     return shared
 
@@ -145,11 +145,11 @@ def _identity(config: VllmConfig, kv: KVCacheConfig, caches: Mapping[str, torch.
         "hash": f"{cache.prefix_caching_hash_algo} {os.environ.get('PYTHONHASHSEED', 'default')}",
     }
     for number, group in enumerate(kv.kv_cache_groups):
-        page = caches[group.layer_names[0]]
         states = sorted({_described(spec) for spec in _specs(group).values() if isinstance(spec, MambaSpec)})
         if states:
             identity[f"state{number}"] = hashlib.sha256(" ".join(states).encode()).hexdigest()
-        identity[f"page{number}"] = f"{page.dtype} {tuple(page.shape[1:])} {page.stride()[1:]}"
+        for page in [caches[layer] for layer in group.layer_names[:1]]:
+            identity[f"page{number}"] = f"{page.dtype} {tuple(page.shape[1:])} {page.stride()[1:]}"
     return identity
 
 
@@ -160,8 +160,10 @@ def _pages(number: int, group: KVCacheGroupSpec, blocks: int, caches: Mapping[st
         if isinstance(spec, MambaSpec):  # bytes [blocks, 1, 1, 1, page]: the states of a layer, then padding
             tensors[layer] = tensors[layer][..., : spec.state_content_size_bytes]
     rows = page_rows(tensors)
-    outermost = joined(list(rows.values()))
-    return GroupPages.block_outermost(number, outermost) if outermost is not None else GroupPages(number, rows)
+    whole = joined(list(rows.values())) if rows else None
+    if whole is not None:  # the planes have the order of the memory
+        rows = dict(sorted(rows.items(), key=lambda row: row[1].data_ptr()))
+    return GroupPages(number, rows, whole)
 
 
 def _described(spec: MambaSpec) -> str:
@@ -171,7 +173,8 @@ def _described(spec: MambaSpec) -> str:
 
 def _specs(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:
     spec = group.kv_cache_spec
-    return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+    specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return {layer: specs.get(layer, spec) for layer in group.layer_names}
 
 
 def _first(spec: KVCacheSpec) -> KVCacheSpec:

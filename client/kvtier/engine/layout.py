@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -55,6 +56,8 @@ class Layout:
 
     A cache has the planes of all ranks: one pool for the replicated planes, then one pool per ``replicas`` ranks:
     that number of consecutive ranks has the same bytes in the other planes. All ranks commit a block at once.
+    ``stages``: the ranks are divided, in order, into this number of pipeline stages. Each stage has the planes of its
+    layers, and the cache is the same for any number of stages.
     ``identity``: all other properties that decide the meaning of the bytes: weights, attention backend, engine.
     ``weights``: for the log, the source of the weights' digest.
     """
@@ -66,6 +69,24 @@ class Layout:
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
     weights: str = field(default="", compare=False)
     replicas: int = 1
+    stages: int = 1
+
+    @staticmethod
+    def of_stages(stages: Sequence[Layout]) -> Layout:
+        """Returns the layout of an engine whose pipeline stages have these layouts."""
+        groups = tuple(
+            replace(parts[0], planes=tuple(plane for part in parts for plane in part.planes))
+            for parts in zip(*(stage.groups for stage in stages), strict=True)
+        )
+        identity: dict[str, str] = {}
+        for name, value in sorted({item for stage in stages for item in stage.identity.items()}):
+            identity[name] = f"{identity[name]} {value}" if name in identity else value
+        ranks, replicas = sum(stage.ranks for stage in stages), math.gcd(*(stage.replicas for stage in stages))
+        return replace(stages[0], groups=groups, ranks=ranks, identity=identity, replicas=replicas, stages=len(stages))
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.ranks // self.stages
 
     @cached_property
     def spec(self) -> CacheSpec:
@@ -94,7 +115,7 @@ class Layout:
         same, own = group.nbytes(replicated=True), group.nbytes(replicated=False)
         return (
             *[PoolSpec.opaque(same)] * (same > 0),
-            *[PoolSpec.opaque(own)] * (self.ranks // self.replicas if own else 0),
+            *[PoolSpec.opaque(own)] * (self.ranks_per_stage // self.replicas if own else 0),
         )
 
 
@@ -106,31 +127,25 @@ def cache_name(spec: CacheSpec, prefix: str | None) -> str:
 class GroupPages:
     """A worker's own memory for one group: an array per plane, whose first axis is the page."""
 
-    def __init__(self, group: int, planes: Mapping[str, Array]) -> None:
-        """``planes``: arrays ``[pages, ...]`` of any dtype, on the CPU or a GPU; each page is contiguous."""
+    def __init__(self, group: int, planes: Mapping[str, Array], whole: Array | None = None) -> None:
+        """``planes``: arrays ``[pages, ...]`` of any dtype, on the CPU or a GPU; each page is contiguous.
+
+        ``whole``: the same memory as one array, if each page is contiguous over all planes.
+        """
         self.group: Final = group
         self.planes: Final = dict(planes)
+        self.whole: Final = whole
 
-    @classmethod
-    def block_outermost(cls, group: int, tensor: Array) -> Self:
-        """Returns pages with one plane, ``all``: each page is contiguous over all layers."""
-        return cls(group, {"all": tensor})
-
-    @property
-    def shape(self) -> tuple[PlaneLayout, ...]:
-        """The planes in the form of a layout, all not replicated."""
-        return tuple(
-            PlaneLayout(name, _page_bytes(array), dtype=str(array.dtype)) for name, array in self.planes.items()
-        )
-
-    def of(self, layout: Layout, rank: int) -> tuple[Planes, Planes | None]:
+    def of(self, layout: Layout, rank: int) -> tuple[Planes | None, Planes | None]:
         """Returns the planes that a rank loads, and the planes that it saves. The first rank with the same bytes saves.
+        A stage may have no layers of the group.
 
         Raises :class:`InvalidArgument` if the arrays do not fit the layout.
         """
-        group = layout.groups[self.group]
-        expected = {plane.name: plane.nbytes for plane in group.planes}
-        found = {name: _page_bytes(array) for name, array in self.planes.items()}
+        group, rank = layout.groups[self.group], rank % layout.ranks_per_stage
+        here = [plane for plane in group.planes if layout.stages == 1 or plane.name in self.planes]
+        expected = {plane.name: plane.nbytes for plane in here}
+        found = {name: int(array[0].nbytes) for name, array in self.planes.items()}
         if found != expected:
             wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
             shown = ", ".join(f"{name}: {found.get(name, 'none')}" for name in wrong[:3])
@@ -139,13 +154,12 @@ class GroupPages:
         start = {True: 0, False: same + shard * group.nbytes(replicated=False)}
         parts = []
         for plane in group.planes:
-            parts.append((start[plane.replicated], self.planes[plane.name], plane.replicated))
+            if plane.name in self.planes:
+                parts.append((start[plane.replicated], self.planes[plane.name], plane.replicated))
             start[plane.replicated] += plane.nbytes
+        if self.whole is not None:
+            parts = [(parts[0][0], self.whole, parts[0][2])]
         nbytes = layout.spec.block_bytes(self.group)
-        loads = Planes([(offset, array) for offset, array, _ in parts], nbytes)
+        loads = [(offset, array) for offset, array, _ in parts]
         own = [(offset, array) for offset, array, shared in parts if (rank if shared else copy) == 0]
-        return loads, Planes(own, nbytes) if own else None
-
-
-def _page_bytes(array: Array) -> int:
-    return int(array[0].nbytes)
+        return Planes(loads, nbytes) if loads else None, Planes(own, nbytes) if own else None

@@ -72,8 +72,8 @@ class Mover:
         self.rank: Final = rank
         self.complaints: Final = Complaints(_log)
         by_group = {each.group: each.of(layout, rank) for each in pages}
-        self._into: Final[list[Planes]] = [by_group[group][0] for group in range(len(layout.groups))]
-        self._out_of: Final[list[Planes | None]] = [by_group[group][1] for group in range(len(layout.groups))]
+        self._into: Final = {group: planes for group, (planes, _) in by_group.items() if planes is not None}
+        self._out_of: Final = {group: planes for group, (_, planes) in by_group.items() if planes is not None}
         self._name: Final = layout.cache(options.cache)
         self._client: Client | None = None
         self._cache: SyncCache | None = None
@@ -108,8 +108,9 @@ class Mover:
             self.flush(work.flush)
         self._to_save, self._synchronous = work.saves, []
         for load in work.loads:
+            into = {group: planes for group, planes in self._into.items() if group in load.pages}
             try:
-                rows = {group: self._rows(self._into[group], pages, stream) for group, pages in load.pages.items()}
+                rows = {group: self._rows(planes, load.pages[group], stream) for group, planes in into.items()}
             except DeviceError as error:
                 self.complaints.add("a load could not begin", error)
                 rows = {}
@@ -130,9 +131,9 @@ class Mover:
             placed = [(group, each) for group, places in save.places.items() for each in places]
             try:
                 rows = [
-                    (group, each, self._rows(planes, each.pages, stream))
+                    (group, each, self._rows(self._out_of[group], each.pages, stream))
                     for group, each in placed
-                    if (planes := self._out_of[group]) is not None
+                    if group in self._out_of
                 ]
             except DeviceError as error:
                 self.complaints.add("a save could not begin", error)
@@ -232,8 +233,8 @@ class Mover:
     def _load(self, load: Load, rows: Mapping[int, Rows], copying: _Copying) -> None:
         started, nbytes = time.perf_counter(), 0
         failed: dict[int, frozenset[int]] = {}
-        for group, keys in load.keys.items():
-            arrived = self._arrived(group, keys, rows[group]) if rows else 0
+        for group in load.keys.keys() & self._into.keys():
+            arrived = self._arrived(group, load.keys[group], rows[group]) if rows else 0
             nbytes += arrived * self._into[group].nbytes
             if arrived < len(load.pages[group]):
                 failed[group] = frozenset(load.pages[group][arrived:])
