@@ -209,8 +209,9 @@ def report(world: World, choose: Chooser) -> None:
 
 
 def tick(world: World, choose: Chooser) -> None:
-    world.now += choose.pick((1, 10**9, 10**10))
-    world.tick()
+    world.wait(choose.pick((1, 10**9, 10**10)))
+    if choose.chance(50):
+        world.tick()
     world.note_uses()
 
 

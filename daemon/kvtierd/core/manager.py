@@ -457,9 +457,8 @@ class BlockManager:
         return self._take(now)
 
     def tick(self, now: int) -> Outcome:
-        """Applies the passage of time: retentions expire, and failed deletions and failing edges are tried again."""
+        """Applies the passage of time: like any call, ends due retentions; tries failed deletions and edges again."""
         for window in self.windows.values():
-            window.state.expire(now)
             window.state.retire_again(now)
         self._pump_all(now)
         return self._take(now)
@@ -521,6 +520,7 @@ class BlockManager:
             self._pump_all(now)
         else:
             self._served = (*self._served, window)
+            window.state.expire(now)
             window.pump(now)
 
     def _pump_all(self, now: int) -> None:
@@ -529,6 +529,8 @@ class BlockManager:
         if acquires.tickets:
             acquires.refresh(now)
         self._served = tuple(self.windows.values())
+        for window in self._served:
+            window.state.expire(now)
         while True:
             for window in self.windows.values():
                 window.pump(now)

@@ -16,13 +16,14 @@ The rules follow TensorRT-LLM where it has one:
   takes over they survive too, and a record is updated at once. A block whose clock was stopped then starts it when it
   is found at start.
 
-Deadlines are kept to the caller's tick, not to the nanosecond.
+A call that may evict first ends the retentions whose deadline has passed, so none of them protects a block. If no call
+comes, the caller's tick ends them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import Final
 
@@ -97,14 +98,13 @@ class Clocks:
                 self._run(block, now + duration_ms * _NS_PER_MS)
         self._started.clear()
 
-    def take_due(self, now: int) -> Block | None:
-        """Takes the next block whose deadline has passed. Its clock stops and its duration is forgotten."""
-        block = self._first(now)
-        if block is not None:
+    def due(self, now: int) -> Iterator[Block]:
+        """Takes each block whose deadline has passed. Its clock stops and its duration is forgotten."""
+        while (block := self._first(now)) is not None:
             self.stop(block)
             block.retain(block.traits.priority, 0, 0)
             self._note(block)
-        return block
+            yield block
 
     def take_changed(self) -> list[Block]:
         """Takes the blocks whose retention has changed in this call. Call this after :meth:`stamp`."""
