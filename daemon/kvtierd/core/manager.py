@@ -127,25 +127,28 @@ class BlockManager:
     ) -> PrefixMatch:
         """The longest prefix of a chain that ``groups`` (none = all) can serve together.
 
-        ``tokens`` follow the keys: of one full group, where the prefix is the whole chain, the match names the block
-        that begins with the longest run of them.
+        ``tokens`` follow the keys: where the prefix is the whole chain, the match names the block that begins with the
+        longest run of them. The groups are full, at least one of them, and sliding.
         """
         states = [self._window(group).state for group in groups or self.windows]
         length, spans = lookup.spans(states, keys)
         whole = tokens and length == len(keys)
-        partial = lookup.partial(states[0], keys[-1] if keys else None, tokens, scope) if whole else None
+        partial = lookup.partial(states, keys[-1] if keys else None, tokens, scope) if whole else None
         return PrefixMatch(length, spans, partial)
 
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[BlockSlots]:
         return lookup.locate(self._window(group).state, keys)
 
     def checksum(self, group: GroupId, key: Key) -> bytes:
-        """Checksum of a block's bytes at commit; empty if none was given."""
-        return lookup.checksum(self._window(group).state, key)
+        """Checksum of a block's bytes at commit; empty if none was given or the block is not indexed."""
+        block = self._window(group).state.index.get(key)
+        label = None if block is None else block.traits.label
+        return b"" if label is None else label.checksum
 
     def attributes(self, group: GroupId, key: Key) -> tuple[Key | None, Traits] | None:
         """A block's parent and traits; None if the block is not indexed."""
-        return lookup.attributes(self._window(group).state, key)
+        block = self._window(group).state.index.get(key)
+        return None if block is None else (block.parent_key, block.traits)
 
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
