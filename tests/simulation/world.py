@@ -101,7 +101,6 @@ class World:
             found = adopted.recovered[site.group]
             for record in found:
                 site.retentions.recover(record.key, record.traits, self.now)
-            site.retentions.may_expire(self.now)
             whole = {one.key for one in on_disk[site.group] if one.traits.label != hash_of(one.key)}
             site.mirror.short = {one.key for one in found} - whole
             self.seen["recovered"] += len(found)
@@ -505,8 +504,7 @@ class World:
     def wait(self, nanoseconds: int) -> None:
         """Lets time pass. Any later call of the core may end a due retention."""
         self.now += nanoseconds
-        for site in self.sites.values():
-            site.retentions.may_expire(self.now)
+        self.verify()
 
     def tick(self) -> None:
         """Ticks the core until all due retentions have ended."""
@@ -833,6 +831,8 @@ class World:
         for site in self.sites.values():
             site.verify(self.core, self.now, lossy=self.lossy)
         self._note_holds()
+        for site in self.sites.values():
+            site.retentions.may_expire(self.now)
         self.clients.verify(self.core.lease_records())
 
     def _note_holds(self) -> None:

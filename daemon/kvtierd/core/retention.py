@@ -100,11 +100,13 @@ class Clocks:
 
     def due(self, now: int) -> Iterator[Block]:
         """Takes each block whose deadline has passed. Its clock stops and its duration is forgotten."""
-        while (block := self._first(now)) is not None:
-            self.stop(block)
-            block.retain(block.traits.priority, 0, 0)
-            self._note(block)
-            yield block
+        while self._heap and self._heap[0][0] <= now:
+            deadline, _, _, block = heapq.heappop(self._heap)
+            if block.traits.deadline_ns == deadline:
+                self.stop(block)
+                block.retain(block.traits.priority, 0, 0)
+                self._note(block)
+                yield block
 
     def take_changed(self) -> list[Block]:
         """Takes the blocks whose retention has changed in this call. Call this after :meth:`stamp`."""
@@ -145,14 +147,6 @@ class Clocks:
         if len(self._heap) > 4 * self._running + 64:
             self._heap = [entry for entry in self._heap if entry[3].traits.deadline_ns == entry[0]]
             heapq.heapify(self._heap)
-
-    def _first(self, now: int) -> Block | None:
-        while self._heap and self._heap[0][0] <= now:
-            deadline, _, _, block = self._heap[0]
-            if block.traits.deadline_ns == deadline:
-                return block
-            heapq.heappop(self._heap)
-        return None
 
 
 def pairs(priorities: Sequence[int], durations_ms: Sequence[int]) -> list[tuple[int, int]]:
