@@ -136,9 +136,9 @@ class MatchResponse(google.protobuf.message.Message):
     """length of the prefix"""
     partial_key: builtins.bytes
     """Where all keys match: the block under the last of them, or the root, that begins with the longest run of the request's
-    tokens, among the newest 1,024 that all groups have. Blocks with extra ids or multimodal items are passed over. No
-    key: there is none. The window at an end inside the block may begin in the window of the keys: acquire the block as a
-    chain of its own, beside the keys.
+    tokens, among the newest 1,024 there; every group has it. Blocks with extra ids or multimodal items are passed over.
+    No key: there is none. A window that ends inside the block may begin one block earlier than the window at the block's
+    end: acquire the block as a chain of its own, beside the keys.
     """
     partial_tokens: builtins.int
     """how many tokens of that block are the request's; the others, if it has any, are not"""
