@@ -210,8 +210,7 @@ def report(world: World, choose: Chooser) -> None:
 
 def tick(world: World, choose: Chooser) -> None:
     world.wait(choose.pick((1, 10**9, 10**10)))
-    if choose.chance(50):
-        world.tick()
+    world.tick()
     world.note_uses()
 
 
