@@ -110,6 +110,37 @@ class PrefixVerbs:
         )
         return wire.Match(reply.blocks, tuple(spans), wire.cursor_from_wire(reply.as_of_event), reply.remote_blocks)
 
+    async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> wire.TokenMatch:
+        """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
+        that it shares with a stored full or partial block. No side effect.
+
+        The next block is searched, by a call, only in a cache with the option ``keep_tokens``, and only while the
+        daemon answers: in full-attention groups, and in sliding windows beside them. Blocks with extra ids or items, or
+        of another scope, do not count.
+        """
+        spec, keys = self._binder.spec, prompt.keys
+        if prompt.partial_tokens and any(spec.groups[group].window_tokens > 1 for group in self.groups):
+            keys = keys[:-KEY_BYTES]  # the window at the end of a partial block may begin a block earlier
+        found = await self.match(keys, timeout=timeout)
+        keys, tokens = keys[: found.blocks * KEY_BYTES], prompt.tokens(found.blocks)
+        partial = tokens % spec.tokens_per_block
+        kept = self._binder.binding.info.options.keep_tokens and self._binder.session.reachable
+        following = prompt.following(found.blocks)
+        if following and kept and not partial and spec.splits(self.groups):
+            scope = prompt.scope
+            request = blocks_pb2.MatchRequest(
+                groups=self.groups,
+                keys=keys[-KEY_BYTES:],
+                tokens=following,
+                lora_id=scope.lora_id,
+                cache_salt=scope.salt,
+            )
+            reply = await self._call_match(request, timeout)
+            partial, keys = reply.partial_tokens, keys + reply.partial_key
+            tokens += partial
+        whole = len(keys) - KEY_BYTES * (partial > 0)
+        return wire.TokenMatch(tokens, keys[:whole], partial, keys[whole:])
+
     async def _ask_match(
         self, packed: bytes, timeout: float | None, *, remote: bool = False
     ) -> blocks_pb2.MatchResponse:
@@ -154,35 +185,6 @@ class GroupVerbs(PrefixVerbs):
         reply = await self._ask_locate(b"".join(once), timeout)
         residency = dict(zip(once, reply.residency, strict=True))
         return bytes(residency[key] for key in each)
-
-    async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> wire.TokenMatch:
-        """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
-        that it shares with a stored full or partial block. No side effect.
-
-        The next block is searched, by a call, only in a full-attention group of a cache with the option
-        ``keep_tokens``, and only while the daemon answers. Blocks with extra ids or items, or of another scope, do not
-        count.
-        """
-        found = await self.match(prompt.keys, timeout=timeout)
-        tokens, keys, residency = prompt.tokens(found.blocks), prompt.keys[: found.blocks * KEY_BYTES], found.residency
-        partial, group = tokens % self._binder.spec.tokens_per_block, self._binder.spec.groups[self.group]
-        kept = self._binder.binding.info.options.keep_tokens and self._binder.session.reachable
-        following = prompt.following(found.blocks)
-        if following and kept and not (partial or group.window_tokens or group.flat):
-            scope = prompt.scope
-            request = blocks_pb2.MatchRequest(
-                groups=self.groups,
-                keys=keys[-KEY_BYTES:],
-                tokens=following,
-                lora_id=scope.lora_id,
-                cache_salt=scope.salt,
-            )
-            reply = await self._call_match(request, timeout)
-            if reply.partial_key:
-                partial, keys = reply.partial_tokens, keys + reply.partial_key
-                residency += bytes([reply.partial_residency])
-                tokens += partial
-        return wire.TokenMatch(tokens, len(keys) // KEY_BYTES - (partial > 0), partial, keys, residency)
 
     async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> wire.Locations:
         """Tier, slot and generation of each key. No side effect."""

@@ -88,18 +88,17 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class TokenMatch:
-    """A stored prefix of ``tokens`` tokens in the blocks of ``keys``, a chain to acquire or get.
+    """A stored prefix of ``tokens`` tokens: all tokens of the blocks of ``keys``, and the first ``partial_tokens`` of
+    the block ``partial_key``, whose other tokens, if any, belong to another prompt; 0 and empty: no partial block.
 
-    All tokens of the first ``blocks`` blocks count, and the first ``partial_tokens`` tokens of a last block after
-    these; 0: no partial block. Its other tokens, if any, belong to another prompt. ``residency``: one byte per
-    key.
+    Acquire or get ``partial_key`` as a chain of its own: a chain that ends in it may hold a block too few of a sliding
+    window.
     """
 
     tokens: int
-    blocks: int
-    partial_tokens: int
     keys: bytes
-    residency: bytes
+    partial_tokens: int = 0
+    partial_key: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from kvtier import BlockResult, InvalidArgument, LeaseError, Tier, TierFull, TooShort
+from kvtier import BlockResult, CacheOptions, InvalidArgument, LeaseError, Tier, TierFull, TokenMatch, TooShort
 from kvtier.abi.words import TIERS
+from kvtier.wire import split_keys
 from tests.integration.blocks import chain
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
@@ -83,6 +84,36 @@ async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache):
     assert [(await cache.in_group(group).match(KEYS[:4])).blocks for group in groups_of(VSWA)] == [2, 4, 4]
     await cache.in_group(2).drop(KEYS[1:2])
     assert (await cache.across.match(KEYS[:4])).blocks == 1
+
+
+IDS = [*range(12 * 16)]
+
+
+@pytest.mark.parametrize("stored", [192, 181], ids=["of a full block", "of a partial block"])
+async def test_a_prefix_may_end_inside_a_block(client, stored):
+    options = CacheOptions(keep_tokens=True)
+    cache = await client.open_cache("parts", VSWA, budgets=by_hand(VSWA, device=32, host=32), options=options)
+    prompt = cache.prompt(IDS[:stored], partial=True)
+    keys, packed = split_keys(prompt.keys), prompt.keys[: 11 * 32]
+    last = {group: content(VSWA, group, keys[-count:]) for group, count in enumerate((5, 12, 8))}
+    await cache.across.put(keys, last, prompt=prompt)
+    asked = cache.prompt([*IDS[:181], 7, 7, 7])
+    found = await cache.across.match_tokens(asked)
+    assert found == TokenMatch(181, packed, 5, keys[11])
+    assert found == await cache.across.match_tokens(cache.prompt(IDS[:181], partial=True))
+    async with cache.across.acquire_many([found.keys, found.partial_key], Tier.DEVICE) as leases:
+        for group in groups_of(VSWA):
+            held = {key for lease in leases for key in lease.groups[group].keys}
+            window = VSWA.groups[group].window_tokens or 181
+            assert held >= {keys[token // 16] for token in range(181 - window, 181)}
+    for group, got in (await cache.across.get(found.partial_key)).items():
+        assert_content(VSWA, group, keys[11:], got)
+    await cache.in_group(0).drop(keys[7:8])  # tokens 112 to 127; the window at token 181 begins at token 117
+    assert (await cache.across.match(keys)).blocks == 12
+    assert await cache.across.match_tokens(asked) == TokenMatch(0, b"")
+    await cache.in_group(0).put(keys[7:8], content(VSWA, 0, keys[7:8]), parent=keys[6])
+    await cache.in_group(2).drop(keys[11:])
+    assert await cache.across.match_tokens(asked) == TokenMatch(176, packed)
 
 
 async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(client, cache):

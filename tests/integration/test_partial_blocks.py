@@ -14,7 +14,6 @@ from tests.integration.waiting import eventually, patient
 
 WIDTH = SPEC.tokens_per_block
 KEPT = CacheOptions(keep_tokens=True)
-HOST = bytes([Tier.HOST.bit])
 IDS = list(range(1000, 1000 + 3 * WIDTH))
 
 
@@ -45,11 +44,11 @@ async def test_the_longest_run_of_tokens_is_found_and_copied_while_the_block_sta
     await put(cache, [*IDS[: 2 * WIDTH + 3], *[8] * (WIDTH - 3)])
     asked = IDS[: 2 * WIDTH + 5] + [9] * WIDTH
     found = await cache.match_tokens(cache.prompt(asked))
-    assert found == TokenMatch(2 * WIDTH + 5, 2, 5, stored.keys, 3 * HOST)
+    assert found == TokenMatch(2 * WIDTH + 5, stored.keys[:64], 5, stored.keys[64:])
     # The engine copies the block's bytes into a page of its own, computes the other tokens, and stores a block apart.
-    assert_bytes(split_keys(stored.keys), await cache.get(found.keys))
-    async with cache.acquire(found.keys) as lease:
-        assert lease.blocks == 3
+    assert_bytes(split_keys(stored.keys), await cache.get(found.keys + found.partial_key))
+    async with cache.acquire_many([found.keys, found.partial_key]) as leases:
+        assert [lease.blocks for lease in leases] == [2, 1]
     mine = await put(cache, asked)
     assert_bytes(split_keys(stored.keys), await cache.get(stored.keys))
     assert_bytes(split_keys(mine.keys), await cache.get(mine.keys))
@@ -58,12 +57,12 @@ async def test_the_longest_run_of_tokens_is_found_and_copied_while_the_block_sta
 async def test_the_first_block_of_a_prompt_matches_in_part(cache):
     stored = await put(cache, IDS[:WIDTH])
     found = await cache.match_tokens(cache.prompt([*IDS[:4], 1]))
-    assert found == TokenMatch(4, 0, 4, stored.keys, HOST)
+    assert found == TokenMatch(4, b"", 4, stored.keys)
     assert (await cache.match_tokens(cache.prompt(IDS[:1]))).tokens == 1
     await cache.drop(stored.keys)
     assert (await cache.match_tokens(cache.prompt(IDS[:1]))).tokens == 0
     for nothing in ([], [1, 2, 3], list(range(100))):
-        assert await cache.match_tokens(cache.prompt(nothing)) == TokenMatch(0, 0, 0, b"", b"")
+        assert await cache.match_tokens(cache.prompt(nothing)) == TokenMatch(0, b"")
 
 
 ITEM = MultimodalItem(b"i" * 32, WIDTH + 4, 6)
@@ -101,7 +100,7 @@ async def test_a_cache_that_keeps_no_tokens_answers_in_whole_blocks(client, name
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=8))
     await put(cache, IDS[: 2 * WIDTH])
     found = await cache.match_tokens(cache.prompt(IDS[: 2 * WIDTH - 1]))
-    assert found == TokenMatch(WIDTH, 1, 0, cache.prompt(IDS[:WIDTH]).keys, HOST)
+    assert found == TokenMatch(WIDTH, cache.prompt(IDS[:WIDTH]).keys)
     # Its partial blocks are found by their keys.
     swapped = await put(cache, IDS[: 2 * WIDTH + 7])
     assert (await cache.match_tokens(swapped)).tokens == 2 * WIDTH + 7
@@ -118,12 +117,12 @@ async def test_a_sequence_that_was_swapped_out_resumes_without_a_token_lost(star
     await asyncio.to_thread(daemon.start)
     async with await patient(daemon.address) as client:
         cache = await client.open_cache("live", **opening())
-        on_disk = bytes([Tier.DISK.bit])
         found = await cache.match_tokens(prompt_of(cache, IDS[: 2 * WIDTH + 7]))
-        assert found == TokenMatch(2 * WIDTH + 7, 2, 7, sequence.keys, 3 * on_disk)
+        assert found == TokenMatch(2 * WIDTH + 7, sequence.keys[:64], 7, sequence.keys[64:])
+        assert await cache.probe(sequence.keys) == bytes([Tier.DISK.bit] * 3)
         # By its tokens it is found, too: a prompt that goes on in another way.
         assert (await cache.match_tokens(cache.prompt(IDS[: 2 * WIDTH + 4] + [9] * WIDTH))).partial_tokens == 4
-        assert_bytes(split_keys(sequence.keys), await cache.get(found.keys))
+        assert_bytes(split_keys(sequence.keys), await cache.get(sequence.keys))
         # It goes on, and is swapped out once more.
         grown = await put(cache, [*IDS, 5, 6])
         assert (await cache.match_tokens(grown)).tokens == 3 * WIDTH + 2
@@ -147,18 +146,6 @@ async def test_a_partial_block_that_has_grown_is_the_first_to_go(cache):
     assert (ranks[first], ranks[beside], ranks[second]) == (0, 35, 0)
     assert [ranks[key] for key in split_keys(whole.keys)] == [35, 35]
     assert_bytes(split_keys(shorter.keys), await cache.get(shorter.keys))
-
-
-async def test_room_is_made_of_it_before_anything_else(client, name):
-    cache = await client.open_cache(name, **opening())
-    partial, whole = await put(cache, IDS[: WIDTH + 3]), await put(cache, IDS)
-    kept = await put(cache, [1, 2, 3])
-    async with cache.reserve(cache.slots(Tier.HOST) - 4):
-        assert await cache.prefix_length(partial.keys) == 1
-        assert await cache.prefix_length(whole.keys) == 3
-        assert await cache.prefix_length(kept.keys) == 1
-    left = {row.key async for row in cache.blocks()}
-    assert left == {*split_keys(whole.keys), *split_keys(kept.keys)}, "it is on no tier"
 
 
 async def test_a_partial_block_of_another_scope_has_not_grown(cache):

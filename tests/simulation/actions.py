@@ -209,7 +209,7 @@ def report(world: World, choose: Chooser) -> None:
 
 
 def tick(world: World, choose: Chooser) -> None:
-    world.now += choose.pick((1, 10**9, 10**10))
+    world.wait(choose.pick((1, 10**9, 10**10)))
     world.tick()
     world.note_uses()
 

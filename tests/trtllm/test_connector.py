@@ -385,7 +385,7 @@ async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
 
 
 @pytest.mark.parametrize(
-    ("options", "cache", "said"),
+    ("options", "settings", "said"),
     [
         ("{", {}, trtllm.OPTIONS),
         ('{"adress": "/run/kvtier"}', {}, "adress"),
@@ -394,12 +394,15 @@ async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
         ('{"on_error": "fail"}', {"enable_block_reuse": False}, "enable_block_reuse = False: must be true"),
         ('{"on_error": "fail"}', {"host_cache_size": 1 << 30}, "host_cache_size = 1073741824: must be 0"),
         ('{"on_error": "fail"}', {"disk_cache_size": 1 << 30}, "disk_cache_size"),
+        ('{"on_error": "fail"}', {"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: must be 1"),
+        ('{"on_error": "fail"}', {"context_parallel_size": 2}, "context_parallel_size = 2: must be 1"),
+        ('{"on_error": "fail"}', {"max_beam_width": 4}, "max_beam_width = 4: must be 1"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, cache, said):
+def test_what_cannot_be_is_refused_in_one_line(monkeypatch, options, settings, said):
     monkeypatch.setenv(trtllm.OPTIONS, options)
     with standing_in(Ranks(1)), pytest.raises(InvalidArgument, match=said) as refused:
-        worker = trtllm.KvtierWorker(llm_args(V1, **cache))
+        worker = trtllm.KvtierWorker(SimpleNamespace(**vars(llm_args(V1, **settings)), **settings))
         worker.register_kv_caches(None)
     assert "\n" not in str(refused.value)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
@@ -233,6 +233,11 @@ class CacheSpec:
         """Returns the window and the sinks of a group, in blocks."""
         shape = self.groups[group]
         return Attention.of(self.tokens_per_block, shape.window_tokens, shape.sink_tokens, flat=shape.flat)
+
+    def splits(self, groups: Iterable[int]) -> bool:
+        """Whether a sequence may end inside a block of these groups: one of full attention, none flat or of states."""
+        windows = {-1 if self.groups[group].flat else self.groups[group].window_tokens for group in groups}
+        return 0 in windows and windows.isdisjoint((-1, 1))
 
     def record_bytes(self, group: int) -> int:
         """Slot stride on host and disk: the parts, each padded to ``PAGE``, one after another."""

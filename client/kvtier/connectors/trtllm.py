@@ -449,6 +449,9 @@ def _fault(args: Any) -> InvalidArgument | None:
     for name in ("host_cache_size", "disk_cache_size"):
         if size := getattr(config, name, None):
             return InvalidArgument(f"kv_cache_config.{name}", size, "0, because kvtier has the tiers beyond the GPU")
+    for name in ("pipeline_parallel_size", "context_parallel_size", "max_beam_width"):
+        if (size := getattr(args, name, None) or 1) > 1:
+            return InvalidArgument(name, size, "1")
     return None
 
 

@@ -230,6 +230,7 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
     spec = Fact[CacheSpec]()
     tiers = Fact[tuple[Tier, ...]]()
     lease_tier = answers(ChainVerbs.lease_tier)
+    match_tokens = waits(PrefixVerbs.match_tokens)
 
     def __init__(self, thread: LoopThread, inner: V, lease: type[H]) -> None:
         super().__init__(thread, inner)
@@ -315,7 +316,6 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
     slots = answers(cache.Cache.slots)
     prompt = answers(cache.Cache.prompt)
 
-    match_tokens = waits(cache.Cache.match_tokens)
     move = waits(cache.Cache.move)
     drop = waits(cache.Cache.drop)
     set_retention = waits(cache.Cache.set_retention)

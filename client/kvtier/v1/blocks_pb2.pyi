@@ -58,8 +58,8 @@ class MatchRequest(google.protobuf.message.Message):
     keys: builtins.bytes
     """a chain, the root first"""
     tokens: builtins.bytes
-    """Of a full-attention group in a cache that keeps tokens: token ids that follow the keys, u32 little-endian, fewer than
-    a block's. None of them has an extra id or belongs to a multimodal item.
+    """In a cache that keeps tokens, with a full-attention group and without flat groups and states: token ids that follow
+    the keys, u32 little-endian, fewer than a block's. None of them has an extra id or belongs to a multimodal item.
     """
     lora_id: builtins.int
     """with tokens, as in the commit of the blocks"""
@@ -136,11 +136,14 @@ class MatchResponse(google.protobuf.message.Message):
     """length of the prefix"""
     partial_key: builtins.bytes
     """Where all keys match: the block under the last of them, or the root, that begins with the longest run of the request's
-    tokens, among the newest 1,024. Blocks with extra ids or multimodal items are passed over. No key: there is none.
+    tokens, among the newest 1,024 there; every group has it. Blocks with extra ids or multimodal items are passed over.
+    No key: there is none. A window that ends inside the block may begin one block earlier than the window at the block's
+    end: acquire the block as a chain of its own, beside the keys.
     """
     partial_tokens: builtins.int
     """how many tokens of that block are the request's; the others, if it has any, are not"""
     partial_residency: builtins.int
+    """in the first full-attention group"""
     remote_blocks: builtins.int
     """with remote: length of the prefix that an acquire would find, as the store was last known"""
     @property

@@ -7,6 +7,7 @@ event, generations and owners into the recorder, so no caller can forget to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from kvtierd.core.ancestry import Ancestry
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
@@ -486,17 +487,15 @@ class GroupState:
                     self.ledgers[tier].restate(copy.slot, block)
 
     def expire(self, now: int) -> None:
-        """Ends retentions whose deadline has passed, a slice a call; the next tick does the rest."""
+        """Ends retentions whose deadline has passed, a slice a call; later calls do the rest."""
         moved: list[Block] = []
-        for _ in range(self.policy.blocks_a_call):
-            block = self.clocks.take_due(now)
-            if block is None:
-                break
+        for block in islice(self.clocks.due(now), self.policy.blocks_a_call):
             before = block.priority
             self.ancestry.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:
                 moved.append(block)
-        self.touch(moved)
+        if moved:
+            self.touch(moved)
 
     def reuse(self, blocks: Iterable[Block]) -> list[Block]:
         """Marks blocks as used again. Returns the blocks for which this is the second use."""

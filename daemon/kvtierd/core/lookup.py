@@ -12,7 +12,7 @@ from itertools import accumulate, islice
 
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key, Traits
+from kvtierd.core.ids import NO_LABEL, TOKEN_BYTES, Key
 from kvtierd.core.index import Pins
 from kvtierd.core.transfers import BlockSlots, GroupResidency, Listing, ListingRow, PartialMatch
 
@@ -170,35 +170,26 @@ def _longest(state: GroupState, keys: Sequence[Key]) -> tuple[int, Block | None]
     return known, last
 
 
-def partial(state: GroupState, parent_key: Key | None, tokens: bytes, scope: bytes) -> PartialMatch | None:
-    """Finds the block, among a block's children or the roots, that begins with the longest run of these tokens in this
-    scope. Looks at the newest blocks, at most ``Policy.blocks_a_call``."""
-    parent = state.index.get(parent_key) if parent_key is not None else None
+def partial(states: Sequence[GroupState], parent_key: Key | None, tokens: bytes, scope: bytes) -> PartialMatch | None:
+    """Finds the block, among a block's children or the roots, that all groups have and that begins with the longest run
+    of these tokens in this scope. Looks at the newest blocks of the full group, at most ``Policy.blocks_a_call``.
+
+    A sliding group with the prefix before the block and the block itself has the window of every end in the block.
+    """
+    full = next(state for state in states if state.attention.chained)
+    parent = full.index.get(parent_key) if parent_key is not None else None
     best, run = None, 0
-    for child in islice(state.index.children(parent), state.policy.blocks_a_call):
-        if child.hollow:
-            continue
+    for child in islice(full.index.children(parent), full.policy.blocks_a_call):
         label = child.traits.label or NO_LABEL
-        while run < len(tokens) and label.scope == scope and label.tokens.startswith(tokens[: run + TOKEN_BYTES]):
+        if label.scope != scope or not all(_prefix(state, [child.key]) for state in states):
+            continue
+        while run < len(tokens) and label.tokens.startswith(tokens[: run + TOKEN_BYTES]):
             best, run = child, run + TOKEN_BYTES
     return None if best is None else PartialMatch(best.key, run // TOKEN_BYTES, best.residency)
 
 
 def locate(state: GroupState, keys: Sequence[Key]) -> list[BlockSlots]:
     return [_location(state.index.get(key)) for key in keys]
-
-
-def checksum(state: GroupState, key: Key) -> bytes:
-    """Checksum of a block's bytes at commit; empty if none was given or the block is not indexed."""
-    block = state.index.get(key)
-    label = block.traits.label if block is not None else None
-    return label.checksum if label is not None else b""
-
-
-def attributes(state: GroupState, key: Key) -> tuple[Key | None, Traits] | None:
-    """A block's parent and traits; None if the block is not indexed."""
-    block = state.index.get(key)
-    return None if block is None else (block.parent_key, block.traits)
 
 
 def _location(block: Block | None) -> BlockSlots:

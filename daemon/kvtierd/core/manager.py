@@ -127,25 +127,28 @@ class BlockManager:
     ) -> PrefixMatch:
         """The longest prefix of a chain that ``groups`` (none = all) can serve together.
 
-        ``tokens`` follow the keys: of one full group, where the prefix is the whole chain, the match names the block
-        that begins with the longest run of them.
+        ``tokens`` follow the keys: where the prefix is the whole chain, the match names the block that begins with the
+        longest run of them. The groups are full, at least one of them, and sliding.
         """
         states = [self._window(group).state for group in groups or self.windows]
         length, spans = lookup.spans(states, keys)
         whole = tokens and length == len(keys)
-        partial = lookup.partial(states[0], keys[-1] if keys else None, tokens, scope) if whole else None
+        partial = lookup.partial(states, keys[-1] if keys else None, tokens, scope) if whole else None
         return PrefixMatch(length, spans, partial)
 
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[BlockSlots]:
         return lookup.locate(self._window(group).state, keys)
 
     def checksum(self, group: GroupId, key: Key) -> bytes:
-        """Checksum of a block's bytes at commit; empty if none was given."""
-        return lookup.checksum(self._window(group).state, key)
+        """Checksum of a block's bytes at commit; empty if none was given or the block is not indexed."""
+        block = self._window(group).state.index.get(key)
+        label = None if block is None else block.traits.label
+        return b"" if label is None else label.checksum
 
     def attributes(self, group: GroupId, key: Key) -> tuple[Key | None, Traits] | None:
         """A block's parent and traits; None if the block is not indexed."""
-        return lookup.attributes(self._window(group).state, key)
+        block = self._window(group).state.index.get(key)
+        return None if block is None else (block.parent_key, block.traits)
 
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
@@ -457,9 +460,8 @@ class BlockManager:
         return self._take(now)
 
     def tick(self, now: int) -> Outcome:
-        """Applies the passage of time: retentions expire, and failed deletions and failing edges are tried again."""
+        """Applies the passage of time: like any call, ends due retentions; tries failed deletions and edges again."""
         for window in self.windows.values():
-            window.state.expire(now)
             window.state.retire_again(now)
         self._pump_all(now)
         return self._take(now)
@@ -521,6 +523,7 @@ class BlockManager:
             self._pump_all(now)
         else:
             self._served = (*self._served, window)
+            window.state.expire(now)
             window.pump(now)
 
     def _pump_all(self, now: int) -> None:
@@ -529,6 +532,8 @@ class BlockManager:
         if acquires.tickets:
             acquires.refresh(now)
         self._served = tuple(self.windows.values())
+        for window in self._served:
+            window.state.expire(now)
         while True:
             for window in self.windows.values():
                 window.pump(now)

@@ -16,13 +16,14 @@ The rules follow TensorRT-LLM where it has one:
   takes over they survive too, and a record is updated at once. A block whose clock was stopped then starts it when it
   is found at start.
 
-Deadlines are kept to the caller's tick, not to the nanosecond.
+A call that may evict first ends the retentions whose deadline has passed, so none of them protects a block. If no call
+comes, the caller's tick ends them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import Final
 
@@ -97,14 +98,15 @@ class Clocks:
                 self._run(block, now + duration_ms * _NS_PER_MS)
         self._started.clear()
 
-    def take_due(self, now: int) -> Block | None:
-        """Takes the next block whose deadline has passed. Its clock stops and its duration is forgotten."""
-        block = self._first(now)
-        if block is not None:
-            self.stop(block)
-            block.retain(block.traits.priority, 0, 0)
-            self._note(block)
-        return block
+    def due(self, now: int) -> Iterator[Block]:
+        """Takes each block whose deadline has passed. Its clock stops and its duration is forgotten."""
+        while self._heap and self._heap[0][0] <= now:
+            deadline, _, _, block = heapq.heappop(self._heap)
+            if block.traits.deadline_ns == deadline:
+                self.stop(block)
+                block.retain(block.traits.priority, 0, 0)
+                self._note(block)
+                yield block
 
     def take_changed(self) -> list[Block]:
         """Takes the blocks whose retention has changed in this call. Call this after :meth:`stamp`."""
@@ -145,14 +147,6 @@ class Clocks:
         if len(self._heap) > 4 * self._running + 64:
             self._heap = [entry for entry in self._heap if entry[3].traits.deadline_ns == entry[0]]
             heapq.heapify(self._heap)
-
-    def _first(self, now: int) -> Block | None:
-        while self._heap and self._heap[0][0] <= now:
-            deadline, _, _, block = self._heap[0]
-            if block.traits.deadline_ns == deadline:
-                return block
-            heapq.heappop(self._heap)
-        return None
 
 
 def pairs(priorities: Sequence[int], durations_ms: Sequence[int]) -> list[tuple[int, int]]:

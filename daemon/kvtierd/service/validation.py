@@ -175,9 +175,8 @@ def following(cache: ServedCache, groups: Sequence[GroupId], request: blocks_pb2
         return b"", b""
     if not cache.options.keep_tokens:
         raise bad_argument("tokens", "some", f"none: cache {cache.name} keeps no tokens")
-    of = cache.spec.groups[groups[0]]
-    if len(groups) > 1 or of.window_tokens or of.flat:
-        raise bad_argument("tokens", "some", "none, except for one full-attention group")
+    if not cache.spec.splits(groups):
+        raise bad_argument("tokens", "some", "none, except for full-attention groups, with sliding ones or without")
     most = (cache.spec.tokens_per_block - 1) * TOKEN_BYTES
     if len(request.tokens) > most or len(request.tokens) % TOKEN_BYTES:
         raise bad_argument("tokens", f"{len(request.tokens)} bytes", f"{TOKEN_BYTES} bytes a token, at most {most}")

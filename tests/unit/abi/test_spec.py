@@ -95,44 +95,26 @@ def test_padded_is_the_next_multiple(nbytes):
     assert 0 <= padded(nbytes) - nbytes < PAGE
 
 
+def u32(*values):
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def counted(text):
+    return u32(len(text)) + text
+
+
 def test_fingerprint_is_the_documented_encoding():
-    encoded = (
-        b"kvtier.cachespec"
-        + struct.pack("<I", 1)
-        + struct.pack("<I", 10)
-        + b"llama-3-8b"
-        + struct.pack("<I", 8)
-        + b"bfloat16"
-        + struct.pack("<4I", 16, 0, 1, 1)
-        + struct.pack("<2I", 0, 1)
-        + struct.pack("<4I", 32, 8, 128, 2)
-    )
+    encoded = b"kvtier.cachespec" + u32(1) + counted(b"llama-3-8b") + counted(b"bfloat16")
+    encoded += u32(16, 0, 1, 1) + u32(0, 1) + u32(32, 8, 128, 2)
     assert LLAMA.fingerprint() == hashlib.sha256(encoded).digest()
     # Pinned besides: disks out there carry it.
     assert LLAMA.fingerprint().hex() == "b16c9d97f72fe93351cc2ba4535c26cf0a9ab3e5001a3f2fdef8be7285d02352"
 
 
 def test_fingerprint_of_pools_with_their_own_dtype_is_the_documented_encoding():
-    encoded = (
-        b"kvtier.cachespec"
-        + struct.pack("<I", 2)
-        + struct.pack("<I", 1)
-        + b"m"
-        + struct.pack("<I", 5)
-        + b"uint8"
-        + struct.pack("<4I", 16, 0, 1, 2)
-        + struct.pack("<2I", 0, 2)
-        + struct.pack("<4I", 4, 3, 2, 1)
-        + struct.pack("<I", 5)
-        + b"uint8"
-        + struct.pack("<4I", 4, 3, 1, 1)
-        + struct.pack("<I", 7)
-        + b"float32"
-        + struct.pack("<2I", 1024, 1)
-        + struct.pack("<4I", 1, 1, 1, 2)
-        + struct.pack("<I", 5)
-        + b"uint8"
-    )
+    encoded = b"kvtier.cachespec" + u32(2) + counted(b"m") + counted(b"uint8") + u32(16, 0, 1, 2)
+    encoded += u32(0, 2) + u32(4, 3, 2, 1) + counted(b"uint8") + u32(4, 3, 1, 1) + counted(b"float32")
+    encoded += u32(1024, 1) + u32(1, 1, 1, 2) + counted(b"uint8")
     first = WindowGroupSpec(0, (PoolSpec(4, 3, 2, 1), PoolSpec(4, 3, 1, 1, "float32")))
     spec = CacheSpec("m", "uint8", 16, groups=(first, WindowGroupSpec(1024, (PoolSpec(1, 1, 1),))))
     assert spec.fingerprint() == hashlib.sha256(encoded).digest()
@@ -216,18 +198,18 @@ def test_bad_specs_are_refused_by_name(spec, field):
         spec.fingerprint()
 
 
-@pytest.mark.parametrize("change", ["unknown", "missing", "pool", "groups"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.update(colour="blue"),
+        lambda values: values.pop("dtype"),
+        lambda values: values["groups"][0]["pools"][0].update(extra=1),
+        lambda values: values.update(groups={"0": values["groups"][0]}),
+    ],
+)
 def test_from_dict_is_strict(change):
     values = LLAMA.to_dict()
-    match change:
-        case "unknown":
-            values["colour"] = "blue"
-        case "missing":
-            del values["dtype"]
-        case "pool":
-            values["groups"][0]["pools"][0]["extra"] = 1
-        case "groups":
-            values["groups"] = {"0": values["groups"][0]}
+    change(values)
     with pytest.raises(SpecError):
         CacheSpec.from_dict(values)
 
@@ -236,3 +218,12 @@ def test_a_long_value_is_shortened_in_the_message():
     with pytest.raises(SpecError) as refused:
         dataclasses.replace(LLAMA, model="x" * 100_000).validate()
     assert len(str(refused.value)) < 300
+
+
+FULL, SLIDING, STATES, FLAT = WindowGroupSpec(), WindowGroupSpec(64), WindowGroupSpec(1), WindowGroupSpec(flat=True)
+
+
+@pytest.mark.parametrize("beside", [SLIDING, STATES, FLAT])
+def test_a_sequence_ends_inside_a_block_of_full_and_sliding_groups_alone(beside):
+    spec = dataclasses.replace(LLAMA, groups=(FULL, beside))
+    assert [spec.splits(groups) for groups in ([0], [1], [0, 1])] == [True, False, beside is SLIDING]

@@ -12,6 +12,7 @@ from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import DISK, HOST, Bench
 
 A_CALL = 4
+MS = 1_000_000
 
 
 def test_the_clock_starts_at_release() -> None:
@@ -39,15 +40,26 @@ def test_the_last_hold_counts() -> None:
 
 
 @pytest.mark.parametrize("use", [Bench.touch, Bench.tell_read])
-def test_a_use_starts_the_clock_anew(use: Callable[[Bench, str], None]) -> None:
+def test_a_use_before_the_deadline_starts_the_clock_anew(use: Callable[[Bench, str], None]) -> None:
     bench = Bench(device=1)
     bench.put("a", priority=80, duration_ms=1000)
     bench.pass_ms(900)
     use(bench, "a")
     bench.pass_ms(900)
     assert bench.priority("a") == 80
-    bench.pass_ms(100)
+    bench.now += 100 * MS
+    use(bench, "a")
     assert bench.priority("a") == 35
+
+
+@pytest.mark.parametrize(("late_ms", "left"), [(-1, "a"), (0, "b"), (5, "b"), (10, "b"), (11, "b")])
+def test_an_eviction_looks_at_the_clock_without_a_tick(late_ms: int, left: str) -> None:
+    bench = Bench(host=2)
+    bench.put("a", HOST, priority=80, duration_ms=1000)
+    bench.put("b", HOST, priority=50)
+    bench.now += (1000 + late_ms) * MS
+    bench.reserve(HOST, 1)
+    assert bench.stored() == left
 
 
 def test_expiry_is_told_once() -> None:
@@ -159,7 +171,7 @@ def test_a_move_carries_duration_and_deadline() -> None:
     ],
 )
 def test_a_recovered_clock_goes_on(deadline_ms: int, left_ms: int) -> None:
-    retained = {"a": (1000, deadline_ms * 1_000_000)}
+    retained = {"a": (1000, deadline_ms * MS)}
     bench = Bench(disk=2, recovered=[("a", None, 80), ("b", None, 80)], retained=retained)
     bench.pass_ms(left_ms - 1)
     assert bench.priority("a") == 80
