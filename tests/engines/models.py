@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +27,10 @@ _COMMON: Final[Mapping[str, Any]] = {
 _SLOW: Final = -5.0
 
 
-def llama() -> Any:
+def llama(heads: int = 2) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_COMMON, num_hidden_layers=2, num_key_value_heads=2)
+    return LlamaConfig(**_COMMON, num_hidden_layers=2, num_key_value_heads=heads)
 
 
 def medium() -> Any:
@@ -91,6 +92,7 @@ def states() -> Any:
 
 KINDS: Final[Mapping[str, Callable[[], Any]]] = {
     "llama": llama,
+    "single": partial(llama, heads=1),  # a head that each tensor-parallel rank has
     "medium": medium,
     "hybrid": hybrid,
     "mla": mla,

@@ -12,6 +12,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Self
 
 import msgspec
@@ -19,10 +20,11 @@ import pytest
 import zmq
 
 from kvtier import Tier, connect
-from tests.engines.conftest import require
+from tests.engines.conftest import VLLMS, folders, require
 from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, assert_same, environment
 from tests.engines.hosts import STORE, Host, daemon_on, hosts
 from tests.engines.serving import changed, command_of_the_page, free_port, serving
+from tests.engines.test_vllm_events import read_events
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import seaweed
@@ -47,17 +49,33 @@ def prompts(seed: int, count: int = 4, length: int = PROMPT) -> list[list[int]]:
     return [shared + [draw.randrange(3, 512) for _ in range(length - SHARED)] for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def template(engines, tmp_path_factory):
-    template = Template(require(engines, "vllm"), "vllm_runner.py", tmp_path_factory.mktemp("vllm") / "template.log")
-    yield template
-    template.close()
+@pytest.fixture
+def vllm():
+    """The version that a test runs."""
+    return "vllm"
+
+
+both = pytest.mark.parametrize("vllm", VLLMS)
 
 
 @pytest.fixture(scope="module")
-def daemon():
-    with daemon_on(None, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30}, []) as daemon:
-        yield daemon
+def places(engines, tmp_path_factory):
+    """For each version a way to start engines, and a daemon."""
+    with ExitStack() as stack:
+
+        @cache
+        def place(vllm: str) -> tuple[Template, DaemonProcess]:
+            log = tmp_path_factory.mktemp("vllm") / "template.log"
+            template = Template(require(engines, vllm), "vllm_runner.py", log, *folders(engines, vllm))
+            stack.callback(template.close)
+            return template, stack.enter_context(daemon_on(None, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30}, []))
+
+        yield place
+
+
+@pytest.fixture
+def daemon(places, vllm):
+    return places(vllm)[1]
 
 
 class Subscriber:
@@ -69,12 +87,14 @@ class Subscriber:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the engine's first batch may come soon after its start
         self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         self._socket.connect(address)
+        self.payloads: list[bytes] = []
 
     def stored(self, until: Mapping[str, int]) -> dict[str, set[bytes]]:
         """The blocks that were stored, by medium, when as many are."""
         found: dict[str, set[bytes]] = defaultdict(set)
         while any(len(found[medium]) < blocks for medium, blocks in until.items()):
             _topic, _number, payload = self._socket.recv_multipart()
+            self.payloads.append(payload)
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event["type"] == "BlockStored":
                     found[event["medium"]].update(event["block_hashes"])
@@ -88,8 +108,9 @@ class Subscriber:
 
 
 @pytest.fixture
-def start(template, daemon, make_model, tmp_path):
+def start(places, vllm, make_model, tmp_path):
     """Starts an engine that is ended with the test; ``settings`` None: without kvtier."""
+    template, daemon = places(vllm)
     with ExitStack() as stack:
 
         def start(
@@ -160,7 +181,8 @@ TAKEN = FULL + 3 * (FULL - SHARED)
 STORED = TAKEN // BLOCK
 
 
-async def test_an_engine_loads_what_another_has_computed(start, daemon):
+@both
+async def test_an_engine_loads_what_another_has_computed(start, daemon, vllm):
     asked = prompts(1)
     with start() as plain:
         cold = plain.generate(asked)
@@ -168,6 +190,7 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon):
         found = first.generate(asked)
         assert_same(found, cold)
         assert found.cached == cold.cached == [0, SHARED, SHARED, SHARED]
+        assert f"LLM engine (v{VLLMS[vllm]}" in first.log
         await whole(daemon, "one", STORED)
         with start({"cache": "one"} | ASYNC) as beside:
             found = beside.generate(asked)
@@ -188,7 +211,7 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon):
         assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
 
 
-async def test_another_host_loads_what_the_first_has_computed(start, template, engines, tmp_path):
+async def test_another_host_loads_what_the_first_has_computed(start, engines, tmp_path):
     """Two hosts, of which the second has nothing but the store; the first is gone when it starts."""
     asked, python = prompts(13), require(engines, "vllm")
     sizes = {Tier.HOST: 64 << 20, Tier.DISK: 128 << 20}
@@ -273,20 +296,31 @@ async def test_chunks_and_salts(start, daemon):
         assert engine.generate(asked, salt="a").cached == cold.cached
 
 
-async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon):
+@pytest.mark.parametrize(("vllm", "kind", "blocks"), [("vllm", "llama", 512), ("vllm-0.33", "single", 1024)])
+async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon, engines, vllm, kind, blocks):
+    """``blocks``: in the host's budget, which has a copy of the same heads once."""
     asked = prompts(4)
     address = f"ipc://{daemon.home}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
-    told = {"processes": True, "tensor_parallel_size": 2, "kv_events_config": events}
+    told = {"kind": kind, "processes": True, "tensor_parallel_size": 2, "kv_events_config": events}
     with Subscriber(address) as routers, start({"cache": "processes"}, **told) as engine:
-        cold = engine.generate(asked)
+        cold = engine.generate(asked, session="chat")
         await whole(daemon, "processes", STORED)
+        async with await connect(daemon.address) as client:
+            tiers = [
+                tier for cache in (await client.stats()).caches for tier in cache.tiers if "processes" in cache.name
+            ]
+        assert [tier.capacity for tier in tiers if tier.tier is Tier.HOST] == [blocks]
         engine.forget()
-        warm = engine.generate(asked)
+        warm = engine.generate(asked, session="chat")
         assert_same(warm, cold)
         assert (warm.cached, warm.external) == ([FULL] * 4, TAKEN)
         by_medium = routers.stored(until={"CPU": STORED, "STORAGE": STORED})
     assert by_medium["CPU"] == by_medium["STORAGE"] <= by_medium["GPU"]
+    heard = [event for _, event in read_events(engines, vllm, routers.payloads)["events"]]
+    ours = [event for event in heard if event["ownership"] == "kvtier"]
+    fields = {(event["medium"], event["locality"], event["session_id"]) for event in ours}
+    assert fields == {("CPU", "LOCAL", "chat"), ("STORAGE", "LOCAL", "chat")}
     with (
         Subscriber(address) as routers,
         start({"cache": "processes"}, **told),
@@ -340,6 +374,7 @@ async def test_of_a_prompt_of_whole_blocks_one_token_is_computed(start, daemon, 
         assert_near(engine.generate(asked), cold)
 
 
+@both
 async def test_requests_are_preempted(start, daemon):
     asked = prompts(6, count=6, length=340)
     small = {"num_gpu_blocks_override": 26, "max_num_seqs": 4, "max_model_len": 512}
@@ -388,6 +423,7 @@ async def test_other_weights_at_the_same_path_are_apart(start, daemon, make_mode
         assert found.external == 0
 
 
+@both
 async def test_sliding_windows(start, daemon):
     asked, settings = prompts(8), {"cache": "hybrid", "host_bytes": 64 << 20}
     with start(kind="hybrid") as plain:
@@ -413,6 +449,7 @@ async def test_late_saves_of_sliding_windows(start):
         assert warm.cached == [FULL] * 4
 
 
+@both
 async def test_a_request_that_reads_no_prefix_is_saved(start, daemon):
     asked = prompts(17)
     with start({"cache": "unread"} | ASYNC) as engine:
@@ -469,9 +506,10 @@ def test_settings_that_make_no_sense(start, daemon):
             assert said in engine.log
 
 
-async def test_the_command_of_the_page(engines, daemon, make_model):
+@both
+async def test_the_command_of_the_page(engines, vllm, daemon, make_model):
     """``vllm serve`` as docs/engines.md has it, but for the model, the daemon and smaller budgets."""
-    python = require(engines, "vllm")
+    python = require(engines, vllm)
     more = BUDGETS | {"address": daemon.address, "cache": "served"}
     words = command_of_the_page("vllm serve my-model")
     words = changed(words, "--kv-transfer-config", more, "kv_connector_extra_config")
@@ -479,8 +517,9 @@ async def test_the_command_of_the_page(engines, daemon, make_model):
     server, port = "vllm.entrypoints.openai.api_server", free_port()
     words = [str(python), "-m", server, "--model", str(make_model("llama")), "--port", port, *words[3:]]
     words += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
-    with serving(words, {}, "Application startup complete") as said:
+    with serving(words, environment(*folders(engines, vllm)), "Application startup complete") as said:
         (line,) = [line for line in said.splitlines() if "kvtier: cache served-" in line]
+        assert f"LLM engine (v{VLLMS[vllm]}" in said
         assert "INFO" in line and line.endswith("in " + str(make_model("llama")))
         assert f"16.0 MiB host, 64.0 MiB disk, daemon at {daemon.address}, weights by samples of" in line
         asked = {"prompt": prompts(12, count=1)[0], "max_tokens": 8}

@@ -6,6 +6,7 @@ the arguments of ``vllm.LLM``: the import takes longer than what a test does wit
 - ``{"prompts": [[ids], ...], "tokens": n, "together": bool, "salt": str, "abort_after": n, "unread": bool}`` generates
   greedily, one prompt after the other or all at once; the answer has the tokens, their log-probabilities and the cached
   tokens of each prompt. ``abort_after``: all are aborted after so many steps. ``unread``: no stored prefix is read.
+  ``session``: of the prompts.
 - ``{"reset": true}`` forgets the engine's own prefix cache; ``"connector": true``: the connector's, too.
 - ``{"free": true}`` asks for the number of blocks that no request holds.
 
@@ -60,7 +61,8 @@ class Runner:
         self._ids += len(prompts)
         for name, prompt in zip(names, prompts, strict=True):
             extra = {"cache_salt": command["salt"]} if command.get("salt") else {}
-            self._engine.add_request(name, {"prompt_token_ids": list(prompt), **extra}, sampling)
+            asked = {"prompt_token_ids": list(prompt), **extra}
+            self._engine.add_request(name, asked, sampling, session_id=command.get("session"))
         last: dict[str, Any] = {}
         first_s: dict[str, float] = {}
         steps, started = 0, time.monotonic()
