@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,10 +26,10 @@ _COMMON: Final[Mapping[str, Any]] = {
 _SLOW: Final = -5.0
 
 
-def llama(heads: int = 2) -> Any:
+def llama() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_COMMON, num_hidden_layers=2, num_key_value_heads=heads)
+    return LlamaConfig(**_COMMON, num_hidden_layers=2, num_key_value_heads=2)
 
 
 def medium() -> Any:
@@ -92,7 +91,6 @@ def states() -> Any:
 
 KINDS: Final[Mapping[str, Callable[[], Any]]] = {
     "llama": llama,
-    "single": partial(llama, heads=1),  # a head that each tensor-parallel rank has
     "medium": medium,
     "hybrid": hybrid,
     "mla": mla,
