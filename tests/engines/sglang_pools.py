@@ -26,12 +26,7 @@ from sglang.srt.mem_cache.device_pool_info import (
     MHABufferInfo,
     MLABufferInfo,
 )
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -42,6 +37,7 @@ from kvtier.connectors.sglang import KvtierHiCache
 
 PAGE: Final = 16
 PAGES: Final = 12
+CAPACITY: Final = {"start_layer": 0, "device_capacity_tokens": PAGE, "host_token_capacity": PAGES * PAGE}
 STORED: Final = 6
 WINDOW: Final = 2
 """Pages of the sliding window."""
@@ -67,17 +63,7 @@ def mha(layers: int, layout: str) -> Any:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    made = MHATokenToKVPoolHost(
-        info,
-        1.0,
-        0,
-        PAGE,
-        layout,
-        device_capacity_tokens=PAGE,
-        start_layer=0,
-        end_layer=layers,
-        host_token_capacity=PAGES * PAGE,
-    )
+    made = MHATokenToKVPoolHost(info, 1.0, 0, PAGE, layout, end_layer=layers, **CAPACITY)
     made.kv_buffer.copy_(torch.rand(made.kv_buffer.shape))
     return made
 
@@ -96,18 +82,7 @@ def mla() -> Any:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    return MLATokenToKVPoolHost(
-        info,
-        1.0,
-        0,
-        PAGE,
-        "page_first",
-        device_capacity_tokens=PAGE,
-        start_layer=0,
-        end_layer=2,
-        target_layer_num=2,
-        host_token_capacity=PAGES * PAGE,
-    )
+    return MLATokenToKVPoolHost(info, 1.0, 0, PAGE, "page_first", end_layer=2, target_layer_num=2, **CAPACITY)
 
 
 def mamba(seed: int, heads: int = 2) -> Any:

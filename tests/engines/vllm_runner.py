@@ -6,7 +6,7 @@ the arguments of ``vllm.LLM``: the import takes longer than what a test does wit
 - ``{"prompts": [[ids], ...], "tokens": n or [n, ...], "together": bool, "at_once": n, "salt": str, "abort_after": n,
   "unread": bool}`` generates greedily, one prompt after the other, together, or ``at_once`` at a time; the answer has
   the tokens, their log-probabilities and the cached tokens of each prompt. ``abort_after``: all are aborted after so
-  many steps. ``unread``: no stored prefix is read.
+  many steps. ``unread``: no stored prefix is read. ``session``: of the prompts.
 - ``{"reset": true}`` forgets the engine's own prefix cache; ``"connector": true``: the connector's, too.
 - ``{"free": true}`` asks for the number of blocks that no request holds.
 
@@ -86,7 +86,8 @@ class Runner:
             while waiting and self._engine.get_num_unfinished_requests() < at_once:
                 name, prompt, most = waiting.popleft()
                 began[name] = time.monotonic()
-                self._engine.add_request(name, {"prompt_token_ids": prompt, **extra}, sampling(max_tokens=most))
+                asked, session = {"prompt_token_ids": prompt, **extra}, command.get("session")
+                self._engine.add_request(name, asked, sampling(max_tokens=most), session_id=session)
             outputs = self._engine.step()
             for output in outputs:
                 first_s.setdefault(output.request_id, time.monotonic() - began[output.request_id])
