@@ -99,6 +99,7 @@ def start(template, daemon, make_model, tmp_path):
             seed: int = 0,
             processes: bool = False,
             connector: tuple[str, str] = ("KvtierConnector", "kvtier.connectors.vllm"),
+            role: str = "kv_both",
             there: Template = template,
             **arguments: Any,
         ) -> Engine:
@@ -109,7 +110,7 @@ def start(template, daemon, make_model, tmp_path):
                 basic["kv_transfer_config"] = {
                     "kv_connector": name,
                     "kv_connector_module_path": module,
-                    "kv_role": "kv_both",
+                    "kv_role": role,
                     "kv_load_failure_policy": "recompute",
                     "kv_connector_extra_config": BUDGETS | {"address": daemon.address, "on_error": "fail"} | settings,
                 }
@@ -461,12 +462,14 @@ def test_settings_that_make_no_sense(start, daemon):
     for settings, arguments, said in (
         ({"min_blocks": 0}, {}, "min_blocks = 0: must be"),
         ({"adress": "x"}, {}, "adress = x: must be"),
+        ({"disk_bytes": 4096}, {}, "kvtier setting disk_bytes = 4096: must be at least "),
+        ({}, {"role": "kv_producer"}, "kv_role = kv_producer: must be kv_both"),
         ({}, {"enable_prefix_caching": False}, "enable_prefix_caching = False: must be True"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo = xxhash: must be sha256"),
     ):
         with start({"cache": "none", "on_error": "continue"} | settings, **arguments) as engine:
             assert engine.generate(prompts(10, count=1)).cached == [0]
-            assert said in engine.log
+            assert engine.log.count(said) == engine.log.count("runs without kvtier") == 1
 
 
 async def test_the_command_of_the_page(engines, daemon, make_model):

@@ -227,7 +227,14 @@ def test_without_a_daemon_it_can_refuse_to_start(lent):
         ({"block_bytes": 100}, "block_bytes = 100: must be 4096 to "),
         ({"block_bytes": "1M"}, "block_bytes = 1M: must be 4096 to "),
         ({"load_timeout": 0}, "kvtier setting load_timeout = 0: must be a number from 0.01 to 600"),
-        ({"host_bytes": "1G"}, "kvtier setting host_bytes = 1G: must be a number from 1 to "),
+        ({"host_bytes": "1G"}, "kvtier setting host_bytes = 1G: must be a whole number from 1 to "),
+        ({"host_bytes": -1}, "kvtier setting host_bytes = -1: must be a whole number from 1 to "),
+        (
+            {"host_bytes": (1 << 20) + 4095},
+            "kvtier setting host_bytes = 1052671: must be at least 1052672: a block of ",
+        ),
+        ({"disk_bytes": 1}, "kvtier setting disk_bytes = 1: must be at least 1052672: a block of each group of layers"),
+        ({"cache": 5}, "kvtier setting cache = 5: must be a text"),
     ],
 )
 def test_a_wrong_setting_is_one_line(lent, caplog, settings, message):
@@ -236,7 +243,7 @@ def test_a_wrong_setting_is_one_line(lent, caplog, settings, message):
         KvtierL2(**given, on_error="fail")
     connector = KvtierL2(**given)
     assert f"LMCache runs without kvtier: {message}" in caplog.text
-    assert "\n" not in caplog.messages[-1]
+    assert len(caplog.messages) == 1 and "\n" not in caplog.messages[0]
     connector.submit_batch_exists(["a"])
     connector.close()
     with pytest.raises(InvalidArgument, match="on_error = maybe: must be one of continue, fail"):

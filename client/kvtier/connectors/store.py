@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
 from kvtier.engine.layout import cache_name
 from kvtier.engine.log import opened
-from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
+from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions, Share
 from kvtier.engine.outage import OPEN_S, Outage
 from kvtier.engine.resets import PendingReset
 from kvtier.errors import InvalidArgument
@@ -26,7 +26,7 @@ from kvtier.sync import Client, SyncCache
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
 from kvtier.wire import MAX_KEYS
 
-_SETTINGS: Final = (
+SETTINGS: Final = (
     *("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "remote_wait", "weights_version"),
     "write_policy",
 )
@@ -36,21 +36,12 @@ _MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
 _log = logging.getLogger("kvtier.connectors")
 
 
-def options_of(settings: Mapping[str, Any]) -> EngineOptions:
-    """Makes options from settings. Raises :class:`InvalidArgument` for an invalid or unknown setting."""
-    for name in settings:
-        if name not in _SETTINGS:
-            limit = f"left out: settings are {', '.join(_SETTINGS)}"
-            raise InvalidArgument(f"kvtier setting {name}", settings[name], limit)
-    return EngineOptions.of(settings)
-
-
 class Store:
     """A cache for an engine's threads. No method raises, or waits longer than ``load_timeout`` seconds for a silent
     daemon. A lookup waits for ``remote_wait`` seconds if blocks could come from a remote store."""
 
     def __init__(
-        self, options: EngineOptions, spec: CacheSpec, share: float = 1.0, *, weights: str = "", asks: bool = True
+        self, options: EngineOptions, spec: CacheSpec, share: Share = 1, *, weights: str = "", asks: bool = True
     ) -> None:
         """Opens the cache.
 
@@ -59,13 +50,14 @@ class Store:
             weights: for the log, the source of the weights' digest.
             asks: whether reads count in the hit ratio; not on a rank that reads the same blocks as the first rank.
 
-        Raises :class:`InvalidArgument`; with ``on_error = "fail"`` any error of opening the cache. Else other errors
-        are logged, and a thread tries again.
+        Raises :class:`InvalidArgument`, also for budgets without room for a block; with ``on_error = "fail"`` any error
+        of opening the cache. Else other errors are logged, and a thread tries again.
         """
         try:
             self.name: Final = cache_name(spec, options.cache)
         except FieldError as error:
             raise InvalidArgument(f"cache of {spec.model}: {error.field}", error.value, error.limit) from error
+        options.require_room(spec, share)
         self.complaints: Final = Complaints(_log)
         self._outage: Final = Outage(_log, self.name)
         self._reset: Final = PendingReset(self.name, options.address)

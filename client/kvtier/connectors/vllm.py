@@ -210,7 +210,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         except CallerError as error:
-            if self._settings.get("on_error") == "fail":
+            if self._settings.get("on_error", "continue") != "continue":
                 raise
             if told:
                 _log.error("this engine runs without kvtier: %s", error)
@@ -231,7 +231,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._options is None:
             return
-        with self._starting():
+        with self._starting(told=get_tensor_model_parallel_rank() == 0):
             pages = pages_of(self._kv_cache_config, kv_caches)
             version = self._options.weights_version
             layout = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, pages, version)
@@ -293,9 +293,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's half. Nothing in it waits.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        if self._options is None:
-            return
         layouts = [handshake.layout for handshake in metadata.values() if isinstance(handshake, Handshake)]
+        if self._options is None or not layouts:  # the workers have said why
+            return
         assert all(layout == layouts[0] for layout in layouts), "the ranks of an engine have equal pages"
         with self._starting():
             self._planner = Planner.open(layouts[0], self._options, self._events.note)

@@ -66,7 +66,9 @@ class Mover:
     the constructor raises."""
 
     def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[GroupPages], *, rank: int = 0) -> None:
-        """``pages``: one for each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
+        """``pages``: one for each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`, also for budgets
+        without room for a block."""
+        options.require_room(layout.spec)
         self.layout: Final = layout
         self.options: Final = options
         self.rank: Final = rank
