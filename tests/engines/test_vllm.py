@@ -462,7 +462,7 @@ def test_settings_that_make_no_sense(start, daemon):
     for settings, arguments, said in (
         ({"min_blocks": 0}, {}, "min_blocks = 0: must be"),
         ({"adress": "x"}, {}, "adress = x: must be"),
-        ({"disk_bytes": 4096}, {}, "kvtier setting disk_bytes = 4096: must be at least "),
+        ({"disk_bytes": 100}, {}, "kvtier setting disk_bytes = 100: must be at least "),
         ({}, {"role": "kv_producer"}, "kv_role = kv_producer: must be kv_both"),
         ({}, {"enable_prefix_caching": False}, "enable_prefix_caching = False: must be True"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo = xxhash: must be sha256"),

@@ -436,7 +436,8 @@ def test_an_engine_without_the_interfaces_is_named_in_one_line(monkeypatch):
         ({}, {"max_attention_window": [4096]}, "max_attention_window = [4096]: must be left out"),
         ({"adress": "x"}, {}, "kvtier setting adress = x: must be left out"),
         ({"max_tokens": 0}, {}, "max_tokens = 0: must be a number of tokens"),
-        ({"host_bytes": 8191}, {}, "kvtier setting host_bytes = 8191: must be at least 8192: a block of each group"),
+        ({"max_tokens": 15}, {}, "max_tokens = 15: must be at least 16"),
+        ({"host_bytes": 16383}, {}, "host_bytes = 16383: must be at least 16384: 2 blocks of each group of layers"),
     ],
 )
 def test_an_engine_runs_without_kvtier_where_it_cannot_be_used(daemon, caplog, settings, cache, said):

@@ -44,6 +44,7 @@ from kvtier.engine import (
     Work,
     weights_of,
 )
+from kvtier.engine.mover import LEAST_HOST_BLOCKS
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import InvalidArgument
 
@@ -81,9 +82,12 @@ class _Options(EngineOptions):
     max_tokens: int | None = None
 
     def limited(self, layout: Layout) -> EngineOptions:
-        """Returns the options with ``max_tokens`` as bytes: blocks of all layers, as if none had a window."""
+        """Returns the options with ``max_tokens`` as bytes: blocks of all layers, as if none had a window. Raises
+        :class:`InvalidArgument`."""
         if self.max_tokens is None:
             return self
+        if self.max_tokens < (least := LEAST_HOST_BLOCKS * layout.tokens):
+            raise InvalidArgument("kvtier setting max_tokens", self.max_tokens, f"at least {least}")
         block = sum(layout.spec.record_bytes(group) for group in range(len(layout.groups)))
         most = -(-self.max_tokens // layout.tokens) * block
         host, disk = self.host_bytes, self.disk_bytes

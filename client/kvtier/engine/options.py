@@ -95,13 +95,14 @@ class EngineOptions:
                 raise InvalidArgument(f"kvtier setting {name}", value, f"one of {', '.join(map(str, words))}")
         return options
 
-    def require_room(self, spec: CacheSpec, share: Share = 1) -> None:
-        """Raises :class:`InvalidArgument` for a budget without room for a block of each window group. ``share``: the
-        cache's share of the budgets."""
-        least = ceil(sum(map(spec.record_bytes, range(len(spec.groups)))) / share)
-        for name in _BYTES:
-            if (nbytes := getattr(self, name)) is not None and nbytes < least:
-                limit = f"at least {least}: a block of each group of layers"
+    def require_room(self, spec: CacheSpec, share: Share = 1, *, host_blocks: int = 1) -> None:
+        """Raises :class:`InvalidArgument` for a budget without room for a block of each window group, of the host tier
+        for ``host_blocks``. ``share``: the cache's share of the budgets."""
+        block = sum(map(spec.record_bytes, range(len(spec.groups))))
+        for name, blocks in (("host_bytes", host_blocks), ("disk_bytes", 1)):
+            nbytes, least = getattr(self, name), ceil(blocks * block / share)
+            if nbytes is not None and nbytes < least:
+                limit = f"at least {least}: {'a block' if blocks == 1 else f'{blocks} blocks'} of each group of layers"
                 raise InvalidArgument(f"kvtier setting {name}", nbytes, limit)
 
     @property
