@@ -21,8 +21,6 @@ PIECE = 8192
 SIZES = (1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 5 * PIECE + 7)
 KEYS = [f"model@00000001@0@{size:064x}" for size in SIZES]
 OBJECTS = [bytes(os.urandom(size)) for size in SIZES]
-
-
 PIECES = 1 + 1 + 1 + 2 + 3 + 6
 
 
@@ -167,11 +165,7 @@ def test_an_object_that_exists_is_whole(start_fresh, ending, monkeypatch, staged
 
 def test_one_object_twice_in_a_batch(adapt):
     adapter = adapt()
-    keys, objects, sizes = (
-        [KEYS[-1], KEYS[0], KEYS[-1]],
-        [OBJECTS[-1], OBJECTS[0], OBJECTS[-1]],
-        [SIZES[-1], 1, SIZES[-1]],
-    )
+    keys, objects, sizes = ([every[at] for at in (-1, 0, -1)] for every in (KEYS, OBJECTS, SIZES))
     assert adapter.store(keys, objects) == (True, [True] * 3)
     assert adapter.exists(keys) == (True, [True] * 3)
     assert adapter.load(keys, sizes) == ([True] * 3, objects)

@@ -161,7 +161,7 @@ class KvtierHiCache(HiCacheStorage):
                 some = {name: pages for name, pages in found.items() if self._alike(name) == alike}
                 if not some:
                     continue
-                share = sum(map(self._weight, some)) / total
+                share = Fraction(sum(map(self._weight, some))) / total
                 asks = not alike or self._config.tp_rank == 0
                 store = Store(options, self._spec(some, alike), share, weights=self._weights.told, asks=asks)
                 self._stores.append(store)
@@ -267,18 +267,16 @@ class KvtierHiCache(HiCacheStorage):
 
     # SGLang calls these methods if ``interface_v1`` is not set, which is refused.
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def get(self, key: str, *_: Any, **__: Any) -> None:
         return None
 
-    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+    def batch_get(self, keys: Sequence[str], *_: Any, **__: Any) -> list[None]:
         return [None] * len(keys)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(self, key: str, *_: Any, **__: Any) -> bool:
         return False
 
-    def batch_set(
-        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def batch_set(self, keys: Sequence[str], *_: Any, **__: Any) -> bool:
         return False
 
     def _of(self, name: str) -> _StoredPool | None:
