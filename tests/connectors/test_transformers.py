@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from transformers import DynamicCache, StaticCache
 from kvtier import Client, InvalidArgument, Scope, Tier, chain_keys
 from kvtier.connectors.transformers import PrefixStore
 from tests.connectors import tiny
+from tests.integration.blocks import SPEC
+from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
 
 BLOCK = 16
@@ -189,7 +191,41 @@ def test_a_static_cache_is_saved(daemon):
         assert torch.equal(layer.values, kept.values[:, :, :SPLIT])
 
 
-def test_without_the_daemon_nothing_is_loaded_or_saved_and_nothing_fails(daemon, caplog):
+@pytest.fixture
+def lines(caplog):
+    """The lines of kvtier's log."""
+
+    def lines():
+        return [record.getMessage() for record in caplog.records if record.name.startswith("kvtier")]
+
+    with caplog.at_level(logging.WARNING):
+        yield lines
+
+
+@pytest.mark.parametrize("reason", ["host tier: 4.0 KiB of 64.0 MiB are free", "no daemon answers at"])
+async def test_a_cache_that_can_be_opened_later(daemon, lines, reason):
+    model, late = tiny.llama(), "daemon" in reason
+    past = prefill(model)[1]
+    if late:
+        daemon.stop()
+    else:
+        with Client(daemon.address) as client:
+            client.open_cache("other", SPEC, budgets={Tier.HOST: 64 << 20})
+    with closing(PrefixStore(daemon.address, model, budgets=BUDGETS)) as store:
+        assert (store.load_prefix(PROMPT)[1], store.save_prefix(past, PROMPT)) == (0, 0)
+        if late:
+            daemon.start()
+        else:
+            kvtier("cache", "rm", "other", "--address", daemon.address)
+        await eventually(lambda: store.save_prefix(past, PROMPT), lambda saved: saved == SPLIT)
+        assert store.load_prefix(PROMPT)[1] == SPLIT
+        without, back = await eventually(lines, lambda said: len(said) == 2)
+    assert without.startswith(f"the engine runs without kvtier's cache {store.name}: {reason}")
+    assert without.endswith("; kvtier tries again in the background")
+    assert back == f"kvtier's cache {store.name} is back"
+
+
+async def test_without_the_daemon_nothing_is_loaded_or_saved_and_nothing_fails(daemon, lines):
     model = tiny.llama()
     past = prefill(model)[1]
     with opened(daemon, model, timeout=1.0) as store:
@@ -198,11 +234,12 @@ def test_without_the_daemon_nothing_is_loaded_or_saved_and_nothing_fails(daemon,
         assert store.load_prefix(PROMPT)[1] == SPLIT, "what is mapped is there without the daemon"
         unknown = PROMPT.flip(1)
         assert store.load_prefix(unknown)[1] == 0
-        with caplog.at_level(logging.WARNING):
-            past = prefill(model, unknown)[1]
-            assert [store.save_prefix(past, unknown) for _ in range(3)] == [0, 0, 0]
-        (warned,) = [record.getMessage() for record in caplog.records if record.name.startswith("kvtier")]
-        assert "no prefix is saved for 30 s: no daemon answers at" in warned
+        past = prefill(model, unknown)[1]
+        assert [store.save_prefix(past, unknown) for _ in range(3)] == [0, 0, 0]
+        daemon.start()
+        await eventually(lambda: store.save_prefix(past, unknown), lambda saved: saved == SPLIT)
+        without, back = await eventually(lines, lambda said: len(said) == 2)
+    assert "runs without" in without and back == f"kvtier's cache {store.name} is back"
 
 
 def test_arguments_that_make_no_sense_change_nothing(daemon):
@@ -224,5 +261,7 @@ def test_arguments_that_make_no_sense_change_nothing(daemon):
         assert store.load_prefix(PROMPT)[1] == 0
         with pytest.raises(InvalidArgument, match="tokens_per_block = 0"):
             PrefixStore(client, model, tokens_per_block=0)
+        with pytest.raises(InvalidArgument, match=r"budgets\[host\] = 100: must be 8192 to "):
+            PrefixStore(client, model, budgets={Tier.HOST: 100})
         with pytest.raises(InvalidArgument, match=r"model(\.layers\[0\] = LinearAttention| = NoneType)"):
             PrefixStore(client, tiny.recurrent())

@@ -239,11 +239,18 @@ async def test_pages_come_from_another_host(in_pools, tmp_path):
             await eventually(lambda: sum(each.is_file() for each in tmp_path.rglob("*")), lambda found: found >= 6)
 
 
-def test_a_wrong_setting_is_one_line(in_pools, daemon):
-    message = "kvtier setting hots_bytes = 5: must be left out: settings are address, cache, disk_bytes"
-    status, said = in_pools("off", hots_bytes=5)
+@pytest.mark.parametrize(
+    ("setting", "limit"),
+    [
+        ({"hots_bytes": 5}, "left out: settings are address, cache, disk_bytes"),
+        ({"host_bytes": 5}, "at least 16384: a block of each group of layers"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(in_pools, daemon, setting, limit):
+    message = f"kvtier setting {next(iter(setting))} = 5: must be {limit}"
+    status, said = in_pools("off", **setting)
     assert (status, said.splitlines()[-1]) == (0, "ok"), said
-    assert f"SGLang runs without kvtier: {message}" in said
-    status, said = in_pools("off", hots_bytes=5, on_error="fail")
+    assert said.count(f"SGLang runs without kvtier: {message}") == said.count("without kvtier") == 1
+    status, said = in_pools("off", **setting, on_error="fail")
     assert status != 0
     assert f"InvalidArgument: {message}" in said

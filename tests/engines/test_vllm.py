@@ -121,6 +121,7 @@ def start(places, vllm, make_model, tmp_path):
             seed: int = 0,
             processes: bool = False,
             connector: tuple[str, str] = ("KvtierConnector", "kvtier.connectors.vllm"),
+            role: str = "kv_both",
             there: Template = template,
             layers: str = "",
             **arguments: Any,
@@ -132,7 +133,7 @@ def start(places, vllm, make_model, tmp_path):
                 basic["kv_transfer_config"] = {
                     "kv_connector": name,
                     "kv_connector_module_path": module,
-                    "kv_role": "kv_both",
+                    "kv_role": role,
                     "kv_load_failure_policy": "recompute",
                     "kv_connector_extra_config": BUDGETS | {"address": daemon.address, "on_error": "fail"} | settings,
                 }
@@ -530,15 +531,18 @@ async def test_aborts_leave_nothing(start, daemon):
 
 
 def test_settings_that_make_no_sense(start, daemon):
-    for settings, arguments, said in (
+    cases = (
         ({"min_blocks": 0}, {}, "min_blocks = 0: must be"),
         ({"adress": "x"}, {}, "adress = x: must be"),
+        ({"disk_bytes": 100}, {}, "kvtier setting disk_bytes = 100: must be at least "),
+        ({}, {"role": "kv_producer"}, "kv_role = kv_producer: must be kv_both"),
         ({}, {"enable_prefix_caching": False}, "enable_prefix_caching = False: must be True"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo = xxhash: must be sha256"),
-    ):
+    )
+    for number, (settings, arguments, said) in enumerate(cases, 1):
         with start({"cache": "none", "on_error": "continue"} | settings, **arguments) as engine:
             assert engine.generate(prompts(10, count=1)).cached == [0]
-            assert said in engine.log
+            assert (engine.log.count(said), engine.log.count("runs without kvtier")) == (1, number), "one file for all"
 
 
 @both

@@ -18,7 +18,7 @@ from kvtier import BlockResult, Client, Event, EventType, Tier
 from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.wire import MAX_KEYS
-from tests.engine.toy import PLAIN, STAGES, TOKENS, Engine, Run, assert_right, engine, wait_until
+from tests.engine.toy import PLAIN, STAGES, TOKENS, Engine, Run, Worker, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import PATIENCE_S
 
@@ -296,6 +296,9 @@ def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
         ({"on_error": "ignore"}, "on_error"),
         ({"load_timeout": 0}, "load_timeout"),
         ({"host_bytes": "1G"}, "host_bytes"),
+        ({"host_bytes": 1e9}, "host_bytes"),
+        ({"threads": 1.5}, "threads"),
+        ({"address": 5}, "address"),
         ({"write_policy": "never"}, "write_policy"),
         ({"pin": 1}, "pin"),
         ({"remote_wait": -1}, "remote_wait"),
@@ -304,6 +307,16 @@ def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
 def test_a_setting_that_makes_no_sense_is_named(settings, named):
     with pytest.raises(InvalidArgument, match=f"kvtier setting {named}"):
         EngineOptions.of(settings)
+
+
+def test_the_least_budget_serves_a_prompt(daemon):
+    least = 2 * PLAIN.spec.record_bytes(0)
+    with engine(daemon.address, PLAIN, host_bytes=least, disk_bytes=16 * least) as toy:
+        toy.run(PROMPT)
+        toy.settle()
+        assert toy.run(PROMPT).loaded == 10
+        with pytest.raises(InvalidArgument, match=f"host_bytes = {least - 1}: must be at least {least}: 2 blocks of"):
+            Worker(PLAIN, replace(toy.planner.options, host_bytes=least - 1), 0, 1, Mover)
 
 
 def test_pages_that_are_not_the_layout_s_are_refused():

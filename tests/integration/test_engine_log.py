@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from kvtier.connectors.store import Store, options_of
+from kvtier.connectors.store import Store
+from kvtier.engine import EngineOptions
 from kvtier.engine import log as engine_log
 from tests.engine.toy import PLAIN, engine, wait_until
 from tests.integration.blocks import SPEC
@@ -55,6 +56,6 @@ def test_a_line_at_the_start_one_for_a_loss_and_one_for_the_return(daemon, lines
 
 
 def test_an_engine_with_a_store_of_its_own_keys_says_the_same(daemon, lines):
-    store = Store(options_of({"address": daemon.address}), SPEC, weights="commit abc")
+    store = Store(EngineOptions.of({"address": daemon.address}), SPEC, weights="commit abc")
     assert lines[0][1].startswith(f"kvtier: cache {store.name}, ") and lines[0][1].endswith(", weights by commit abc")
     store.close()

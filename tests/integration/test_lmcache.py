@@ -21,8 +21,6 @@ PIECE = 8192
 SIZES = (1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 5 * PIECE + 7)
 KEYS = [f"model@00000001@0@{size:064x}" for size in SIZES]
 OBJECTS = [bytes(os.urandom(size)) for size in SIZES]
-
-
 PIECES = 1 + 1 + 1 + 2 + 3 + 6
 
 
@@ -167,11 +165,7 @@ def test_an_object_that_exists_is_whole(start_fresh, ending, monkeypatch, staged
 
 def test_one_object_twice_in_a_batch(adapt):
     adapter = adapt()
-    keys, objects, sizes = (
-        [KEYS[-1], KEYS[0], KEYS[-1]],
-        [OBJECTS[-1], OBJECTS[0], OBJECTS[-1]],
-        [SIZES[-1], 1, SIZES[-1]],
-    )
+    keys, objects, sizes = ([every[at] for at in (-1, 0, -1)] for every in (KEYS, OBJECTS, SIZES))
     assert adapter.store(keys, objects) == (True, [True] * 3)
     assert adapter.exists(keys) == (True, [True] * 3)
     assert adapter.load(keys, sizes) == ([True] * 3, objects)
@@ -232,7 +226,14 @@ async def test_a_daemon_that_comes_late_is_used_or_refused(adapt, lent):
         ({"block_bytes": 100}, "block_bytes = 100: must be 4096 to "),
         ({"block_bytes": "1M"}, "block_bytes = 1M: must be 4096 to "),
         ({"load_timeout": 0}, "kvtier setting load_timeout = 0: must be a number from 0.01 to 600"),
-        ({"host_bytes": "1G"}, "kvtier setting host_bytes = 1G: must be a number from 1 to "),
+        ({"host_bytes": "1G"}, "kvtier setting host_bytes = 1G: must be a whole number from 1 to "),
+        ({"host_bytes": -1}, "kvtier setting host_bytes = -1: must be a whole number from 1 to "),
+        (
+            {"host_bytes": (1 << 20) + 4095},
+            "kvtier setting host_bytes = 1052671: must be at least 1052672: a block of ",
+        ),
+        ({"disk_bytes": 1}, "kvtier setting disk_bytes = 1: must be at least 1052672: a block of each group of layers"),
+        ({"cache": 5}, "kvtier setting cache = 5: must be a text"),
     ],
 )
 def test_a_wrong_setting_is_one_line(lent, caplog, settings, message):
@@ -241,7 +242,7 @@ def test_a_wrong_setting_is_one_line(lent, caplog, settings, message):
         KvtierL2(**given, on_error="fail")
     connector = KvtierL2(**given)
     assert f"LMCache runs without kvtier: {message}" in caplog.text
-    assert "\n" not in caplog.messages[-1]
+    assert len(caplog.messages) == 1 and "\n" not in caplog.messages[0]
     connector.submit_batch_exists(["a"])
     connector.close()
     with pytest.raises(InvalidArgument, match="on_error = maybe: must be one of continue, fail"):

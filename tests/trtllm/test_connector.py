@@ -387,9 +387,8 @@ async def test_ranks_commit_at_once_or_not_at_all(daemon, model):
 @pytest.mark.parametrize(
     ("options", "settings", "said"),
     [
-        ("{", {}, trtllm.OPTIONS),
-        ('{"adress": "/run/kvtier"}', {}, "adress"),
-        ('{"max_tokens": 0}', {}, "max_tokens = 0: must be a number of tokens"),
+        ('{"on_error": "fail", "adress": "/run/kvtier"}', {}, "adress"),
+        ('{"on_error": "never"}', {}, "on_error = never: must be one of continue, fail"),
         ('{"on_error": "fail"}', {"max_attention_window": [4096]}, "use_kv_cache_manager_v2"),
         ('{"on_error": "fail"}', {"enable_block_reuse": False}, "enable_block_reuse = False: must be true"),
         ('{"on_error": "fail"}', {"host_cache_size": 1 << 30}, "host_cache_size = 1073741824: must be 0"),
@@ -434,10 +433,21 @@ def test_an_engine_without_the_interfaces_is_named_in_one_line(monkeypatch):
             trtllm.KvtierWorker  # noqa: B018
 
 
-def test_an_engine_runs_without_kvtier_where_it_cannot_be_used(daemon, caplog):
-    with engine(daemon, V1, SYNC, cache={"max_attention_window": [4096]}) as executor:
+@pytest.mark.parametrize(
+    ("settings", "cache", "said"),
+    [
+        ({}, {"max_attention_window": [4096]}, "max_attention_window = [4096]: must be left out"),
+        ({"adress": "x"}, {}, "kvtier setting adress = x: must be left out"),
+        ({"max_tokens": 0}, {}, "max_tokens = 0: must be a number of tokens"),
+        ({"max_tokens": 15}, {}, "max_tokens = 15: must be at least 16"),
+        ({"host_bytes": 16383}, {}, "host_bytes = 16383: must be at least 16384: 2 blocks of each group of layers"),
+    ],
+)
+def test_an_engine_runs_without_kvtier_where_it_cannot_be_used(daemon, caplog, settings, cache, said):
+    with engine(daemon, V1, SYNC | settings, ranks=2, cache=cache) as executor:
         ask(executor)
         executor.run()
-    assert "runs without kvtier" in caplog.text
+    (line,) = [each for each in caplog.messages if "runs without kvtier" in each]
+    assert said in line
     with Client(daemon.address) as client:
         assert client.caches() == []

@@ -26,7 +26,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.abi.spec import MAX_BLOCK_BYTES, CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.connectors.store import Store, options_of
+from kvtier.connectors.store import SETTINGS, Store
+from kvtier.engine import EngineOptions
 from kvtier.errors import InvalidArgument, KvtierError
 
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
@@ -79,7 +80,7 @@ class KvtierL2:
             self._staged_pieces = max(1, _STAGED_BYTES // block_bytes)
             pool = PoolSpec.opaque(block_bytes + _END.size)
             groups = (WindowGroupSpec(flat=True, pools=(pool,)),)
-            options = options_of(settings)
+            options = EngineOptions.of(settings, SETTINGS)
             named = f"{namespace} {options.weights_version}" if options.weights_version else str(namespace)
             identity = {"engine": "lmcache", "namespace": sha256(named.encode()).hexdigest()}
             self._store = Store(options, CacheSpec("lmcache", "uint8", 1, groups=groups, identity=identity))

@@ -11,6 +11,7 @@ page, so every layout of the pool works. Engines with different pools get differ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
 from itertools import product
@@ -24,8 +25,8 @@ from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvtier.abi.spec import STATE, STATE_TOKENS, CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.connectors.store import Store, options_of
-from kvtier.engine import Weights, weights_of
+from kvtier.connectors.store import SETTINGS, Store
+from kvtier.engine import EngineOptions, Weights, weights_of
 from kvtier.engine.log import below
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
@@ -151,7 +152,7 @@ class KvtierHiCache(HiCacheStorage):
                 raise InvalidArgument("interface_v1", self._given.get("interface_v1", 0), limit)
             if not isinstance(self._settings, Mapping):
                 raise InvalidArgument("kvtier", self._settings, "an object of settings")
-            options = options_of(self._settings)
+            options = EngineOptions.of(self._settings, SETTINGS)
             pools = {name: self._pools[name] for name in names}
             found = {name: _StoredPool(pool) for name, pool in pools.items() if not isinstance(pool, LogicalHostPool)}
             self._pages.update(found)
@@ -160,7 +161,7 @@ class KvtierHiCache(HiCacheStorage):
                 some = {name: pages for name, pages in found.items() if self._alike(name) == alike}
                 if not some:
                     continue
-                share = sum(map(self._weight, some)) / total
+                share = Fraction(sum(map(self._weight, some))) / total
                 asks = not alike or self._config.tp_rank == 0
                 store = Store(options, self._spec(some, alike), share, weights=self._weights.told, asks=asks)
                 self._stores.append(store)
@@ -169,12 +170,13 @@ class KvtierHiCache(HiCacheStorage):
         except KvtierError as error:
             if isinstance(self._settings, Mapping) and self._settings.get("on_error", "continue") != "continue":
                 raise
-            _log.error("SGLang runs without kvtier: %s", error)
+            if self._config.tp_rank == 0:  # all ranks have the same settings
+                _log.error("SGLang runs without kvtier: %s", error)
 
-    def _weight(self, name: str) -> float:
+    def _weight(self, name: str) -> Fraction:
         """Returns the bytes of a pool for each page of tokens."""
-        nbytes = self._pages[name].nbytes
-        return nbytes * self._pools[PoolName.KV].page_size / STATE_TOKENS if name == PoolName.MAMBA else nbytes
+        pages = Fraction(self._pools[PoolName.KV].page_size, STATE_TOKENS) if name == PoolName.MAMBA else Fraction(1)
+        return self._pages[name].nbytes * pages
 
     def _alike(self, name: str) -> bool:
         sharded = name == PoolName.MAMBA or isinstance(self._pools[name], MHATokenToKVPoolHost)
@@ -265,18 +267,16 @@ class KvtierHiCache(HiCacheStorage):
 
     # SGLang calls these methods if ``interface_v1`` is not set, which is refused.
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def get(self, key: str, *_: Any, **__: Any) -> None:
         return None
 
-    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+    def batch_get(self, keys: Sequence[str], *_: Any, **__: Any) -> list[None]:
         return [None] * len(keys)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(self, key: str, *_: Any, **__: Any) -> bool:
         return False
 
-    def batch_set(
-        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def batch_set(self, keys: Sequence[str], *_: Any, **__: Any) -> bool:
         return False
 
     def _of(self, name: str) -> _StoredPool | None:

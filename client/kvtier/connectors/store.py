@@ -8,44 +8,32 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.buffers import Blocks
-from kvtier.deadline import Backoff
 from kvtier.engine.layout import cache_name
 from kvtier.engine.log import opened
-from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
-from kvtier.engine.outage import Outage, can_pass
+from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions, Share
+from kvtier.engine.outage import OPEN_S, Outage
 from kvtier.engine.resets import PendingReset
-from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.errors import InvalidArgument
 from kvtier.memory.planes import Pages
 from kvtier.sync import Client, SyncCache
 from kvtier.types import MAPPED_TIERS, BlockResult, CacheOptions, Tier
 from kvtier.wire import MAX_KEYS
 
-_SETTINGS: Final = (
+SETTINGS: Final = (
     *("address", "cache", "disk_bytes", "host_bytes", "load_timeout", "on_error", "remote_wait", "weights_version"),
     "write_policy",
 )
-_OPEN_S: Final = 5.0
-"""Seconds that an attempt to open the cache may take, and most seconds until the next attempt."""
 _STORED: Final = (BlockResult.OK, BlockResult.EXISTS)
 _MAPPED: Final = sum(tier.bit for tier in MAPPED_TIERS)
 
 _log = logging.getLogger("kvtier.connectors")
-
-
-def options_of(settings: Mapping[str, Any]) -> EngineOptions:
-    """Makes options from settings. Raises :class:`InvalidArgument` for an invalid or unknown setting."""
-    for name in settings:
-        if name not in _SETTINGS:
-            limit = f"left out: settings are {', '.join(_SETTINGS)}"
-            raise InvalidArgument(f"kvtier setting {name}", settings[name], limit)
-    return EngineOptions.of(settings)
 
 
 class Store:
@@ -53,7 +41,7 @@ class Store:
     daemon. A lookup waits for ``remote_wait`` seconds if blocks could come from a remote store."""
 
     def __init__(
-        self, options: EngineOptions, spec: CacheSpec, share: float = 1.0, *, weights: str = "", asks: bool = True
+        self, options: EngineOptions, spec: CacheSpec, share: Share = 1, *, weights: str = "", asks: bool = True
     ) -> None:
         """Opens the cache.
 
@@ -62,13 +50,14 @@ class Store:
             weights: for the log, the source of the weights' digest.
             asks: whether reads count in the hit ratio; not on a rank that reads the same blocks as the first rank.
 
-        Raises :class:`InvalidArgument`; with ``on_error = "fail"`` any error of opening the cache. Else other errors
-        are logged, and a thread tries again.
+        Raises :class:`InvalidArgument`, also for budgets without room for a block; with ``on_error = "fail"`` any error
+        of opening the cache. Else other errors are logged, and a thread tries again.
         """
         try:
             self.name: Final = cache_name(spec, options.cache)
         except FieldError as error:
             raise InvalidArgument(f"cache of {spec.model}: {error.field}", error.value, error.limit) from error
+        options.require_room(spec, share)
         self.complaints: Final = Complaints(_log)
         self._outage: Final = Outage(_log, self.name)
         self._reset: Final = PendingReset(self.name, options.address)
@@ -79,15 +68,8 @@ class Store:
         self._budgets = {tier: int(nbytes * share) for tier, nbytes in (options.budgets or {}).items()}
         self._client: Client | None = None
         self._groups: Sequence[SyncCache] = ()
-        self._closed: Final = threading.Event()
         self._lock: Final = threading.Lock()
-        try:
-            self._open()
-        except KvtierError as error:
-            if options.on_error == "fail" or not can_pass(error):
-                raise
-            self._outage.begin(error)
-            threading.Thread(target=self._open_later, name="kvtier-open", daemon=True).start()
+        self._outage.open(self._open, fail=options.on_error == "fail")
 
     def probe(self, group: int, keys: Sequence[bytes]) -> list[bool]:
         """Returns which keys have a block that a load would get."""
@@ -165,7 +147,6 @@ class Store:
 
     def close(self) -> None:
         with self._lock:
-            self._closed.set()
             self._outage.close()
             client, self._client, self._groups = self._client, None, ()
         _log.info("%s closed: %s", self.name, dict(self.complaints.counts))
@@ -197,7 +178,7 @@ class Store:
                 self._spec,
                 budgets=self._budgets,
                 options=CacheOptions(write_policy=self._options.policy),
-                timeout=_OPEN_S,
+                timeout=OPEN_S,
             )
         except BaseException:
             client.close()
@@ -207,22 +188,11 @@ class Store:
         groups = [cache.in_group(at) for at in range(len(self._spec.groups))]
         _log.info("%s", opened(cache.info, client.address, self._weights))
         with self._lock:
-            if not self._closed.is_set():
+            if not self._outage.closed.is_set():
                 self._client, self._groups = client, groups
-        if self._closed.is_set():
+        if self._outage.closed.is_set():
             client.close()
         self._outage.watch(lambda: self._reachable)
-
-    def _open_later(self) -> None:
-        backoff = Backoff(0.1, _OPEN_S)
-        while not self._closed.wait(backoff.next()):
-            try:
-                self._open()
-                return
-            except KvtierError as error:
-                if not can_pass(error):
-                    self._outage.begin(error)
-                    return
 
 
 def _chosen(blocks: Any, at: Sequence[int]) -> Any:

@@ -2,7 +2,7 @@
 
 ::
 
-    store = PrefixStore(client, model)
+    store = PrefixStore("/run/kvtier", model)
     past, known = store.load_prefix(ids)
     sequences = model.generate(ids, **{store.argument: past})
     store.save_prefix(past, sequences)
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +31,10 @@ from transformers import cache_utils
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope
 from kvtier.chains import Prompt
 from kvtier.engine import Layout, PageGroup, PlaneLayout
-from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.engine.outage import Outage
+from kvtier.errors import DaemonUnavailable, InvalidArgument, KvtierError
 from kvtier.memory.planes import Pages, Planes
-from kvtier.sync import Client
+from kvtier.sync import Client, SyncCache
 from kvtier.types import BlockResult, CacheOptions, WritePolicy
 from kvtier.wire import Budgets
 
@@ -77,13 +80,13 @@ class States:
 class PrefixStore:
     """The prefixes of one model in a kvtier cache of its own, whose name stands for model, dtype and attention.
 
-    Its methods raise only for invalid arguments. If kvtier fails, a warning is logged, nothing is loaded or saved, and
-    the model computes the missing tokens.
+    It raises only for invalid arguments. If kvtier fails, a warning is logged, nothing is loaded or saved, and the
+    model computes the missing tokens. A cache that cannot be opened yet is opened later, in the background.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: Client | str | os.PathLike[str] | None,
         model: transformers.PreTrainedModel,
         *,
         tokens_per_block: int = 16,
@@ -93,10 +96,10 @@ class PrefixStore:
         """Runs the model on one token, to learn the shapes that its layers keep.
 
         Args:
+            client: or the daemon's address, None for the default: :meth:`close` then closes the store's own client.
             budgets: of a new cache, as in :meth:`kvtier.AsyncClient.open_cache`.
             timeout: seconds that a load or a save waits for the daemon.
-        Raises: :class:`InvalidArgument` for a model whose layers keep anything but keys and values, and the errors of
-            opening a cache.
+        Raises: :class:`InvalidArgument`, also for a model whose layers keep anything but keys and values.
         """
         with torch.no_grad():
             done = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True, return_dict=True)
@@ -108,26 +111,54 @@ class PrefixStore:
         self._tokens: Final = tokens_per_block
         self._timeout: Final = timeout
         self._save_from = 0.0
-        layout = self._layout(model)
+        self._budgets: Final = budgets
+        self._spec: Final = (layout := self._layout(model)).spec
+        self._client = client
+        self._own_client: Client | None = None
+        self.name: Final = layout.cache()
+        self.cache: SyncCache | None = None
+        """None until the daemon has opened it."""
+        self._outage: Final = Outage(log, self.name)
+        weakref.finalize(self, self._outage.close)
+        self._outage.open(self._open)
+
+    def close(self) -> None:
+        """Ends the attempts to open the cache, and the store's own client."""
+        self._outage.close()
+        if self._own_client is not None:
+            self._own_client.close()
+
+    def _open(self) -> None:
+        client = self._client
+        if client is None or isinstance(client, str | os.PathLike):
+            client = self._client = self._own_client = Client(client)
+            if self._outage.closed.is_set():
+                client.close()
         options = CacheOptions(write_policy=WritePolicy.THROUGH)
-        self.cache: Final = client.open_cache(layout.cache(), layout.spec, budgets=budgets, options=options)
+        self.cache = client.open_cache(self.name, self._spec, budgets=self._budgets, options=options)
+        self._outage.watch(lambda: client.connected or client.closed)
 
     def load_prefix(self, ids: Ids, scope: Scope = PLAIN) -> tuple[transformers.DynamicCache, int]:
         """Loads the longest stored prefix of a prompt without its last token. Returns it and its number of tokens.
 
         Raises :class:`InvalidArgument`.
         """
-        keys = self.cache.prompt(_flat(ids)[:-1], scope).keys
+        keys = Prompt(_flat(ids)[:-1], self._tokens, scope).keys
         past = transformers.DynamicCache()
+        if (cache := self.cache) is None:
+            return past, 0
         try:
-            found = self.cache.prefix_length(keys, timeout=self._timeout)
-            if self.cache.info.remote and found * KEY_BYTES < len(keys):
-                found = max(found, self.cache.match(keys, remote=True, timeout=self._timeout).remote_blocks)
+            found = cache.prefix_length(keys, timeout=self._timeout)
+            if cache.info.remote and found * KEY_BYTES < len(keys):
+                found = max(found, cache.match(keys, remote=True, timeout=self._timeout).remote_blocks)
             if not found:
                 return past, 0
             tensors = [states.empty(found * self._tokens) for states in self._states]
             pages = self._pages(tensors, 0, found)
-            known = len(self.cache.get(keys[: found * KEY_BYTES], pages, timeout=self._timeout)) * self._tokens
+            known = len(cache.get(keys[: found * KEY_BYTES], pages, timeout=self._timeout)) * self._tokens
+        except DaemonUnavailable as error:
+            self._outage.begin(error)
+            return past, 0
         except KvtierError as error:
             log.warning("no prefix is loaded: %s", error)
             return past, 0
@@ -147,24 +178,28 @@ class PrefixStore:
         """
         tensors = _tensors("past", past)
         if [States.of(tensor) for tensor in tensors] != self._states:
-            raise InvalidArgument("past", f"{len(tensors) // 2} layers", f"of the model of cache {self.cache.name}")
-        prompt = self.cache.prompt(_flat(ids)[: int(past.get_seq_length())], scope)
-        stored, count = 0, len(prompt.keys) // KEY_BYTES
+            raise InvalidArgument("past", f"{len(tensors) // 2} layers", f"of the model of cache {self.name}")
+        prompt = Prompt(_flat(ids)[: int(past.get_seq_length())], self._tokens, scope)
+        stored, count = 0, len(prompt)
+        if (cache := self.cache) is None:
+            return 0
         try:
-            first_absent = self.cache.probe(prompt.keys, timeout=self._timeout).find(0)
+            first_absent = cache.probe(prompt.keys, timeout=self._timeout).find(0)
             stored = count if first_absent < 0 else first_absent
-            if stored < count and time.monotonic() >= self._save_from:
-                stored += self._put(prompt, tensors, stored, count)
+            if stored < count and not self._outage.lasts and time.monotonic() >= self._save_from:
+                stored += self._put(cache, prompt, tensors, stored, count)
+        except DaemonUnavailable as error:
+            self._outage.begin(error)
         except KvtierError as error:
             log.warning("no prefix is saved for %d s: %s", _PAUSE_S, error)
             self._save_from = time.monotonic() + _PAUSE_S
         return stored * self._tokens
 
-    def _put(self, prompt: Prompt, tensors: Sequence[torch.Tensor], first: int, last: int) -> int:
+    def _put(self, cache: SyncCache, prompt: Prompt, tensors: Sequence[torch.Tensor], first: int, last: int) -> int:
         """Stores blocks [first, last) of a prompt. Returns the number of stored blocks."""
         keys, parent = prompt.keys[first * KEY_BYTES :], prompt.keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]
         pages = self._pages(tensors, first, last)
-        results = self.cache.put(keys, pages, parent=parent or None, prompt=prompt, timeout=self._timeout)
+        results = cache.put(keys, pages, parent=parent or None, prompt=prompt, timeout=self._timeout)
         return sum(result is not BlockResult.PARENT_MISSING for result in results)
 
     def _pages(self, tensors: Sequence[torch.Tensor], first: int, last: int) -> Pages:

@@ -25,6 +25,7 @@ import os
 import select
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -43,6 +44,7 @@ from kvtier.engine import (
     Work,
     weights_of,
 )
+from kvtier.engine.mover import LEAST_HOST_BLOCKS
 from kvtier.engine.work import NO_PAGE
 from kvtier.errors import InvalidArgument
 
@@ -80,9 +82,12 @@ class _Options(EngineOptions):
     max_tokens: int | None = None
 
     def limited(self, layout: Layout) -> EngineOptions:
-        """Returns the options with ``max_tokens`` as bytes: blocks of all layers, as if none had a window."""
+        """Returns the options with ``max_tokens`` as bytes: blocks of all layers, as if none had a window. Raises
+        :class:`InvalidArgument`."""
         if self.max_tokens is None:
             return self
+        if self.max_tokens < (least := LEAST_HOST_BLOCKS * layout.tokens):
+            raise InvalidArgument("kvtier setting max_tokens", self.max_tokens, f"at least {least}")
         block = sum(layout.spec.record_bytes(group) for group in range(len(layout.groups)))
         most = -(-self.max_tokens // layout.tokens) * block
         host, disk = self.host_bytes, self.disk_bytes
@@ -289,7 +294,7 @@ class _Worker:
         super().__init__(llm_args)  # type: ignore[call-arg]
         ranks = importlib.import_module("tensorrt_llm._utils")
         self._args = llm_args
-        self._options = _options()
+        self._options, self._wrong = _options()
         self._allgather = ranks.mpi_allgather
         alone = bool(getattr(llm_args, "enable_attention_dp", False))
         self._rank: int = 0 if alone else ranks.mpi_rank()
@@ -303,7 +308,7 @@ class _Worker:
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """V1: ``[blocks, layers, 2, heads * tokens * size]``; a block is contiguous."""
-        if self._refuses(_v1_fault(self._args) or _fault(self._args)):
+        if self._refuses(self._wrong or _v1_fault(self._args) or _fault(self._args)):
             return
         pages = GroupPages(0, {"all": kv_cache_tensor})
         plane = PlaneLayout("all", kv_cache_tensor[0].nbytes, dtype=str(kv_cache_tensor.dtype))
@@ -312,7 +317,7 @@ class _Worker:
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """V2: one plane per region; each group has its own page numbers."""
-        if self._refuses(_fault(self._args)):
+        if self._refuses(self._wrong or _fault(self._args)):
             return
         groups, pages = [], []
         for number, group in enumerate(layout.groups):
@@ -332,7 +337,7 @@ class _Worker:
         """Returns whether a fault keeps kvtier out of the engine. Raises the fault if an error ends the engine."""
         if fault is not None and self._options.on_error == "fail":
             raise fault
-        if fault is not None:
+        if fault is not None and self._rank == 0:
             _log.warning("the engine runs without kvtier: %s", fault)
         return fault is not None
 
@@ -347,8 +352,12 @@ class _Worker:
         digest = hashlib.sha256(settings.encode()).hexdigest()
         identity |= {"engine": engine, "weights": weights.digest, "settings": digest}
         layout = Layout(weights.name, tokens, groups, self._ranks, identity, weights.told)
-        options = self._options.limited(layout)
-        self._mover = Mover(layout, options, pages, rank=self._rank)
+        try:
+            options = self._options.limited(layout)
+            self._mover = Mover(layout, options, pages, rank=self._rank)
+        except InvalidArgument as error:
+            self._refuses(error)
+            return
         atexit.register(self.close)
         made = False
         if self._rank == 0 and _Scheduler.here is not None:
@@ -467,17 +476,23 @@ def _v1_fault(args: Any) -> InvalidArgument | None:
     return None
 
 
-def _options() -> _Options:
-    """Reads the options from the environment: the engine's configuration has no place for a connector's settings."""
-    text = os.environ.get(OPTIONS, "{}")
+def _options() -> tuple[_Options, InvalidArgument | None]:
+    """Reads the options from the environment: the engine's configuration has no place for a connector's settings.
+    Returns them, and the fault of a wrong one. Raises the fault if an error ends the engine."""
+    text, settings = os.environ.get(OPTIONS, "{}"), None
     try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise InvalidArgument(OPTIONS, text, 'JSON, such as {"address": "/run/kvtier"}') from error
-    options = _Options.of(settings, pin=True)
-    if (most := options.max_tokens) is not None and (type(most) is not int or most < 1):
-        raise InvalidArgument("kvtier setting max_tokens", most, "a number of tokens, 1 or more")
-    return options
+        with suppress(ValueError):
+            settings = json.loads(text)
+        if not isinstance(settings, dict):
+            raise InvalidArgument(OPTIONS, text, 'a JSON object, such as {"address": "/run/kvtier"}')
+        options = _Options.of(settings, pin=True)
+        if (most := options.max_tokens) is not None and (type(most) is not int or most < 1):
+            raise InvalidArgument("kvtier setting max_tokens", most, "a number of tokens, 1 or more")
+    except InvalidArgument as error:
+        if isinstance(settings, dict) and settings.get("on_error", "continue") != "continue":
+            raise
+        return _Options(), error
+    return options, None
 
 
 def _scope(request: Any) -> Scope | None:

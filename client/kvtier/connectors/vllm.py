@@ -210,7 +210,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             yield
         except CallerError as error:
-            if self._settings.get("on_error") == "fail":
+            if self._settings.get("on_error", "continue") != "continue":
                 raise
             if told:
                 _log.error("this engine runs without kvtier: %s", error)
@@ -231,7 +231,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._options is None:
             return
-        with self._starting():
+        with self._starting(told=torch.distributed.get_rank() == 0):
             version = self._options.weights_version
             layout, pages = layout_of(self._vllm_config, self._kv_cache_config, kv_caches, version)
             rank = get_pp_group().rank_in_group * layout.ranks_per_stage + get_tensor_model_parallel_rank()

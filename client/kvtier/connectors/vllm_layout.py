@@ -40,6 +40,8 @@ _MLA: Final = (MLAAttentionSpec, SlidingWindowMLASpec)
 
 def require_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
     """Raises :class:`InvalidArgument` for a setting of the engine that kvtier's connector cannot serve."""
+    if (role := config.kv_transfer_config.kv_role) != "kv_both":
+        raise InvalidArgument("kv_role", role, "kv_both: an engine both stores and loads blocks")
     parallel, algorithm = config.parallel_config, config.cache_config.prefix_caching_hash_algo
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:

@@ -30,6 +30,8 @@ from kvtier.sync.cache import SyncCache
 from kvtier.types import Tier
 from kvtier.wire import MAX_KEYS
 
+LEAST_HOST_BLOCKS: Final = 2
+"""In each group: a block can be loaded although a slot is reserved for the next save."""
 _OPEN_S: Final = 5.0
 """Seconds that an engine's start waits for the open cache."""
 
@@ -66,7 +68,9 @@ class Mover:
     the constructor raises."""
 
     def __init__(self, layout: Layout, options: EngineOptions, pages: Sequence[GroupPages], *, rank: int = 0) -> None:
-        """``pages``: one for each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`."""
+        """``pages``: one for each group of the layout. Raises :class:`kvtier.errors.InvalidArgument`, also for budgets
+        without room for a block."""
+        options.require_room(layout.spec, host_blocks=LEAST_HOST_BLOCKS)
         self.layout: Final = layout
         self.options: Final = options
         self.rank: Final = rank

@@ -6,13 +6,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, Self
+from fractions import Fraction
+from math import ceil
+from typing import Any, Final, Literal, Self, TypeAlias
 
+from kvtier.abi.spec import CacheSpec
 from kvtier.errors import InvalidArgument
 from kvtier.types import Tier, WritePolicy
 
+Share: TypeAlias = Fraction | int
 _WRITE_POLICIES: Final = {str(policy): policy for policy in WritePolicy}
 _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "min_blocks": (1, 1 << 20),
@@ -20,11 +24,13 @@ _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "reserve_blocks": (1, 1 << 16),
     "threads": (1, 64),
     "load_timeout": (0.01, 600),
-    "pin_wait": (0, 60),
-    "remote_wait": (0, 600),
-    "recompute_seconds_per_block": (0, 3600),
+    "pin_wait": (0.0, 60),
+    "remote_wait": (0.0, 600),
+    "recompute_seconds_per_block": (0.0, 3600),
 }
+"""Least and most of each number. A number whose least is whole is whole."""
 _BYTES: Final = ("host_bytes", "disk_bytes")
+_TEXTS: Final = ("address", "cache", "weights_version")
 SILENCE_S: Final = 0.05
 """Seconds that an engine waits, once, for a silent daemon."""
 _WORDS: Final[Mapping[str, tuple[object, ...]]] = {
@@ -67,9 +73,10 @@ class EngineOptions:
     weights_version: str | None = None
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], **defaults: Any) -> Self:
-        """Makes options from the engine's settings. Raises :class:`InvalidArgument` for an invalid or unknown one."""
-        known = sorted(each.name for each in fields(cls))
+    def of(cls, settings: Mapping[str, Any], known: Collection[str] = (), **defaults: Any) -> Self:
+        """Makes options from the engine's settings. ``known``: names of the connector's settings; empty = all. Raises
+        :class:`InvalidArgument` for an invalid or unknown one."""
+        known = sorted(known or (each.name for each in fields(cls)))
         for name, value in settings.items():
             if name not in known:
                 raise InvalidArgument(f"kvtier setting {name}", value, f"left out: settings are {', '.join(known)}")
@@ -79,13 +86,24 @@ class EngineOptions:
         for name in _BYTES:
             if getattr(options, name) is not None:
                 _require_number(name, getattr(options, name), 1, 1 << 60)
-        if not isinstance(options.weights_version, str | None):
-            raise InvalidArgument("kvtier setting weights_version", options.weights_version, "a text")
+        for name in _TEXTS:
+            if not isinstance(getattr(options, name), str | None):
+                raise InvalidArgument(f"kvtier setting {name}", getattr(options, name), "a text")
         for name, words in _WORDS.items():
             value = getattr(options, name)
             if not any(value is word or (isinstance(word, str) and value == word) for word in words):
                 raise InvalidArgument(f"kvtier setting {name}", value, f"one of {', '.join(map(str, words))}")
         return options
+
+    def require_room(self, spec: CacheSpec, share: Share = 1, *, host_blocks: int = 1) -> None:
+        """Raises :class:`InvalidArgument` for a budget without room for a block of each window group, of the host tier
+        for ``host_blocks``. ``share``: the cache's share of the budgets."""
+        block = sum(map(spec.record_bytes, range(len(spec.groups))))
+        for name, blocks in (("host_bytes", host_blocks), ("disk_bytes", 1)):
+            nbytes, least = getattr(self, name), ceil(blocks * block / share)
+            if nbytes is not None and nbytes < least:
+                limit = f"at least {least}: {'a block' if blocks == 1 else f'{blocks} blocks'} of each group of layers"
+                raise InvalidArgument(f"kvtier setting {name}", nbytes, limit)
 
     @property
     def policy(self) -> WritePolicy:
@@ -99,8 +117,10 @@ class EngineOptions:
 
 
 def _require_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidArgument(f"kvtier setting {name}", value, f"a number from {low:g} to {high:g}")
+    whole = isinstance(low, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        raise InvalidArgument(f"kvtier setting {name}", value, f"{kind} from {low:g} to {high:g}")
 
 
 _EVERY_S: Final = 60.0
