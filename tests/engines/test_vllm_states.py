@@ -96,6 +96,21 @@ async def test_states_of_two_ranks(start, daemon):  # noqa: F811
         assert (warm.cached, warm.external) == (CACHED, sum(CACHED))
 
 
+async def test_a_state_that_came_too_late_is_saved_from_the_engine_s_own_cache(start, daemon):  # noqa: F811
+    """The first prompt's state has left its page before there is a slot for it."""
+    slotless = ("SlotlessConnector", "tests.engines.vllm_faults")
+    with start(cache("slotless"), connector=slotless, **STATES) as engine:
+        cold = engine.generate(ASKED)
+        await whole(daemon, "slotless", STORED - GROUPS)
+        assert sum(await kept(daemon, "slotless")) == STORED - GROUPS
+        assert_same(engine.generate(ASKED), cold)
+        await whole(daemon, "slotless", STORED)
+        engine.forget()
+        warm = engine.generate(ASKED)
+        assert_same(warm, cold)
+        assert (warm.cached, warm.external) == (CACHED, sum(CACHED))
+
+
 @pytest.mark.parametrize("fault", ["EvictedConnector", "StatelessConnector"])
 async def test_of_a_failed_load_nothing_is_used(start, daemon, fault):  # noqa: F811
     """All blocks are gone when the load begins, or the states alone."""

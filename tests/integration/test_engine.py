@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import threading
@@ -14,8 +15,20 @@ import numpy as np
 import pytest
 
 from kvtier import BlockResult, Client, Event, EventType, Tier
-from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
-from kvtier.errors import DaemonUnavailable, InvalidArgument
+from kvtier.engine import (
+    STATE,
+    CopyResult,
+    EngineOptions,
+    GroupPages,
+    KeyChain,
+    Layout,
+    Load,
+    Mover,
+    PageGroup,
+    PlaneLayout,
+    Work,
+)
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.wire import MAX_KEYS
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
@@ -27,6 +40,9 @@ HYBRID = Layout(
     "hybrid",
     TOKENS,
     (PageGroup((PlaneLayout("full", 4096),)), PageGroup((PlaneLayout("near", 4096),), window=5 * TOKENS)),
+)
+STATES = Layout(
+    "states", TOKENS, (PageGroup((PlaneLayout("full", 4096),)), PageGroup((PlaneLayout("state", 900),), window=STATE))
 )
 RANKS = Layout(
     "ranks", TOKENS, (PageGroup((PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True))),), ranks=2
@@ -417,6 +433,77 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
         toy.settle()
         assert toy.run(PROMPT).loaded == 10
         assert "not saved: stored by another request" not in toy.planner.stats()
+
+
+def answer(toy: Engine, run: Run) -> None:
+    """Computes one more block of a request, and saves it if it can."""
+    run.loaded = len(run.chain)
+    run.chain.extend(range(TOKENS))
+    run.tokens += TOKENS
+    for group, table in run.table.items():
+        table += toy.pages(group, 1)
+    toy.complete(run)
+    toy.settle()
+
+
+@pytest.mark.parametrize("layout", [HYBRID, STATES], ids=lambda layout: layout.model)
+def test_blocks_whose_commit_failed_are_saved_with_the_next(daemon, monkeypatch, layout):
+    """Until then no state is forgotten for them."""
+    with engine(daemon.address, layout, host_bytes=32 << 20) as toy, Client(daemon.address) as client:
+        leader, run = toy.planner.leader, toy.begin(PROMPT)
+        toy.complete(run)
+        answer(toy, run)
+        with monkeypatch.context() as broken:
+            broken.setattr(leader, "_commit_group", failing)
+            answer(toy, run)
+        assert leader.complaints.counts["not saved: the commit failed"] == len(layout.groups)
+        assert client.open_cache(leader.name).across.match(run.chain.packed).blocks == 11
+        answer(toy, run)
+        assert client.open_cache(leader.name).across.match(run.chain.packed).blocks == 13
+        toy.end(run)
+
+
+async def failing(*_: object) -> None:
+    raise DeadlineExceeded("a fault", reason="DEADLINE")
+
+
+def test_what_is_written_is_committed_once_the_daemon_answers_again(daemon):
+    with engine(daemon.address) as toy:
+        leader, run = toy.planner.leader, toy.begin(PROMPT)
+        toy.planner.scheduled(run.name, 0, run.tokens, run.table)
+        toy.begin_step()
+        toy.workers[0].mover.save()
+        wait_until(lambda: bool(toy.workers[0].mover._ended))
+        daemon.pause()
+        try:
+            leader.doubt()
+            wait_until(lambda: not leader.answers)
+            toy.end_step()
+            leader._thread.submit(lambda: asyncio.sleep(0.1)).result()
+        finally:
+            daemon.resume()
+        toy.end(run)
+        toy.settle()
+        assert toy.planner.stats()["blocks saved"] == 10
+
+
+def test_the_first_save_waits_until_its_rank_has_opened_the_cache(daemon):
+    class Late(Mover):
+        def _open(self) -> None:
+            time.sleep(0.2)
+            super()._open()
+
+    with engine(daemon.address) as toy:
+        worker = mover(toy, Late)
+        try:
+            toy.planner.scheduled("x", 0, TOKENS, {0: [0]}, chain=toy.chain(PROMPT))
+            worker.start(toy.planner.step())
+            worker.save()
+            ended: list[CopyResult] = []
+            wait_until(lambda: bool(ended.extend(worker.poll()) or ended))
+            assert not any(ended[0].failed.values())
+        finally:
+            worker.close()
 
 
 def test_saves_leave_slots_for_loads(daemon):

@@ -43,6 +43,8 @@ START_S: Final = 5.0
 """Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
+_AWAY_S: Final = 0.1
+"""Seconds after which the leader looks again for a daemon that is away."""
 _LEAST_PIN_S: Final = 0.01
 _MOST_OF_TIER: Final = 4
 """Reserved slots and slots being saved are at most one in this many of the tier: loads need slots, too."""
@@ -132,10 +134,10 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write and the commit makes blocks, and whether its commit missed a parent."""
+    """A save: the slots that the workers write and the commit makes blocks. ``incomplete``: some are not stored."""
 
     taken: tuple[Taken, ...]
-    missing_parent: bool = False
+    incomplete: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -255,7 +257,7 @@ class Leader:
             rest, free = taken.without(lost.get(taken.group, ()))
             kept += [rest] * bool(rest.at)
             self.give_back(free)
-        writing.taken = tuple(kept)
+        writing.taken, writing.incomplete = tuple(kept), True
 
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
@@ -263,7 +265,7 @@ class Leader:
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
-        writing.taken = ()
+        writing.taken, writing.incomplete = (), True
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
@@ -364,7 +366,7 @@ class Leader:
 
     def _without(self) -> None:
         """Logs that there is no cache yet. Raises the error instead if ``on_error`` is "fail"."""
-        fault = self._fault or CallerError(f"no daemon answers within {START_S:g} s", reason="NO_DAEMON")
+        fault = self._fault or CallerError(f"the daemon has not opened it within {START_S:g} s", reason="NOT_OPEN")
         if self.options.on_error == "fail":
             self.close()
             raise fault
@@ -415,7 +417,10 @@ class Leader:
         while True:
             self._wake.clear()
             while self._written:
-                await self._commit(self._written.popleft())
+                if self._client.connected:
+                    await self._commit(self._written.popleft())
+                else:  # the bytes stay in their slots
+                    await asyncio.sleep(_AWAY_S)
             await self._refill(cache)
             if not self._written:
                 await self._wake.wait()
@@ -491,6 +496,7 @@ class Leader:
                 await self._commit_group(writing, taken)
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
+            writing.incomplete = True
             self._not_saved("the commit failed", writing)
             await self._give_up(writing)
         finally:
@@ -512,7 +518,7 @@ class Leader:
             for index, result in zip(indices, results, strict=True):
                 self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
                 if result in STAYS_BLANK:
-                    writing.missing_parent = True
+                    writing.incomplete = True
                     reserved.free.append(index)
                 else:
                     reserved.open -= 1

@@ -81,8 +81,8 @@ class Mover:
         """Error of the last attempt to open the cache."""
         self._ready: Final = threading.Event()
         """Set when the cache is open."""
-        self._patience = SILENCE_S
-        """Seconds that the next copy waits for the open cache; later copies do not wait."""
+        self._patience = {"load": SILENCE_S, "save": options.load_timeout}
+        """Seconds that the next copy waits for the open cache; later copies do not wait. No step waits for a save."""
         self._closing: Final = threading.Event()
         self._loading: Final = ThreadPoolExecutor(options.threads, "kvtier-load")
         self._awaited: Final = ThreadPoolExecutor(options.threads, "kvtier-awaited")
@@ -251,7 +251,7 @@ class Mover:
             MAX_KEYS, self.layout.spec.attention(group).span or MAX_KEYS
         )  # with more keys in a call, a window group copies the last blocks only
         try:
-            cache = self._opened().in_group(group)
+            cache = self._opened("load").in_group(group)
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
                 part = keys[start * KEY_BYTES : (start + len(some)) * KEY_BYTES]
@@ -270,7 +270,7 @@ class Mover:
                     # This process holds the slots, too: it keeps them while it writes, even if the scheduler dies.
                     timeout = self.options.load_timeout
                     leases = [
-                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=timeout))
+                        joined.enter_context(self._opened("save").in_group(group).join(placed.lease, timeout=timeout))
                         for group, placed, _ in rows
                     ]
                     with copying.turn:
@@ -286,8 +286,8 @@ class Mover:
             self.complaints.add("a save failed", error)
         self._tell(save, "save", failed, nbytes, started)
 
-    def _opened(self) -> SyncCache:
-        patience, self._patience = self._patience, 0.0
+    def _opened(self, kind: Literal["load", "save"]) -> SyncCache:
+        patience, self._patience[kind] = self._patience[kind], 0.0
         if not self._ready.wait(patience) or self._cache is None:
             raise DaemonUnavailable(f"the cache is not open: {self._fault or 'no answer yet'}", reason="NOT_OPEN")
         return self._cache

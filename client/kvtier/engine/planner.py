@@ -512,7 +512,6 @@ class Planner:
         }
         gone = sum(map(len, lost.values()))
         if ticket.cancelled or (gone and gone == sum(map(len, ticket.pages.values()))):
-            ticket.request.saved = None
             self.leader.drop(writing)
             return
         if gone:
@@ -529,21 +528,25 @@ class Planner:
                 under_way.append(ticket)
                 continue
             self._being_saved.difference_update(ticket.keys)
-            if ticket.writing.missing_parent:
-                ticket.request.saved = None  # its ancestors were evicted: look up and save them again
+            if ticket.writing.incomplete:
+                ticket.request.saved = None  # look up the stored blocks, and save the others again
             elif self.layout.states:
                 self._follow(ticket, ticket.writing)
         self._committing = under_way
 
     def _follow(self, ticket: _Ticket, writing: Writing) -> None:
         """Forgets the states that a chain no longer needs, now that later ones are stored."""
-        request, group = ticket.request, self.layout.states[0]
-        for key in [key for taken in writing.taken if taken.group == group for key in split_keys(taken.keys)]:
-            blocks = ticket.first + ticket.keys.index(key) + 1
+        request, groups = ticket.request, self.layout.states
+        stored = {key for taken in writing.taken if taken.group in groups for key in split_keys(taken.keys)}
+        for blocks, key in enumerate(ticket.keys, ticket.first + 1):
+            if key not in stored:
+                continue
+            own = key == request.state  # the engine had this state itself, and kvtier did not
+            before = None if own else request.state
             if blocks > request.prompt:
-                passed, request.answer = self._states.add_answer(key, request.state, request.answer), key
+                passed, request.answer = self._states.add_answer(key, before, request.answer), key
             else:
-                passed = self._states.add_prompt(key, request.state, branch=blocks < request.prompt - 1)
+                passed = self._states.add_prompt(key, before, branch=not own and blocks < request.prompt - 1)
                 request.state = key
             self._note("states passed", len(passed))
             for each in passed:
