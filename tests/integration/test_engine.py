@@ -10,24 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 from kvtier import BlockResult, Client, Event, EventType, Tier
-from kvtier.engine import (
-    STATE,
-    CopyResult,
-    EngineOptions,
-    GroupPages,
-    KeyChain,
-    Layout,
-    Load,
-    Mover,
-    PageGroup,
-    PlaneLayout,
-    Work,
-)
+from kvtier.engine import STATE, EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
 from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.wire import MAX_KEYS
 from tests.engine.toy import PLAIN, TOKENS, Engine, Run, assert_right, engine, wait_until
@@ -281,20 +270,16 @@ def test_without_a_daemon_the_engine_runs_alone_or_refuses(tmp_path):
         Engine(tmp_path, on_error="fail")
 
 
-def test_a_page_of_which_a_part_is_taken_is_loaded_whole(daemon):
-    with warm(daemon.address) as toy:
-        assert toy.planner.offer("x", toy.chain(PROMPT), 0, total_tokens=len(PROMPT)) == 10 * TOKENS
-        toy.planner.allocated("x", {0: toy.pages(0, 11)}, 10 * TOKENS - 1)
-        (load,) = toy.planner.step().loads
-        assert load.blocks == 10
-
-
-def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
+def test_the_last_page_is_never_offered_whole_but_is_loaded_whole(daemon):
     with warm(daemon.address) as toy:
         chain = toy.chain(PROMPT)
         assert toy.planner.offer("x", chain, 0, total_tokens=8 * TOKENS) == 7 * TOKENS
         assert toy.planner.offer("x", chain, 4 * TOKENS, total_tokens=8 * TOKENS) == 3 * TOKENS
         assert toy.planner.offer("x", chain, 0, total_tokens=1) == 0
+        assert toy.planner.offer("x", chain, 0, total_tokens=len(PROMPT)) == 10 * TOKENS
+        toy.planner.allocated("x", {0: toy.pages(0, 11)}, 10 * TOKENS - 1)
+        (load,) = toy.planner.step().loads
+        assert load.blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -337,16 +322,6 @@ def test_a_hold_that_comes_too_late_is_given_back(daemon):
         wait_until(lambda: not any(lease.held_blocks for lease in client.leases()))
 
 
-def stale(toy: Engine, client: Client) -> Run:
-    """A request whose synchronous load is about to fail at block 4 of 10."""
-    toy.run(PROMPT)
-    toy.settle()
-    run = toy.begin([*PROMPT, *range(6 * TOKENS)])
-    assert (run.loaded, toy.planner.is_async(run.name)) == (10, False)
-    client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
-    return run
-
-
 def compute_wrongly(toy: Engine, run: Run, first: int, last: int) -> None:
     """The forward pass of a step, over pages that did not arrive."""
     toy.planner.scheduled(run.name, first * TOKENS, (last - first) * TOKENS, run.table)
@@ -357,21 +332,18 @@ def compute_wrongly(toy: Engine, run: Run, first: int, last: int) -> None:
     toy.workers[0].mover.save()
 
 
-def test_what_was_computed_on_a_failed_load_is_not_saved_later(daemon):
-    with engine(daemon.address, reserve_blocks=1) as toy, Client(daemon.address) as client:
-        run = stale(toy, client)
-        compute_wrongly(toy, run, 10, 16)  # there are not slots enough: the save waits
-        toy.end_step()
-        toy.end(run)
-        toy.settle()
-        assert_right(client, toy, [run.chain.key(block) for block in range(16)])
-
-
-def test_a_step_that_was_planned_before_a_load_failed_saves_nothing(daemon):
-    with engine(daemon.address, HYBRID) as toy, Client(daemon.address) as client:
-        run = stale(toy, client)
-        compute_wrongly(toy, run, 10, 12)
-        compute_wrongly(toy, run, 12, 16)
+@pytest.mark.parametrize(
+    ("layout", "reserved", "steps"),
+    [(PLAIN, 1, [(10, 16)]), (HYBRID, 64, [(10, 12), (12, 16)])],
+    ids=["a save waits for slots", "a step is planned before"],
+)
+def test_what_was_computed_on_a_failed_load_is_not_saved(daemon, layout, reserved, steps):
+    with warm(daemon.address, layout, reserve_blocks=reserved) as toy, Client(daemon.address) as client:
+        run = toy.begin([*PROMPT, *range(6 * TOKENS)])
+        assert (run.loaded, toy.planner.is_async(run.name)) == (10, False)
+        client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
+        for first, last in steps:
+            compute_wrongly(toy, run, first, last)
         toy.end_step()
         toy.end(run)
         toy.settle()
@@ -450,11 +422,10 @@ def answer(toy: Engine, run: Run) -> None:
 def test_blocks_whose_commit_failed_are_saved_with_the_next(daemon, monkeypatch, layout):
     """Until then no state is forgotten for them."""
     with engine(daemon.address, layout, host_bytes=32 << 20) as toy, Client(daemon.address) as client:
-        leader, run = toy.planner.leader, toy.begin(PROMPT)
-        toy.complete(run)
+        leader, run = toy.planner.leader, generate(toy, PROMPT)
         answer(toy, run)
         with monkeypatch.context() as broken:
-            broken.setattr(leader, "_commit_group", failing)
+            broken.setattr(leader, "_commit_group", AsyncMock(side_effect=DeadlineExceeded("slow", reason="DEADLINE")))
             answer(toy, run)
         assert leader.complaints.counts["not saved: the commit failed"] == len(layout.groups)
         assert client.open_cache(leader.name).across.match(run.chain.packed).blocks == 11
@@ -463,8 +434,19 @@ def test_blocks_whose_commit_failed_are_saved_with_the_next(daemon, monkeypatch,
         toy.end(run)
 
 
-async def failing(*_: object) -> None:
-    raise DeadlineExceeded("a fault", reason="DEADLINE")
+@pytest.mark.parametrize("layout", [HYBRID, RANKS], ids=lambda layout: layout.model)
+def test_a_save_waits_for_a_silent_daemon(daemon, layout):
+    with engine(daemon.address, layout, **PATIENT) as toy:
+        daemon.pause()
+        try:
+            run = generate(toy, PROMPT)
+            for worker in toy.workers:
+                wait_until(lambda client=worker.mover._client: not client.connected)  # type: ignore[misc]
+        finally:
+            daemon.resume()
+        toy.end(run)
+        toy.settle()
+        assert toy.planner.stats()["blocks saved"] == 10 * len(layout.groups)
 
 
 def test_what_is_written_is_committed_once_the_daemon_answers_again(daemon):
@@ -485,25 +467,6 @@ def test_what_is_written_is_committed_once_the_daemon_answers_again(daemon):
         toy.end(run)
         toy.settle()
         assert toy.planner.stats()["blocks saved"] == 10
-
-
-def test_the_first_save_waits_until_its_rank_has_opened_the_cache(daemon):
-    class Late(Mover):
-        def _open(self) -> None:
-            time.sleep(0.2)
-            super()._open()
-
-    with engine(daemon.address) as toy:
-        worker = mover(toy, Late)
-        try:
-            toy.planner.scheduled("x", 0, TOKENS, {0: [0]}, chain=toy.chain(PROMPT))
-            worker.start(toy.planner.step())
-            worker.save()
-            ended: list[CopyResult] = []
-            wait_until(lambda: bool(ended.extend(worker.poll()) or ended))
-            assert not any(ended[0].failed.values())
-        finally:
-            worker.close()
 
 
 def test_saves_leave_slots_for_loads(daemon):
@@ -543,12 +506,11 @@ def only_on_disk(client: Client, toy: Engine, *prompts: list[int]) -> None:
         wait_until(moved)
 
 
-def generate(toy: Engine, tokens: list[int]) -> tuple[Run, float]:
-    """A request to its last token, whose pages are all checked, and how long it took."""
-    started = time.monotonic()
+def generate(toy: Engine, tokens: list[int]) -> Run:
+    """A request to its last token, whose pages are all checked."""
     run = toy.begin(tokens)
     toy.complete(run)
-    return run, time.monotonic() - started
+    return run
 
 
 @pytest.mark.parametrize("go", [DaemonProcess.pause, DaemonProcess.kill], ids=["stopped", "killed"])
@@ -565,7 +527,7 @@ def test_a_daemon_that_goes_costs_a_load_from_disk_one_hiccup(daemon, go, begun)
             toy.begin_step()
         go(daemon)
         try:
-            took = [measured(lambda: toy.complete(run)), *(generate(toy, OTHER)[1] for _ in range(3))]
+            took = [measured(lambda: toy.complete(run)), *(measured(lambda: generate(toy, OTHER)) for _ in range(3))]
         finally:
             if go is DaemonProcess.pause:
                 daemon.resume()
@@ -579,7 +541,7 @@ def test_an_engine_loads_from_disk_again_once_the_daemon_goes_on(daemon):
         only_on_disk(client, toy, PROMPT)
         daemon.pause()
         try:
-            assert generate(toy, PROMPT)[0].computed == 10
+            assert generate(toy, PROMPT).computed == 10
         finally:
             daemon.resume()
         wait_until(lambda: toy.run(PROMPT).loaded == 10)
@@ -598,7 +560,10 @@ def mover(toy: Engine, kind: type[Mover] = Mover) -> Mover:
 
 
 def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):
+    """Only its first save waits, beside the engine's steps."""
     with warm(daemon.address, **PATIENT) as toy:
+        toy.planner.scheduled("x", 0, TOKENS, {0: [0]}, chain=toy.chain(OTHER))
+        save = toy.planner.step()
         daemon.pause()
         worker = mover(toy)
         try:
@@ -612,10 +577,14 @@ def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):
             assert worker.failed_pages() == {0: {0}}
             assert took[0] < HICCUP_S
             assert sum(took[1:]) < HICCUP_S
+            worker.start(save)
+            worker.save()
             daemon.resume()
             worker.open()
             load(4)
             assert worker.failed_pages() == {}
+            wait_until(lambda: not worker._under_way)
+            assert [each.failed for each in worker.poll() if each.kind == "save"] == [{}]
         finally:
             daemon.resume()
             worker.close()

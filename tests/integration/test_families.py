@@ -238,7 +238,7 @@ async def test_a_worker_that_starts_first_does_not_keep_the_old_budgets(start_fr
         engine = planner(daemon, 16)
         assert engine.leader._cache is not None and engine.leader._cache.slots(HOST) == 16
         worker.mover.open(PATIENCE_S)
-        assert worker.mover._opened("load").slots(HOST) == 16
+        assert worker.mover._opened().slots(HOST) == 16
     finally:
         worker.mover.close()
         if engine is not None:

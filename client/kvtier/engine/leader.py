@@ -43,8 +43,6 @@ START_S: Final = 5.0
 """Seconds that a connector's start waits for the daemon. After that the engine runs, and the leader keeps trying."""
 CALL_S: Final = 5.0
 _DOUBT_S: Final = 0.2
-_AWAY_S: Final = 0.1
-"""Seconds after which the leader looks again for a daemon that is away."""
 _LEAST_PIN_S: Final = 0.01
 _MOST_OF_TIER: Final = 4
 """Reserved slots and slots being saved are at most one in this many of the tier: loads need slots, too."""
@@ -177,7 +175,11 @@ class Leader:
         self._serving: Final = self._thread.submit(self._serve)
         self._tried.wait(START_S)
         if self._cache is None:
-            self._without()
+            fault = self._fault or CallerError(f"the daemon has not opened it within {START_S:g} s", reason="NOT_OPEN")
+            if options.on_error == "fail":
+                self.close()
+                raise fault
+            self._outage.begin(fault)
 
     # -- the scheduler's thread ------------------------------------------------------------------------------------
 
@@ -265,7 +267,7 @@ class Leader:
         self.doubt()
         for taken in writing.taken:
             self.give_back(taken.at)
-        writing.taken, writing.incomplete = (), True
+        writing.taken = ()
         writing.done.set()
 
     def pin(self, keys: bytes) -> AcrossLease | None:
@@ -364,14 +366,6 @@ class Leader:
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
 
-    def _without(self) -> None:
-        """Logs that there is no cache yet. Raises the error instead if ``on_error`` is "fail"."""
-        fault = self._fault or CallerError(f"the daemon has not opened it within {START_S:g} s", reason="NOT_OPEN")
-        if self.options.on_error == "fail":
-            self.close()
-            raise fault
-        self._outage.begin(fault)
-
     def _live(self, group: int) -> list[Reserved]:
         for reserved in list(self._reserved[group]):
             if reserved.lost:
@@ -420,7 +414,7 @@ class Leader:
                 if self._client.connected:
                     await self._commit(self._written.popleft())
                 else:  # the bytes stay in their slots
-                    await asyncio.sleep(_AWAY_S)
+                    await asyncio.sleep(_DOUBT_S)
             await self._refill(cache)
             if not self._written:
                 await self._wake.wait()
@@ -496,7 +490,6 @@ class Leader:
                 await self._commit_group(writing, taken)
         except KvtierError as error:
             self.complaints.add("a save could not be committed", error)
-            writing.incomplete = True
             self._not_saved("the commit failed", writing)
             await self._give_up(writing)
         finally:
@@ -527,6 +520,7 @@ class Leader:
             start = stop
 
     def _not_saved(self, why: str, writing: Writing) -> None:
+        writing.incomplete = True
         self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
 
     async def _give_up(self, writing: Writing) -> None:
