@@ -424,7 +424,7 @@ def answer(toy: Engine, run: Run) -> None:
 @pytest.mark.parametrize("layout", [HYBRID, STATES], ids=lambda layout: layout.model)
 def test_blocks_whose_commit_failed_are_saved_with_the_next(daemon, monkeypatch, layout):
     """Until then no state is forgotten for them."""
-    with engine(daemon.address, layout, host_bytes=32 << 20) as toy, Client(daemon.address) as client:
+    with engine(daemon.address, layout, host_bytes=48 << 20) as toy, Client(daemon.address) as client:
         leader, run = toy.planner.leader, toy.begin(PROMPT)
         for group in layout.states:
             run.table[group][:9] = [NO_PAGE] * 9
