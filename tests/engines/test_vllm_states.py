@@ -87,9 +87,13 @@ async def test_states_of_prompts_in_pieces(start, daemon):  # noqa: F811
 
 
 async def test_states_of_two_ranks(start, daemon):  # noqa: F811
+    """The first prompt's state has left its page before there is a slot, and is saved from the engine's own cache."""
     ranks = STATES | {"processes": True, "tensor_parallel_size": 2}
-    with start(cache("ranks"), **ranks) as engine:
+    with start(cache("ranks"), connector=("SlotlessConnector", "tests.engines.vllm_faults"), **ranks) as engine:
         cold = engine.generate(ASKED)
+        await whole(daemon, "ranks", STORED - GROUPS)
+        assert sum(await kept(daemon, "ranks")) == STORED - GROUPS
+        assert_same(engine.generate(ASKED), cold)
         await whole(daemon, "ranks", STORED)
         engine.forget()
         warm = engine.generate(ASKED)

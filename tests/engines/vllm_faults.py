@@ -1,4 +1,4 @@
-"""Connectors whose loads all fail, whose saves come late, and whose saves come too early."""
+"""Connectors whose loads all fail, whose saves come late, whose saves come too early, and whose slots come late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.connectors.vllm import KvtierConnector, Step
@@ -17,6 +17,8 @@ from kvtier.engine import Load
 
 _SAVE_S = 60.0
 _LATE_S = 0.2
+_REFUSED = 28
+"""Requests for slots: those of four groups in the first seven steps."""
 
 
 class EvictedConnector(KvtierConnector):
@@ -45,6 +47,17 @@ class LateConnector(KvtierConnector):
             save(*given)
 
         vars(self._mover)["_save"] = late
+
+
+class SlotlessConnector(KvtierConnector):
+    """Its scheduler has no slots in the first steps."""
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        super().set_xfer_handshake_metadata(metadata)
+        assert self._planner is not None
+        leader, left = self._planner.leader, iter(range(_REFUSED))
+        take = leader.take
+        vars(leader)["take"] = lambda group, count: take(group, count if next(left, None) is None else 0)
 
 
 class StatelessConnector(EvictedConnector):

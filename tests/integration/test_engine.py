@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import threading
@@ -10,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 from kvtier import BlockResult, Client, Event, EventType, Tier
-from kvtier.engine import EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
-from kvtier.errors import DaemonUnavailable, InvalidArgument
+from kvtier.engine import STATE, EngineOptions, GroupPages, KeyChain, Layout, Load, Mover, PageGroup, PlaneLayout, Work
+from kvtier.engine.work import NO_PAGE
+from kvtier.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 from kvtier.wire import MAX_KEYS
 from tests.engine.toy import PLAIN, STAGES, TOKENS, Engine, Run, Worker, assert_right, engine, wait_until
 from tests.integration.daemon import DaemonProcess
@@ -31,6 +34,9 @@ HYBRID = Layout(
 )
 _PLANES = PlaneLayout("heads", 3000), PlaneLayout("latent", 2000, replicated=True)
 RANKS = Layout("ranks", TOKENS, (PageGroup(_PLANES),), ranks=4, replicas=2)
+STATES = Layout(
+    "states", TOKENS, (PageGroup((PlaneLayout("full", 4096),)), PageGroup((PlaneLayout("state", 900),), window=STATE))
+)
 LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, HYBRID, RANKS, STAGES], ids=lambda layout: layout.model)
 SMALL: dict[str, Any] = {"host_bytes": 64 * 16384, "disk_bytes": 64 * 16384}
 
@@ -273,20 +279,16 @@ def test_without_a_daemon_the_engine_runs_alone_or_refuses(tmp_path):
         Engine(tmp_path, on_error="fail")
 
 
-def test_a_page_of_which_a_part_is_taken_is_loaded_whole(daemon):
-    with warm(daemon.address) as toy:
-        assert toy.planner.offer("x", toy.chain(PROMPT), 0, total_tokens=len(PROMPT)) == 10 * TOKENS
-        toy.planner.allocated("x", {0: toy.pages(0, 11)}, 10 * TOKENS - 1)
-        (load,) = toy.planner.step().loads
-        assert load.blocks == 10
-
-
-def test_what_is_on_the_last_page_is_never_offered_whole(daemon):
+def test_the_last_page_is_never_offered_whole_but_is_loaded_whole(daemon):
     with warm(daemon.address) as toy:
         chain = toy.chain(PROMPT)
         assert toy.planner.offer("x", chain, 0, total_tokens=8 * TOKENS) == 7 * TOKENS
         assert toy.planner.offer("x", chain, 4 * TOKENS, total_tokens=8 * TOKENS) == 3 * TOKENS
         assert toy.planner.offer("x", chain, 0, total_tokens=1) == 0
+        assert toy.planner.offer("x", chain, 0, total_tokens=len(PROMPT)) == 10 * TOKENS
+        toy.planner.allocated("x", {0: toy.pages(0, 11)}, 10 * TOKENS - 1)
+        (load,) = toy.planner.step().loads
+        assert load.blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -342,16 +344,6 @@ def test_a_hold_that_comes_too_late_is_given_back(daemon):
         wait_until(lambda: not any(lease.held_blocks for lease in client.leases()))
 
 
-def stale(toy: Engine, client: Client) -> Run:
-    """A request whose synchronous load is about to fail at block 4 of 10."""
-    toy.run(PROMPT)
-    toy.settle()
-    run = toy.begin([*PROMPT, *range(6 * TOKENS)])
-    assert (run.loaded, toy.planner.is_async(run.name)) == (10, False)
-    client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
-    return run
-
-
 def compute_wrongly(toy: Engine, run: Run, first: int, last: int) -> None:
     """The forward pass of a step, over pages that did not arrive."""
     toy.planner.scheduled(run.name, first * TOKENS, (last - first) * TOKENS, run.table)
@@ -363,13 +355,15 @@ def compute_wrongly(toy: Engine, run: Run, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings", "steps"),
-    [(PLAIN, {"reserve_blocks": 1}, [(10, 16)]), (HYBRID, {}, [(10, 12), (12, 16)])],
-    ids=["a save that waits for slots", "a step planned before"],
+    ("layout", "reserved", "steps"),
+    [(PLAIN, 1, [(10, 16)]), (HYBRID, 64, [(10, 12), (12, 16)])],
+    ids=["a save waits for slots", "a step is planned before"],
 )
-def test_what_was_computed_on_a_failed_load_is_not_saved(daemon, layout, settings, steps):
-    with engine(daemon.address, layout, **settings) as toy, Client(daemon.address) as client:
-        run = stale(toy, client)
+def test_what_was_computed_on_a_failed_load_is_not_saved(daemon, layout, reserved, steps):
+    with warm(daemon.address, layout, reserve_blocks=reserved) as toy, Client(daemon.address) as client:
+        run = toy.begin([*PROMPT, *range(6 * TOKENS)])
+        assert (run.loaded, toy.planner.is_async(run.name)) == (10, False)
+        client.open_cache(toy.planner.leader.name).drop([run.chain.key(4)])
         for first, last in steps:
             compute_wrongly(toy, run, first, last)
         toy.end_step()
@@ -435,6 +429,61 @@ def test_what_one_group_has_lost_is_saved_again(daemon):
         assert "not saved: stored by another request" not in toy.planner.stats()
 
 
+def answer(toy: Engine, run: Run) -> None:
+    """Computes one more block of a request, and saves it once there are slots."""
+    live = toy.planner.leader._live
+    wait_until(lambda: all(sum(len(each.free) for each in live(group)) > 1 for group in run.table))
+    run.loaded = len(run.chain)
+    run.chain.extend(range(TOKENS))
+    run.tokens += TOKENS
+    for group, table in run.table.items():
+        table += toy.pages(group, 1)
+    toy.complete(run)
+    toy.settle()
+
+
+@pytest.mark.parametrize("layout", [HYBRID, STATES], ids=lambda layout: layout.model)
+def test_blocks_whose_commit_failed_are_saved_with_the_next(daemon, monkeypatch, layout):
+    """Until then no state is forgotten for them."""
+    with engine(daemon.address, layout, host_bytes=48 << 20) as toy, Client(daemon.address) as client:
+        leader, run = toy.planner.leader, toy.begin(PROMPT)
+        for group in layout.states:
+            run.table[group][:9] = [NO_PAGE] * 9
+        toy.complete(run)
+        answer(toy, run)
+        with monkeypatch.context() as broken:
+            broken.setattr(leader, "_commit_group", AsyncMock(side_effect=DeadlineExceeded("slow", reason="DEADLINE")))
+            answer(toy, run)
+        assert leader.complaints.counts["not saved: the commit failed"] == len(layout.groups)
+        assert client.open_cache(leader.name).across.match(run.chain.packed).blocks == 11
+        answer(toy, run)
+        assert client.open_cache(leader.name).across.match(run.chain.packed).blocks == 13
+        toy.end(run)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before it is written", "before its commit"])
+def test_a_save_waits_for_a_silent_daemon(daemon, written):
+    with engine(daemon.address, **PATIENT) as toy:
+        leader, rank, run = toy.planner.leader, toy.workers[0].mover, toy.begin(PROMPT)
+        toy.planner.scheduled(run.name, 0, run.tokens, run.table)
+        toy.begin_step()
+        if written:
+            rank.save()
+            wait_until(lambda: bool(rank._ended))
+        daemon.pause()
+        try:
+            rank.save()
+            leader.doubt()
+            wait_until(lambda: not leader.answers and rank._client.connected is written)
+            toy.end_step()
+            leader._thread.submit(lambda: asyncio.sleep(0.1)).result()
+        finally:
+            daemon.resume()
+        toy.end(run)
+        toy.settle()
+        assert toy.planner.stats()["blocks saved"] == 10
+
+
 def test_saves_leave_slots_for_loads(daemon):
     with engine(daemon.address, pages=256, host_bytes=64 * 12288) as toy, Client(daemon.address) as client:
         runs = [toy.begin([number] * (8 * TOKENS + 1)) for number in range(12)]
@@ -497,7 +546,6 @@ def test_a_daemon_that_goes_costs_a_load_from_disk_one_hiccup(daemon, go, begun)
         finally:
             if go is DaemonProcess.pause:
                 daemon.resume()
-        print("milliseconds:", [round(each * 1000) for each in took])
         assert took[0] < HICCUP_S
         assert sum(took[1:]) < HICCUP_S
 
@@ -526,7 +574,10 @@ def mover(toy: Engine, kind: type[Mover] = Mover) -> Mover:
 
 
 def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):
+    """Only its first save waits, beside the engine's steps."""
     with warm(daemon.address, **PATIENT) as toy:
+        toy.planner.scheduled("x", 0, TOKENS, {0: [0]}, chain=toy.chain(OTHER))
+        save = toy.planner.step()
         daemon.pause()
         worker = mover(toy)
         try:
@@ -536,14 +587,17 @@ def test_a_worker_that_cannot_open_its_cache_stalls_nobody(daemon):
                 worker.wait_loads()
 
             took = [measured(lambda number=number: load(number)) for number in range(4)]  # type: ignore[misc]
-            print("milliseconds:", [round(each * 1000) for each in took])
             assert worker.failed_pages() == {0: {0}}
             assert took[0] < HICCUP_S
             assert sum(took[1:]) < HICCUP_S
+            worker.start(save)
+            worker.save()
             daemon.resume()
             worker.open()
             load(4)
             assert worker.failed_pages() == {}
+            wait_until(lambda: not worker._under_way)
+            assert [each.failed for each in worker.poll() if each.kind == "save"] == [{}]
         finally:
             daemon.resume()
             worker.close()

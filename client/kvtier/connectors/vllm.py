@@ -506,14 +506,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def _finished_states(self, known: _TrackedRequest) -> Mapping[int, Mapping[int, int]]:
         return {group: known.states[group] for group in self._states}
 
-    def _note_states(self, known: _TrackedRequest, end: int, state: KVConnectorBlockState) -> None:
-        """Notes the pages that hold a state worth saving when this step has computed the tokens before ``end``."""
+    def _note_states(self, known: _TrackedRequest, start: int, end: int, state: KVConnectorBlockState) -> None:
+        """Notes the pages that hold a state worth saving when this step has computed the tokens before ``end``.
+        ``start``: tokens before a state of vLLM's own from which the request goes on, and which kvtier may lack."""
         handed = state.boundary_state_offloads.get(known.request.request_id, [])
-        if self._states and end % self._tokens == 0:
-            tables, last = state.resolve_block_ids(known.request.request_id), end // self._tokens - 1
-            handed = [*handed, *((group, tables[group][last], end) for group in self._states)]
+        for tokens in [each for each in (start, end) if each and each % self._tokens == 0 and self._states]:
+            tables, last = state.resolve_block_ids(known.request.request_id), tokens // self._tokens - 1
+            handed = [*handed, *((group, tables[group][last], tokens) for group in self._states)]
         for group, page, tokens in handed:
-            if tokens % self._tokens == 0 and self._is_wanted(known.request, tokens):
+            if tokens % self._tokens == 0 and (tokens == start or self._is_wanted(known.request, tokens)):
                 known.states[group][tokens // self._tokens - 1] = page
 
     def _is_wanted(self, request: Request, tokens: int) -> bool:
@@ -530,9 +531,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """Notes that the forward pass computes tokens of a request."""
         planner, state, known = self._planner, output.kv_connector_block_state, self._requests[name]
         assert planner is not None and state is not None
-        known.running = True
         self._extend(known)
-        self._note_states(known, computed + output.num_scheduled_tokens[name], state)
+        start = 0 if known.running else computed
+        self._note_states(known, start, computed + output.num_scheduled_tokens[name], state)
+        known.running = True
         tables = _Tables(self._groups, lambda: state.resolve_block_ids(name), self._finished_states(known))
         planner.scheduled(name, computed, output.num_scheduled_tokens[name], tables, chain=known.chain)
 

@@ -132,10 +132,10 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Writing:
-    """A save: the slots that the workers write and the commit makes blocks, and whether its commit missed a parent."""
+    """A save: the slots that the workers write and the commit makes blocks. ``incomplete``: some are not stored."""
 
     taken: tuple[Taken, ...]
-    missing_parent: bool = False
+    incomplete: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -175,7 +175,11 @@ class Leader:
         self._serving: Final = self._thread.submit(self._serve)
         self._tried.wait(START_S)
         if self._cache is None:
-            self._without()
+            fault = self._fault or CallerError(f"the daemon has not opened it within {START_S:g} s", reason="NOT_OPEN")
+            if options.on_error == "fail":
+                self.close()
+                raise fault
+            self._outage.begin(fault)
 
     # -- the scheduler's thread ------------------------------------------------------------------------------------
 
@@ -255,7 +259,7 @@ class Leader:
             rest, free = taken.without(lost.get(taken.group, ()))
             kept += [rest] * bool(rest.at)
             self.give_back(free)
-        writing.taken = tuple(kept)
+        writing.taken, writing.incomplete = tuple(kept), True
 
     def drop(self, writing: Writing) -> None:
         """Drops a save that a rank could not write, or whose pages were taken away. Its slots serve other blocks."""
@@ -362,14 +366,6 @@ class Leader:
 
     # -- the leader's own thread -----------------------------------------------------------------------------------
 
-    def _without(self) -> None:
-        """Logs that there is no cache yet. Raises the error instead if ``on_error`` is "fail"."""
-        fault = self._fault or CallerError(f"no daemon answers within {START_S:g} s", reason="NO_DAEMON")
-        if self.options.on_error == "fail":
-            self.close()
-            raise fault
-        self._outage.begin(fault)
-
     def _live(self, group: int) -> list[Reserved]:
         for reserved in list(self._reserved[group]):
             if reserved.lost:
@@ -415,7 +411,10 @@ class Leader:
         while True:
             self._wake.clear()
             while self._written:
-                await self._commit(self._written.popleft())
+                if self._client.connected:
+                    await self._commit(self._written.popleft())
+                else:  # the bytes stay in their slots
+                    await asyncio.sleep(_DOUBT_S)
             await self._refill(cache)
             if not self._written:
                 await self._wake.wait()
@@ -512,7 +511,7 @@ class Leader:
             for index, result in zip(indices, results, strict=True):
                 self.complaints.note(_OUTCOMES.get(result, f"not saved: {result.name.lower()}"))
                 if result in STAYS_BLANK:
-                    writing.missing_parent = True
+                    writing.incomplete = True
                     reserved.free.append(index)
                 else:
                     reserved.open -= 1
@@ -521,6 +520,7 @@ class Leader:
             start = stop
 
     def _not_saved(self, why: str, writing: Writing) -> None:
+        writing.incomplete = True
         self.complaints.note(f"not saved: {why}", sum(len(taken.keys) // KEY_BYTES for taken in writing.taken))
 
     async def _give_up(self, writing: Writing) -> None:

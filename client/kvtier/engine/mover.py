@@ -21,7 +21,7 @@ from kvtier.deadline import Backoff
 from kvtier.engine.layout import GroupPages, Layout
 from kvtier.engine.options import SILENCE_S, Complaints, EngineOptions
 from kvtier.engine.work import NO_PAGE, CopyResult, FailedPages, Load, Placed, Save, Work
-from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError, SpecMismatch
+from kvtier.errors import DaemonUnavailable, DeviceError, KvtierError, RetryableError, SpecMismatch
 from kvtier.memory.gpu import Stream, fence_over
 from kvtier.memory.planes import Pages as Rows
 from kvtier.memory.planes import Planes
@@ -85,8 +85,9 @@ class Mover:
         """Error of the last attempt to open the cache."""
         self._ready: Final = threading.Event()
         """Set when the cache is open."""
-        self._patience = SILENCE_S
-        """Seconds that the next copy waits for the open cache; later copies do not wait."""
+        self._patience, self._save_patience = SILENCE_S, options.load_timeout
+        """Seconds that the next load waits for the open cache, and the next save for a silent daemon. Later loads do
+        not wait; later saves do once a save has succeeded."""
         self._closing: Final = threading.Event()
         self._loading: Final = ThreadPoolExecutor(options.threads, "kvtier-load")
         self._awaited: Final = ThreadPoolExecutor(options.threads, "kvtier-awaited")
@@ -256,7 +257,8 @@ class Mover:
         # With more keys in a call, a window group copies the last blocks only.
         step = min(MAX_KEYS, self.layout.spec.attention(group).span or MAX_KEYS)
         try:
-            cache = self._opened().in_group(group)
+            patience, self._patience = self._patience, 0.0
+            cache = self._opened(patience).in_group(group)
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
                 part = keys[start * KEY_BYTES : (start + len(some)) * KEY_BYTES]
@@ -269,30 +271,37 @@ class Mover:
 
     def _save(self, save: Save, rows: Sequence[tuple[int, Placed, Rows]] | None, copying: _Copying) -> None:
         started, nbytes, failed = time.perf_counter(), 0, copying.pages
-        try:
-            if rows is not None:
-                with ExitStack() as joined:
-                    # This process holds the slots, too: it keeps them while it writes, even if the scheduler dies.
-                    timeout = self.options.load_timeout
-                    leases = [
-                        joined.enter_context(self._opened().in_group(group).join(placed.lease, timeout=timeout))
-                        for group, placed, _ in rows
-                    ]
-                    with copying.turn:
-                        lost = copying.given_up
-                        for lease, (group, placed, pages) in zip(leases, rows, strict=True):
-                            kept = [at for at, page in enumerate(placed.pages) if page not in lost.get(group, ())]
-                            if kept:
-                                slots = [placed.slots[at] for at in kept]
-                                lease.arena.write(lease.tier, group, slots, pages[np.array(kept)])
-                            nbytes += len(kept) * pages.planes.nbytes
-                failed = lost
-        except Exception as error:  # noqa: BLE001 - as in _arrived
-            self.complaints.add("a save failed", error)
+        until, self._save_patience, backoff = started + self._save_patience, 0.0, Backoff()
+        while rows is not None:
+            try:
+                nbytes, failed = self._write(rows, copying)
+                self._save_patience = self.options.load_timeout
+                break
+            except Exception as error:  # noqa: BLE001 - as in _arrived
+                again = isinstance(error, RetryableError) and time.perf_counter() < until
+                if not again or self._closing.wait(backoff.next()):
+                    self.complaints.add("a save failed", error)
+                    break
         self._tell(save, "save", failed, nbytes, started)
 
-    def _opened(self) -> SyncCache:
-        patience, self._patience = self._patience, 0.0
+    def _write(self, rows: Sequence[tuple[int, Placed, Rows]], copying: _Copying) -> tuple[int, FailedPages]:
+        """Writes pages into slots. Returns the number of bytes, and the pages that were given up."""
+        nbytes = 0
+        with ExitStack() as joined:
+            # This process holds the slots, too: it keeps them while it writes, even if the scheduler dies.
+            cache, wait = self._opened(), self.options.load_timeout
+            leases = [joined.enter_context(cache.in_group(at).join(each.lease, timeout=wait)) for at, each, _ in rows]
+            with copying.turn:
+                lost = copying.given_up
+                for lease, (group, placed, pages) in zip(leases, rows, strict=True):
+                    kept = [at for at, page in enumerate(placed.pages) if page not in lost.get(group, ())]
+                    if kept:
+                        slots = [placed.slots[at] for at in kept]
+                        lease.arena.write(lease.tier, group, slots, pages[np.array(kept)])
+                    nbytes += len(kept) * pages.planes.nbytes
+        return nbytes, lost
+
+    def _opened(self, patience: float = 0.0) -> SyncCache:
         if not self._ready.wait(patience) or self._cache is None:
             raise DaemonUnavailable(f"the cache is not open: {self._fault or 'no answer yet'}", reason="NOT_OPEN")
         return self._cache

@@ -98,6 +98,7 @@ class Planner:
         self.layout: Final[Layout] = leader.layout
         self.options: Final[EngineOptions] = leader.options
         self._tokens: Final = self.layout.tokens
+        self._ranks: Final = range(self.layout.ranks)
         self.complaints: Final = leader.complaints
         self._note: Final = leader.complaints.note
         self._fetches: Final = Fetches(leader)
@@ -106,7 +107,7 @@ class Planner:
         self._scheduled: Final[dict[str, _PlannedRequest]] = {}
         """Requests of the step being planned, and finished requests with blocks left to save."""
         self._tickets: Final[dict[int, _Ticket]] = {}
-        self._committing: list[_Ticket] = []
+        self._committing: list[tuple[_Ticket, Writing]] = []
         self._being_saved: Final[set[bytes]] = set()
         self._numbers: Final = count(1)
         self._loads: list[Load] = []
@@ -196,32 +197,30 @@ class Planner:
     def allocated(
         self, req_id: str, tables: Mapping[int, Sequence[int]], external_tokens: int, *, sync: bool | None = None
     ) -> None:
-        """Plans the load of ``external_tokens`` offered tokens, 0 = none, into pages of the whole block tables.
-
-        A page of which the engine takes a part is loaded whole.
+        """Plans the load of ``external_tokens`` offered tokens, 0 = none, into pages of whole block tables. The last
+        page is loaded whole, even if the engine takes a part of it.
 
         ``sync``: whether the engine waits for the load before its next forward pass; None: decided by :meth:`is_async`.
         """
         request = self._requests[req_id]
-        end = request.first + -(-external_tokens // self._tokens)
+        first, end = request.first, request.first + -(-external_tokens // self._tokens)
         if request.loading:
             return
-        if not request.first < end <= request.found:
+        if not first < end <= request.found:
             self._unpin(request)
             return
         request.tables = tables
         keys, pages = {}, {}
         for group, table in tables.items():
-            needed = self._needed(group, request.first, request.first * self._tokens + external_tokens)
+            needed = self._needed(group, first, first * self._tokens + external_tokens)
             wanted = [block for block in needed if table[block] != NO_PAGE]
             keys[group] = request.chain.pick(wanted)
             pages[group] = tuple(table[block] for block in wanted)
-        self._note("blocks being loaded", end - request.first)
+        self._note("blocks being loaded", end - first)
         waits = not self.is_async(req_id) if sync is None else sync
         number = next(self._numbers)
-        self._loads.append(Load(number, req_id, keys, pages, end - request.first, waits))
-        self._tickets[number] = self._ticket(req_id, request, pages, request.first, end)
-        self._tickets[number].sync = waits
+        self._loads.append(Load(number, req_id, keys, pages, end - first, waits))
+        self._tickets[number] = _Ticket(request, req_id, set(self._ranks), pages, first, end - first, sync=waits)
         request.loading.add(number)
 
     def scheduled(
@@ -309,10 +308,9 @@ class Planner:
             self._drop_saves(req_id, request)
             request.most = 0
 
-    def reset(self) -> bool:
+    def reset(self) -> None:
         """Resets the cache in the background, after the engine has dropped its own. Held blocks go last."""
         self.leader.reset()
-        return True
 
     def completed(self, outcomes: Iterable[CopyResult]) -> Completed:
         """Applies the workers' outcomes. A ticket is over when every rank has reported."""
@@ -392,9 +390,6 @@ class Planner:
         del self._requests[req_id]
         self._scheduled.pop(req_id, None)
 
-    def _ticket(self, name: str, request: _PlannedRequest, pages: Table, first: int, end: int) -> _Ticket:
-        return _Ticket(request, name, set(range(self.layout.ranks)), pages, first, end - first)
-
     def _why_not(self, blocks: int) -> str | None:
         """Returns the reason for offering none of ``blocks`` blocks; None: they are worth a load."""
         if blocks <= 0:
@@ -447,7 +442,7 @@ class Planner:
         number = next(self._numbers)
         self._saves.append(Save(number, req_id, places, end - first))
         pages = {group: tuple(page for each in of_group for page in each.pages) for group, of_group in places.items()}
-        ticket = self._tickets[number] = self._ticket(req_id, request, pages, first, end)
+        ticket = self._tickets[number] = _Ticket(request, req_id, set(self._ranks), pages, first, end - first)
         ticket.keys, ticket.writing = split_keys(request.chain.span(first, end)), Writing(taken)
         self._being_saved.update(ticket.keys)
         request.saving.add(number)
@@ -505,14 +500,13 @@ class Planner:
     def _written(self, ticket: _Ticket, writing: Writing) -> None:
         """Has a save committed once its pages have been read, without the pages that a rank has not read. Drops a save
         of which nothing is left."""
-        self._committing.append(ticket)
+        self._committing.append((ticket, writing))
         lost = {
             group: {place for place, page in enumerate(pages) if page in ticket.failed.get(group, ())}
             for group, pages in ticket.pages.items()
         }
         gone = sum(map(len, lost.values()))
         if ticket.cancelled or (gone and gone == sum(map(len, ticket.pages.values()))):
-            ticket.request.saved = None
             self.leader.drop(writing)
             return
         if gone:
@@ -522,28 +516,29 @@ class Planner:
         self.leader.commit(writing)
 
     def _look_at_commits(self) -> None:
-        under_way: list[_Ticket] = []
-        for ticket in self._committing:
-            assert ticket.writing is not None
-            if not ticket.writing.done.is_set():
-                under_way.append(ticket)
+        under_way = []
+        for ticket, writing in self._committing:
+            if not writing.done.is_set():
+                under_way.append((ticket, writing))
                 continue
             self._being_saved.difference_update(ticket.keys)
-            if ticket.writing.missing_parent:
-                ticket.request.saved = None  # its ancestors were evicted: look up and save them again
+            if writing.incomplete:
+                ticket.request.saved = None  # look up the stored blocks, and save the others again
             elif self.layout.states:
-                self._follow(ticket, ticket.writing)
+                self._follow(ticket, writing)
         self._committing = under_way
 
     def _follow(self, ticket: _Ticket, writing: Writing) -> None:
         """Forgets the states that a chain no longer needs, now that later ones are stored."""
-        request, group = ticket.request, self.layout.states[0]
-        for key in [key for taken in writing.taken if taken.group == group for key in split_keys(taken.keys)]:
-            blocks = ticket.first + ticket.keys.index(key) + 1
+        request, groups = ticket.request, self.layout.states
+        stored = {key for taken in writing.taken if taken.group in groups for key in split_keys(taken.keys)}
+        for blocks, key in [each for each in enumerate(ticket.keys, ticket.first + 1) if each[1] in stored]:
+            own = key == request.state  # the engine had this state itself, and kvtier did not
+            before = None if own else request.state
             if blocks > request.prompt:
-                passed, request.answer = self._states.add_answer(key, request.state, request.answer), key
+                passed, request.answer = self._states.add_answer(key, before, request.answer), key
             else:
-                passed = self._states.add_prompt(key, request.state, branch=blocks < request.prompt - 1)
+                passed = self._states.add_prompt(key, before, branch=not own and blocks < request.prompt - 1)
                 request.state = key
             self._note("states passed", len(passed))
             for each in passed:
