@@ -94,7 +94,7 @@ async def main() -> int:
 
 async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[ReplayReport, list[Text]]:
     """Replays the requests. Returns the report, and a few lines of the watch."""
-    async with await kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
+    async with kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
         cache = await client.open_cache("demo", SPEC)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("replaying", total=len(requests))
@@ -130,7 +130,7 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Tex
 async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart:
     """Asks the restarted daemon for the latest requests' blocks until enough blocks have come from disk."""
     answer, payload = Restart(), Payload(SPEC.block_bytes(0))
-    async with await kvtier.connect(daemon.address) as client:
+    async with kvtier.connect(daemon.address) as client:
         cache = await client.open_cache("demo", SPEC)
         for request in reversed(requests):
             keys = [key_of(block) for block in request.ids]

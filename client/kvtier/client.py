@@ -25,6 +25,7 @@ from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import DEFAULT_PATIENCE_S, Session
 from kvtier.transport import Link, Stubs, TlsFiles
 from kvtier.types import (
+    AnyTier,
     CacheInfo,
     CacheOptions,
     Cause,
@@ -42,6 +43,7 @@ from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 from kvtier.wire import (
     Budgets,
+    Held,
     Keys,
     cache_info,
     cursor_from_wire,
@@ -65,7 +67,7 @@ LOG_END_S: Final = 0.25
 """Seconds without events after which the log counts as read to its end."""
 
 
-async def connect(
+def connect(
     address: str | os.PathLike[str] | None = None,
     *,
     tls: TlsFiles | None = None,
@@ -73,8 +75,9 @@ async def connect(
     timeout: float = DEFAULT_TIMEOUT_S,
     wait: float = 0.0,
     patience: float = DEFAULT_PATIENCE_S,
-) -> AsyncClient:
-    """Connects to the daemon whose runtime directory is ``address``: ``async with await kvtier.connect() as client``.
+) -> Held[AsyncClient]:
+    """Connects to the daemon whose runtime directory is ``address``: ``async with kvtier.connect() as client``, or
+    ``client = await kvtier.connect()``.
 
     Args:
         address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` connects over
@@ -89,9 +92,13 @@ async def connect(
     require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
     found = os.fspath(address) if address is not None else protocol.default_address()
-    session = Session(found, tls, insecure=insecure, wait=wait, patience=patience)
-    await session.open()
-    return AsyncClient(session, timeout)
+
+    async def opened() -> AsyncClient:
+        session = Session(found, tls, insecure=insecure, wait=wait, patience=patience)
+        await session.open()
+        return AsyncClient(session, timeout)
+
+    return Held(opened, AsyncClient.close)
 
 
 class AsyncClient:
@@ -188,7 +195,7 @@ class AsyncClient:
         since_time_ns: int | None = None,
         types: Collection[EventType] = (),
         causes: Collection[Cause] = (),
-        tiers: Collection[Tier] = (),
+        tiers: Collection[AnyTier] = (),
         caches: Collection[str] = (),
         groups: Collection[int] = (),
         keys: Collection[bytes | str] = (),

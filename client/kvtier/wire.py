@@ -18,6 +18,9 @@ from kvtier.errors import DaemonError, InvalidArgument, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
 from kvtier.types import (
     ROOT_PARENT,
+    TIERS,
+    AnySize,
+    AnyTier,
     BlockResult,
     CacheInfo,
     CacheOptions,
@@ -42,6 +45,7 @@ from kvtier.types import (
     TierStats,
     WatcherStats,
     WritePolicy,
+    parsed_size,
 )
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
@@ -52,11 +56,12 @@ T = TypeVar("T")
 
 
 class Held(Generic[T]):
-    """A pending ``reserve`` or ``acquire``: await it for the lease, or enter it to release the lease at the end."""
+    """A pending ``connect``, ``reserve`` or ``acquire``: await it for the client or the lease, or enter it to close or
+    release that at the end."""
 
     def __init__(self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Awaitable[None]]) -> None:
         self.take = take
-        """Takes the lease. The caller must release it."""
+        """Takes the lease or connects. The caller must release or close."""
         self._give_back = give_back
         self._held: list[T] = []
 
@@ -247,7 +252,7 @@ class ResetReport:
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys: packed, 32 bytes each, or as an iterable."""
 
-Budgets = Mapping[Tier, int | Sequence[int]]
+Budgets = Mapping[Tier, AnySize | Sequence[AnySize]] | Mapping[str, AnySize | Sequence[AnySize]]
 """Bytes by tier: a number for all window groups together, which the daemon splits, or one number per group."""
 
 
@@ -312,8 +317,20 @@ def split_keys(packed: bytes) -> list[bytes]:
     return keys
 
 
-def tier_to_wire(tier: Tier, field: str = "tier") -> common_pb2.Tier.ValueType:
-    return common_pb2.Tier.ValueType(tier + 1)
+_TIERS: Final = {str(tier): tier for tier in TIERS}
+
+
+def as_tier(tier: AnyTier, field: str = "tier") -> Tier:
+    """A tier given by itself or by its name. Raises :class:`InvalidArgument`."""
+    if isinstance(tier, Tier):
+        return tier
+    if not isinstance(tier, str) or (found := _TIERS.get(tier)) is None:
+        raise InvalidArgument(field, tier, " or ".join(_TIERS))
+    return found
+
+
+def tier_to_wire(tier: AnyTier, field: str = "tier") -> common_pb2.Tier.ValueType:
+    return common_pb2.Tier.ValueType(as_tier(tier, field) + 1)
 
 
 def tier_from_wire(value: int) -> Tier:
@@ -343,6 +360,13 @@ def _u64(field: str, value: int) -> int:
     return value
 
 
+def _bytes(field: str, value: AnySize) -> int:
+    found = parsed_size(value) if isinstance(value, str) else value
+    if not isinstance(found, int):
+        raise InvalidArgument(field, value, "bytes, or text such as 64MiB")
+    return _u64(field, found)
+
+
 def recompute_to_wire(seconds: float) -> int:
     """The cost of computing a block, in nanoseconds. Raises :class:`InvalidArgument`."""
     require_within("recompute_seconds_per_block", seconds, 0, _MOST_RECOMPUTE_S, f"0 to {_MOST_RECOMPUTE_S} seconds")
@@ -353,11 +377,13 @@ def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
     return [_budget(tier, asked) for tier, asked in budgets.items()]
 
 
-def _budget(tier: Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
+def _budget(tier: AnyTier, asked: AnySize | Sequence[AnySize]) -> caches_pb2.TierBudget:
     field = f"budgets[{tier}]"
+    if isinstance(asked, (int, str)):
+        return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_bytes(field, asked))
     if not isinstance(asked, Iterable):
-        return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, asked))
-    by_group = [_u64(f"{field}[{group}]", each) for group, each in enumerate(asked)]
+        raise InvalidArgument(field, asked, "bytes, text such as 64MiB, or a list of either, by window group")
+    by_group = [_bytes(f"{field}[{group}]", each) for group, each in enumerate(asked)]
     return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
