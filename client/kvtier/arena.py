@@ -18,6 +18,7 @@ import numpy as np
 from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
+from kvtier import errors
 from kvtier.abi import attach, memory
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.key_index import IndexReader
@@ -26,17 +27,6 @@ from kvtier.abi.spec import AbiError, CacheSpec
 from kvtier.asked import Asked
 from kvtier.buffers import Reach, Rows, Slots
 from kvtier.deadline import Deadline
-from kvtier.errors import (
-    CallerError,
-    ClientClosed,
-    DaemonError,
-    DaemonUnavailable,
-    DeadlineExceeded,
-    KvtierError,
-    LeaseError,
-    SpecMismatch,
-    TierFull,
-)
 from kvtier.memory.arrays import Bytes, OnGpu
 from kvtier.memory.gpu import PASSED, Fence, Gpu, Stream
 from kvtier.memory.tiers import CannotMap, CpuMemory, Memory, View, map_device
@@ -77,7 +67,7 @@ class MappedArena:
         try:
             self.layout = ArenaLayout.read(self._control, spec)
         except AbiError as error:
-            raise DaemonError(f"the daemon's arena cannot be trusted: {error}", reason="BAD_ARENA") from error
+            raise errors.DaemonError(f"the daemon's arena cannot be trusted: {error}", reason="BAD_ARENA") from error
         self.writable = write
         self.stale = False
         """True once the cache is open in another session, or cannot be opened there. The client sets it."""
@@ -131,7 +121,9 @@ class MappedArena:
         memory = self._memories.get(tier)
         if memory is None:
             why = self.unmapped.get(tier, f"the cache has no {tier} tier")
-            raise CallerError(f"slots of the {tier} tier are not mapped in this process: {why}", reason="CANNOT_MAP")
+            raise errors.CallerError(
+                f"slots of the {tier} tier are not mapped in this process: {why}", reason="CANNOT_MAP"
+            )
         return memory
 
     def reach(self, tier: Tier | None) -> Reach | None:
@@ -172,13 +164,13 @@ def _touched(segments: Sequence[ref[Bytes]]) -> None:
 def _mapped(fd: int, *, write: bool, at_least: int = HEADER_BYTES) -> Bytes:
     size = os.fstat(fd).st_size
     if size < at_least:
-        raise DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")
+        raise errors.DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")
     return memory.mapped(fd, size, write=write)
 
 
 _GIVE_BACK_S: Final = 1.0
 """Seconds for one attempt to give leases back; attempts repeat while the daemon does not answer."""
-UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
+UNHEARD: Final = (asyncio.CancelledError, errors.DeadlineExceeded, errors.DaemonUnavailable)
 """Errors after which the daemon may have carried out the call although the client got no answer."""
 _TIER_OF: Final = {str(tier): tier for tier in TIERS}
 _FOLLOW_S: Final = 60.0
@@ -214,7 +206,7 @@ class Binding:
         """The mapped arena. Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) if the memory is not mapped."""
         if self.mapped is None:
             message = f"cache {self.info.name}: its memory is not mapped; put and get go without"
-            raise CallerError(message, reason="CANNOT_MAP")
+            raise errors.CallerError(message, reason="CANNOT_MAP")
         return self.mapped
 
 
@@ -287,7 +279,7 @@ class Binder:
     def binding(self) -> Binding:
         """The last binding. Raises :class:`ClientClosed` if the cache was never opened."""
         if self._binding is None:
-            raise ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
+            raise errors.ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
         return self._binding
 
     @property
@@ -314,19 +306,16 @@ class Binder:
     async def _follow(self, mapped: MappedArena) -> None:
         try:
             await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S), wait=_FOLLOW_S)
-        except (KvtierError, OSError) as error:  # OSError: no memory or descriptor is left for the mapping
+        except (errors.KvtierError, OSError) as error:  # OSError: no memory or descriptor is left for the mapping
             _log.debug("cache %s is not opened again: %s", self._name, error)
             mapped.stale = True  # the next read calls the daemon and gets the error
 
     async def bind(self, link: Link, *, create: bool = True) -> Binding:
         """The cache's binding in the link's session; opens the cache there if necessary. ``create``: also creates a
-        missing cache.
-
-        Raises :class:`ClientClosed`.
-        """
+        missing cache. Raises :class:`ClientClosed`."""
         async with self._lock:
             if self._closed:
-                raise ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
+                raise errors.ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
             if self._binding is not None and self._binding.session == link.session:
                 return self._binding
             request = caches_pb2.OpenRequest(name=self._name, seq=self.session.next_seq())
@@ -344,7 +333,7 @@ class Binder:
             info = cache_info(reply.info)
             spec = self._spec or info.spec
             if named is None and info.spec.fingerprint() != spec.fingerprint():
-                raise SpecMismatch("spec", info.spec, f"that of the cache {self._name} that was opened first")
+                raise errors.SpecMismatch("spec", info.spec, f"that of the cache {self._name} that was opened first")
             mapped = await self._map(link, reply.cache_id, spec) if self.maps else None
             before, self._binding = self._binding, Binding(link.session, reply.cache_id, mapped, info)
             self._spec = spec
@@ -374,10 +363,7 @@ class Binder:
         self, method: Callable[[Stubs], UnaryUnaryMultiCallable[Asking, Response]], request: Asking, deadline: Deadline
     ) -> Response:
         """Makes a call that may run again in another session: a lookup, or a call that leaves the same state when
-        repeated.
-
-        Sets ``cache_id`` of ``request``, which differs between sessions.
-        """
+        repeated. Sets ``cache_id`` of ``request``, which differs between sessions."""
 
         async def attempt(link: Link) -> Response:
             request.cache_id = (await self.bind(link)).cache_id
@@ -410,7 +396,7 @@ class Binder:
         try:
             try:
                 return await self.session.call(attempt, deadline)
-            except TierFull:
+            except errors.TierFull:
                 if not await self.settle(deadline):
                     raise
                 return await self.session.call(attempt, deadline)
@@ -436,7 +422,7 @@ class Binder:
             cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), slots=slots
         )
         if self.session.reachable:
-            with suppress(DeadlineExceeded, DaemonUnavailable):
+            with suppress(errors.DeadlineExceeded, errors.DaemonUnavailable):
                 return await self._release(binding, request, deadline)
         self.later(asyncio.ensure_future(self._until_answered(binding, request)))
 
@@ -459,7 +445,7 @@ class Binder:
     async def _until_answered(self, binding: Binding, request: blocks_pb2.ReleaseRequest) -> None:
         try:
             await self.until_answered(_releasing(binding, request))
-        except LeaseError as error:
+        except errors.LeaseError as error:
             if error.reason != "UNKNOWN_LEASE":
                 raise  # otherwise a commit ended the lease, and its answer was lost
 
@@ -469,9 +455,9 @@ class Binder:
         while True:
             try:
                 return await self.session.call(attempt, Deadline(_GIVE_BACK_S), wait=_GIVE_BACK_S)
-            except ClientClosed:
+            except errors.ClientClosed:
                 return
-            except (DeadlineExceeded, DaemonUnavailable) as error:
+            except (errors.DeadlineExceeded, errors.DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
 
 
@@ -486,7 +472,7 @@ def _releasing(binding: Binding, request: blocks_pb2.ReleaseRequest) -> Callable
 async def _logged(work: asyncio.Future[None], what: str) -> None:
     try:
         await work
-    except KvtierError as error:
+    except errors.KvtierError as error:
         _log.warning("%s: %s", what, error)
 
 

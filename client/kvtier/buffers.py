@@ -124,10 +124,8 @@ def writable(out: Blocks, count: int, block_bytes: int, reach: Reach | None = No
     """The bytes of the caller's arrays, to be written in place.
 
     An array or tensor that is not contiguous, or neither on the CPU nor within ``reach``, gets fresh bytes, as do pages
-    out of reach. :func:`fill` copies these into it.
-
-    Raises:
-        InvalidArgument: there are not ``count`` writable blocks of ``block_bytes``.
+    out of reach. :func:`fill` copies these into it. Raises InvalidArgument if there are not ``count`` writable blocks
+    of ``block_bytes``.
     """
     if isinstance(out, Pages):
         out.require("out", count, block_bytes)
@@ -284,10 +282,8 @@ def fill(late: Sequence[Late]) -> None:
 
 
 def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
-    """A 1-D tensor of ``dtype`` (a name of the specification) over the bytes of a view, read-only views included.
-
-    torch has no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`.
-    """
+    """A 1-D tensor of ``dtype`` (a name of the specification) over the bytes of a view, read-only views included. torch
+    has no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`."""
     import torch
 
     raw = torch.from_numpy(np.asarray(_Exposed(view))) if isinstance(view, np.ndarray) else view.tensor()
@@ -340,10 +336,8 @@ async def _to_the_end(copying: asyncio.Future[None]) -> None:
 
 
 def into_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes | Pages) -> None:
-    """Writes blocks into slots. Raises IndexError for a slot that does not exist.
-
-    ``pools``: one 2-D view per pool, a row per slot.
-    """
+    """Writes blocks into slots. Raises IndexError for a slot that does not exist. ``pools``: one 2-D view per pool, a
+    row per slot."""
     index = checked(pools, slots)
     if isinstance(blocks, Pages):
         return blocks.copy(pools, index.tolist(), to_slots=True)

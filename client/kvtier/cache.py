@@ -133,18 +133,14 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def reserve(self, count: int, tier: AnyTier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
-        """``count`` blank slots, all or nothing: ``async with cache.reserve(4) as lease``.
-
-        Waits while room can be made. Raises :class:`TierFull` at once if all slots that are not held could not suffice.
-        """
+        """``count`` blank slots, all or nothing: ``async with cache.reserve(4) as lease``. Waits while room can be
+        made. Raises :class:`TierFull` at once if all slots that are not held could not suffice."""
         return Held(lambda: self._reserve(count, tier, timeout), self.release)
 
     @overload
     def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> Held[WriteLease]: ...
-
     @overload
     def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> Held[ReadLease]: ...
-
     def join(self, ticket: LeaseTicket, *, timeout: float | None = None) -> Held[Any]:
         """Holds the slots of another process's lease: ``async with cache.join(ticket) as lease``.
 

@@ -36,10 +36,8 @@ LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.boo
 
 
 class Window:
-    """A group's side of a match of at most ``bound`` blocks.
-
-    Looks up as few keys as possible: the sinks, then from the end on.
-    """
+    """A group's side of a match of at most ``bound`` blocks. Looks up as few keys as possible: the sinks, then from the
+    end on."""
 
     def __init__(self, look_up: LookUp, attention: Attention, bound: int) -> None:
         self._find = look_up
@@ -258,10 +256,8 @@ class ChainPart:
 
 
 class Chains:
-    """Lookups of one mapped cache; ``keys`` are packed. Thread-safe.
-
-    ``as_of`` of an answer is an event that the index showed before the lookup began.
-    """
+    """Lookups of one mapped cache; ``keys`` are packed. Thread-safe. ``as_of`` of an answer is an event that the index
+    showed before the lookup began."""
 
     def __init__(self, index: IndexReader, spec: CacheSpec, only: Sequence[Tier] | None = None) -> None:
         """``only``: count only blocks in one of these tiers, and take uncertain ones for absent. None: count blocks in

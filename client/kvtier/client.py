@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from grpc.aio import UnaryUnaryMultiCallable
 
+from kvtier import wire
 from kvtier.abi import attach as protocol
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, FieldError
@@ -41,22 +42,6 @@ from kvtier.types import (
 )
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
-from kvtier.wire import (
-    Budgets,
-    Held,
-    Keys,
-    cache_info,
-    cursor_from_wire,
-    daemon_stats,
-    holdings,
-    key_prefix,
-    lease_info,
-    packed_keys,
-    same_fields,
-    session_number,
-    split_keys,
-    tier_from_wire,
-)
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 GC_TIMEOUT_S: Final = 3600.0
@@ -75,7 +60,7 @@ def connect(
     timeout: float = DEFAULT_TIMEOUT_S,
     wait: float = 0.0,
     patience: float = DEFAULT_PATIENCE_S,
-) -> Held[AsyncClient]:
+) -> wire.Held[AsyncClient]:
     """Connects to the daemon whose runtime directory is ``address``: ``async with kvtier.connect() as client``, or
     ``client = await kvtier.connect()``.
 
@@ -98,7 +83,7 @@ def connect(
         await session.open()
         return AsyncClient(session, timeout)
 
-    return Held(opened, AsyncClient.close)
+    return wire.Held(opened, AsyncClient.close)
 
 
 class AsyncClient:
@@ -148,7 +133,7 @@ class AsyncClient:
         name: str,
         spec: CacheSpec | None = None,
         *,
-        budgets: Budgets | None = None,
+        budgets: wire.Budgets | None = None,
         options: CacheOptions | None = None,
         device: str | None = None,
         write: bool = True,
@@ -224,25 +209,23 @@ class AsyncClient:
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """The daemon's statistics."""
-        return daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
+        return wire.daemon_stats(await self._ask(lambda stubs: stubs.admin.Stats, admin_pb2.StatsRequest(), timeout))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches, including caches that no session has open."""
         reply = await self._ask(lambda stubs: stubs.caches.List, caches_pb2.ListCachesRequest(), timeout)
-        return [cache_info(each) for each in reply.caches]
+        return [wire.cache_info(each) for each in reply.caches]
 
     async def leases(
         self, *, cache: str | None = None, session_id: int | None = None, timeout: float | None = None
     ) -> list[LeaseInfo]:
-        """All leases, or the leases of a cache or a session, the oldest first.
-
-        Raises :class:`kvtier.errors.NotFound` if the cache does not exist.
-        """
+        """All leases, or the leases of a cache or a session, the oldest first. Raises :class:`kvtier.errors.NotFound`
+        if the cache does not exist."""
         _require_name(cache)
-        number = 0 if session_id is None else session_number(session_id)
+        number = 0 if session_id is None else wire.session_number(session_id)
         request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
         reply = await self._ask(lambda stubs: stubs.admin.Leases, request, timeout)
-        return [lease_info(each) for each in reply.leases]
+        return [wire.lease_info(each) for each in reply.leases]
 
     async def explain(
         self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
@@ -258,7 +241,7 @@ class AsyncClient:
             NotFound: the cache does not exist.
         """
         _require_name(cache)
-        asked = key_prefix("key", key, SHORTEST_PREFIX)
+        asked = wire.key_prefix("key", key, SHORTEST_PREFIX)
         request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
         deadline = self._deadline(timeout)
         reply = await self._session.call(lambda link: send(link, lambda stubs: stubs.admin.Explain, request), deadline)
@@ -280,7 +263,7 @@ class AsyncClient:
         except TimeoutError:
             raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from None
 
-    async def holdings(self, keys: Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
+    async def holdings(self, keys: wire.Keys, *, cache: str | None = None, timeout: float | None = None) -> Holdings:
         """How much of a chain the daemon and its peers hold, in every cache that the caller may read or watch.
 
         The daemon answers without asking its peers. Not a use of the blocks.
@@ -294,11 +277,11 @@ class AsyncClient:
         """
         _require_name(cache)
         if isinstance(keys, bytes) and 0 < len(keys) < KEY_BYTES:
-            asked = key_prefix("keys", keys, SHORTEST_PREFIX)
+            asked = wire.key_prefix("keys", keys, SHORTEST_PREFIX)
         else:
-            asked = packed_keys(keys)
+            asked = wire.packed_keys(keys)
         request = admin_pb2.HoldingsRequest(cache=cache or "", keys=asked)
-        return holdings(await self._ask(lambda stubs: stubs.admin.Holdings, request, timeout))
+        return wire.holdings(await self._ask(lambda stubs: stubs.admin.Holdings, request, timeout))
 
     async def _ask(
         self,
@@ -320,7 +303,7 @@ class AsyncClient:
 
         Raises :class:`kvtier.errors.NotFound` if the session does not exist (any more).
         """
-        number = session_number(session_id)
+        number = wire.session_number(session_id)
         request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
@@ -344,7 +327,7 @@ class AsyncClient:
         """
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
         reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
-        freed = {tier_from_wire(each.tier): each.bytes for each in reply.freed}
+        freed = {wire.tier_from_wire(each.tier): each.bytes for each in reply.freed}
         return RemovalReport(reply.blocks, freed, reply.kept_in_store)
 
     async def remote_gc(
@@ -376,7 +359,7 @@ class AsyncClient:
             dry_run=dry_run,
         )
         reply = await self._ask(lambda stubs: stubs.admin.RemoteGc, request, timeout)
-        return same_fields(RemoteGcReport, reply)
+        return wire.same_fields(RemoteGcReport, reply)
 
     async def close(self, *, stream: Stream | None = None) -> None:
         """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`.
@@ -548,11 +531,11 @@ def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> E
     """An explanation without events."""
     return Explanation(
         asked=asked,
-        keys=tuple(split_keys(message.keys)),
+        keys=tuple(wire.split_keys(message.keys)),
         blocks=tuple(map(_block, message.blocks)),
         past=None,
         gaps=(),
-        as_of=cursor_from_wire(message.as_of_event),
+        as_of=wire.cursor_from_wire(message.as_of_event),
         time_ns=message.time_ns,
         remote=tuple(
             RemoteExplained(each.cache, each.group, each.there if each.HasField("there") else None)
@@ -589,8 +572,8 @@ async def with_past(now: Explanation, watch: Watch) -> Explanation:
 
 def _block(message: admin_pb2.ExplainedBlock) -> BlockExplained:
     copies = tuple(
-        same_fields(CopyExplained, copy, tier=tier_from_wire(copy.tier), state=CopyState(copy.state))
+        wire.same_fields(CopyExplained, copy, tier=wire.tier_from_wire(copy.tier), state=CopyState(copy.state))
         for copy in message.copies
     )
-    leases = tuple(map(lease_info, message.leases))
-    return same_fields(BlockExplained, message, parent=message.parent or None, copies=copies, leases=leases)
+    leases = tuple(map(wire.lease_info, message.leases))
+    return wire.same_fields(BlockExplained, message, parent=message.parent or None, copies=copies, leases=leases)

@@ -16,11 +16,8 @@ from kvtier.wire import same_fields, split_keys, tier_from_wire, tier_to_wire
 
 @dataclass(slots=True, frozen=True)
 class BlockTokens:
-    """The tokens of a block. ``extra_ids``: one per token; None = no token has one.
-
-    ``items``: for each multimodal item that covers the block, its 32-byte digest and the position within the item of
-    its first token in the block.
-    """
+    """The tokens of a block. ``extra_ids``: one per token; None = no token has one. ``items``: for each multimodal item
+    that covers the block, its 32-byte digest and the position within the item of its first token in the block."""
 
     token_ids: tuple[int, ...]
     extra_ids: tuple[int, ...] | None = None

@@ -98,10 +98,8 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         return tuple(info.tier for info in self._binder.binding.info.groups[self.groups[0]].tiers)
 
     def lease_tier(self, tier: AnyTier | None = None) -> Tier:
-        """``tier``, or for None the fastest mapped tier, else the fastest mappable tier.
-
-        Raises :class:`InvalidArgument` if the cache lacks that tier or has only disk.
-        """
+        """``tier``, or for None the fastest mapped tier, else the fastest mappable tier. Raises
+        :class:`InvalidArgument` if the cache lacks that tier or has only disk."""
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
             unmapped = self._binder.unmapped

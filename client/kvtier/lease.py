@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvtier import buffers
+from kvtier import buffers, errors
 from kvtier.abi.attach import lease_secret
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES
@@ -20,16 +20,6 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.arena import UNHEARD, Binder, Binding, MappedArena, send
 from kvtier.chains import ChainPart
 from kvtier.deadline import Deadline
-from kvtier.errors import (
-    DaemonError,
-    DeviceError,
-    KvtierError,
-    LeaseError,
-    LeaseLost,
-    RetryableError,
-    chain_error,
-    require_within,
-)
 from kvtier.memory.gpu import Fence, Stream, fence_over, passing
 from kvtier.memory.tiers import CpuMemory, Memory, View
 from kvtier.retention import BlockRetention, Retention, chain_message
@@ -49,18 +39,13 @@ class Owner(Protocol):
 
     @property
     def group(self) -> int: ...
-
     @property
     def spec(self) -> CacheSpec: ...
-
     @property
     def block_bytes(self) -> int: ...
-
     @property
     def session_number(self) -> int: ...
-
     def slots(self, tier: Tier) -> int: ...
-
     async def release(self, *leases: Hold, stream: Stream | None = None, timeout: float | None = None) -> None: ...
 
 
@@ -76,7 +61,7 @@ class Hold:
         """Releases the slots: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` for a released lease; does
         nothing for an empty one."""
         if all(lease.released for lease in self.groups) and any(lease.id for lease in self.groups):
-            raise LeaseError("the lease is released", reason="RELEASED")
+            raise errors.LeaseError("the lease is released", reason="RELEASED")
         await self.groups[0].cache.release(self, stream=stream, timeout=timeout)
 
     async def __aenter__(self) -> Self:
@@ -89,10 +74,8 @@ class Hold:
 
 
 class Lease(Hold):
-    """Slots of one tier.
-
-    A lease ends with its session: it survives a broken connection, not a restart of the daemon.
-    """
+    """Slots of one tier. A lease ends with its session: it survives a broken connection, not a restart of the
+    daemon."""
 
     _starts_blank: ClassVar[bool] = False
 
@@ -152,7 +135,7 @@ class Lease(Hold):
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._blank[index])
 
     def _require_index(self, field: str, index: int) -> None:
-        require_within(field, index, 0, len(self.slots) - 1)
+        errors.require_within(field, index, 0, len(self.slots) - 1)
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """Like :meth:`view`, as 1-D torch tensors of the cache's dtype, not copied: on the GPU for a tier of GPU
@@ -166,10 +149,10 @@ class Lease(Hold):
     def require_live(self) -> None:
         """Raises :class:`LeaseError` or :class:`LeaseLost` if the slots are no longer held."""
         if self.released:
-            raise LeaseError("the lease is released", reason="RELEASED")
+            raise errors.LeaseError("the lease is released", reason="RELEASED")
         if self.cache.session_number != self.binding.session:
             message = "the lease ended with the session it was granted in: the daemon restarted, or it was kicked"
-            raise LeaseLost(message, reason="LEASE_LOST")
+            raise errors.LeaseLost(message, reason="LEASE_LOST")
 
     async def give_back(self, at: Sequence[int], *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives some slots back: blank slots become free, blocks lose this hold. The lease goes on; indices do not
@@ -194,7 +177,7 @@ class Lease(Hold):
     def _require_held(self, index: int) -> None:
         if index in self._given_back:
             why = "it was given back, or its key was stored already"
-            raise LeaseError(f"slot {index} of the lease is not held any more: {why}", reason="GIVEN_BACK")
+            raise errors.LeaseError(f"slot {index} of the lease is not held any more: {why}", reason="GIVEN_BACK")
 
     def _set_given_back(self, indices: Iterable[int], given_back: bool) -> None:
         change = self._given_back.update if given_back else self._given_back.difference_update
@@ -284,7 +267,7 @@ class ReadLease(Lease):
         generations: Sequence[int],
         found_in: bytes,
         matched: int,
-        error: KvtierError | None,
+        error: errors.KvtierError | None,
         needed: Needed,
     ) -> None:
         super().__init__(cache, book, binding, tier, lease_id, slots)
@@ -392,7 +375,7 @@ class LeaseBook:
         binding, reply = await self._binder.take(lambda stubs: stubs.blocks.Acquire, request, deadline)
         acquired = []
         for keys, answer in zip(packed, reply.chains, strict=True):
-            error = chain_error(answer, min_blocks) if answer.refusal else None
+            error = errors.chain_error(answer, min_blocks) if answer.refusal else None
             parts = answer.groups or [blocks_pb2.AcquiredGroup() for _ in owners]
             leases = [
                 ReadLease(
@@ -478,7 +461,7 @@ class LeaseBook:
         async def attempt(link: Link) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
-                raise LeaseLost(message, reason="LEASE_LOST")
+                raise errors.LeaseLost(message, reason="LEASE_LOST")
             lease._set_blank(blank, False)  # from now on these slots may be blocks, even if the answer is lost
             lease._set_given_back(blank, request.let_go)
             return await send(link, lambda stubs: stubs.blocks.Commit, request)
@@ -490,8 +473,8 @@ class LeaseBook:
         blank = [index for index in lease.blank if lease.slots[index] in slots]
         try:
             reply = await self._session.call(attempt, deadline)
-        except KvtierError as error:
-            if not isinstance(error, (*UNHEARD, DaemonError)):  # the daemon refused, which changes nothing
+        except errors.KvtierError as error:
+            if not isinstance(error, (*UNHEARD, errors.DaemonError)):  # the daemon refused, which changes nothing
                 lease._set_blank(blank, True)
                 lease._set_given_back(blank, False)
             raise
@@ -542,7 +525,7 @@ class LeaseBook:
             await passing(fence, deadline)
             self._untouched(leases)
             await self._tell(leases, ending, deadline)
-        except (RetryableError, DeviceError):
+        except (errors.RetryableError, errors.DeviceError):
             for lease in leases:
                 lease.released = False
             self._leases.update(leases)
@@ -553,7 +536,7 @@ class LeaseBook:
         try:
             await passing(fence, deadline)
             await self._binder.release(lease.binding, [lease.id], deadline, [lease.slots[index] for index in places])
-        except (RetryableError, DeviceError):
+        except (errors.RetryableError, errors.DeviceError):
             lease._set_given_back(places, False)
             raise
 
@@ -563,7 +546,7 @@ class LeaseBook:
         for lease in ending:
             try:
                 await self._binder.release(lease.binding, [lease.id], deadline)
-            except LeaseError as error:
+            except errors.LeaseError as error:
                 if error.reason != "UNKNOWN_LEASE":
                     raise
         others = [lease for lease in leases if lease not in ending]

@@ -46,11 +46,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena with a readable index.
-
-    ``alone``: no daemon answers; an arena closed by its daemon is read too, since its bytes no longer change.
-    ``remote``: absent blocks may be in the remote store.
-    """
+    """A mapped arena with a readable index. ``alone``: no daemon answers; an arena closed by its daemon is read too,
+    since its bytes no longer change. ``remote``: absent blocks may be in the remote store."""
 
     arena: MappedArena
     chains: Chains
@@ -64,10 +61,8 @@ class Mapping:
 
 
 class Reader:
-    """Reads of one cache in all its window groups. Thread-safe. ``keys`` are packed.
-
-    An answer of None means that only the daemon can tell.
-    """
+    """Reads of one cache in all its window groups. Thread-safe. ``keys`` are packed. An answer of None means that only
+    the daemon can tell."""
 
     def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
@@ -142,7 +137,7 @@ class Reader:
     def absent(self, keys: bytes, group: int) -> Sequence[int] | None:
         """The places of the chain's blocks to store: in a full-attention group all from the first absent block on, else
         each absent block. Notes present blocks that no commit will touch as used."""
-        mapping = self._current(keys)
+        mapping = self._current()
         if self._binder.bound_to(self._binder.session.live_link) is None:
             return None  # the mapping is of a daemon that is gone: the next daemon may lack its blocks
         if mapping is None or not are_distinct(keys):
@@ -162,7 +157,7 @@ class Reader:
         return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 
     def _look_up(self, keys: bytes, look_up: Callable[[Chains], T | None], *, distinct: bool = False) -> T | None:
-        mapping = self._current(keys)
+        mapping = self._current()
         if mapping is None or (distinct and not are_distinct(keys)):
             return None
         found = look_up(mapping.chains)
@@ -189,7 +184,7 @@ class Reader:
             tier: copy out of this tier only.
             targets: a row per key; None: fresh arrays.
         """
-        mapping = self._current(keys)
+        mapping = self._current()
         wanted = None if mapping is None or not are_distinct(keys) else mapping.chains.wanted(keys, group)
         if wanted is None:
             mapping, wanted = None, Needed(stop=len(keys) // KEY_BYTES)
@@ -201,7 +196,7 @@ class Reader:
         if read.blocks:
             self.recency.note(read.group, read.used())
 
-    def _current(self, keys: bytes) -> Mapping | None:
+    def _current(self) -> Mapping | None:
         binding = self._binder.readable
         if binding is None:
             return None
@@ -218,10 +213,7 @@ class Reader:
 
 class ChainRead:
     """A copy of a chain's prefix out of the mapped slots of one or more groups. Over several groups, all blocks of the
-    stored prefix are copied or none count.
-
-    ``parts``: a read per group; empty if only the daemon can tell.
-    """
+    stored prefix are copied or none count. ``parts``: a read per group; empty if only the daemon can tell."""
 
     def __init__(self, reader: Reader, keys: bytes, groups: Sequence[int], parts: Sequence[Read]) -> None:
         self.keys: Final = keys
@@ -259,10 +251,8 @@ class ChainRead:
 
 
 class Read:
-    """A copy of the ``wanted`` blocks of a chain out of mapped slots: the first ones, or a whole window.
-
-    ``there``: number of wanted blocks that can be copied, and after :meth:`copy` that were copied.
-    """
+    """A copy of the ``wanted`` blocks of a chain out of mapped slots: the first ones, or a whole window. ``there``:
+    number of wanted blocks that can be copied, and after :meth:`copy` that were copied."""
 
     def __init__(
         self,
@@ -500,10 +490,7 @@ async def digests_of(blocks: Sequence[Bytes]) -> list[bytes]:
 
 async def verified(binder: Binder, group: int, packed: bytes, rows: Sequence[Bytes], deadline: Deadline) -> int:
     """Number of leading rows that equal the daemon's copies of these keys; the daemon no longer knows the next row's
-    block.
-
-    Raises :class:`DamagedTransfer` if a row differs.
-    """
+    block. Raises :class:`DamagedTransfer` if a row differs."""
     request = blocks_pb2.ChecksumsRequest(group=group, keys=packed)
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, request, deadline)
     for place, (known, digest) in enumerate(zip(reply.known, await digests_of(rows), strict=True)):

@@ -29,11 +29,8 @@ UNCHANGED: Final = 255
 
 @dataclass(slots=True, frozen=True)
 class TokenRange:
-    """Tokens ``[start, end)`` and their retention.
-
-    ``end``: None = to the end, for the last range only. ``duration_s``: how long after its release a block keeps the
-    priority; None = for ever.
-    """
+    """Tokens ``[start, end)`` and their retention. ``end``: None = to the end, for the last range only. ``duration_s``:
+    how long after its release a block keeps the priority; None = for ever."""
 
     start: int
     end: int | None

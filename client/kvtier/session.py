@@ -25,20 +25,8 @@ from weakref import WeakSet
 import grpc
 from grpc.aio import AioRpcError
 
+from kvtier import errors
 from kvtier.deadline import Backoff, Deadline
-from kvtier.errors import (
-    CallerError,
-    ClientClosed,
-    DaemonError,
-    DaemonUnavailable,
-    DeadlineExceeded,
-    DeviceError,
-    KvtierError,
-    RetryableError,
-    error_of,
-    fault_of,
-    link_is_broken,
-)
 from kvtier.memory.gpu import PASSED, Fence, Stream, Unknown, all_of, passing
 from kvtier.transport import Attached, Link, Stubs, TlsFiles, transport_to
 from kvtier.v1 import session_pb2
@@ -90,7 +78,7 @@ class Follower(Protocol):
 class _LinkBroke(Exception):
     """The link broke before the call had its answer."""
 
-    def __init__(self, failure: DaemonUnavailable) -> None:
+    def __init__(self, failure: errors.DaemonUnavailable) -> None:
         self.failure: Final = failure
 
 
@@ -111,7 +99,7 @@ class Session:
         self._link: Link | None = None
         self._changed = asyncio.Event()
         """Set when the link or the daemon's reachability changes. A waiter clears the event and looks again."""
-        self._fatal: KvtierError | None = None
+        self._fatal: errors.KvtierError | None = None
         self.closed = False
         self._numbers = count(1)
         self._seq = count(1)
@@ -137,7 +125,7 @@ class Session:
             try:
                 self._set_link(await self._attach(None))
                 break
-            except RetryableError:
+            except errors.RetryableError:
                 delay = backoff.next()
                 if asyncio.get_running_loop().time() + delay > until:
                     raise
@@ -157,7 +145,7 @@ class Session:
     @property
     def welcome(self) -> session_pb2.Welcome:
         if self._link is None:
-            raise ClientClosed("the client was never connected", reason="CLOSED")
+            raise errors.ClientClosed("the client was never connected", reason="CLOSED")
         return self._link.welcome
 
     def next_seq(self) -> int:
@@ -177,7 +165,7 @@ class Session:
         """
         loop = asyncio.get_running_loop()
         began, backoff = loop.time(), Backoff()
-        failure: DaemonUnavailable | None = None
+        failure: errors.DaemonUnavailable | None = None
         while True:
             scope, link = asyncio.timeout_at(deadline.at), None
             try:
@@ -195,7 +183,9 @@ class Session:
                     continue  # the daemon has fallen silent
                 if loop.time() - max(began, self._heard) >= _FAIR_S:
                     self._lose()
-                late = DeadlineExceeded(f"the daemon at {self.address} did not answer in time", reason="DEADLINE")
+                late = errors.DeadlineExceeded(
+                    f"the daemon at {self.address} did not answer in time", reason="DEADLINE"
+                )
                 raise failure or (late if link is not None else self._unavailable()) from None
 
     async def _answer(self, attempt: Callable[[Link], Awaitable[T]], link: Link) -> T:
@@ -203,16 +193,18 @@ class Session:
         try:
             answer = await attempt(link)
         except AioRpcError as error:
-            fault = fault_of(error)
-            if not link_is_broken(fault):
+            fault = errors.fault_of(error)
+            if not errors.link_is_broken(fault):
                 self._answered()
-                raise error_of(fault) from None
+                raise errors.error_of(fault) from None
             if fault.code is grpc.StatusCode.UNAUTHENTICATED:
                 self.suspect(link)
             if fault.reason == _STOPPING:
                 self._lose()
-            raise _LinkBroke(DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)) from None
-        except DaemonUnavailable as error:
+            raise _LinkBroke(
+                errors.DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)
+            ) from None
+        except errors.DaemonUnavailable as error:
             raise _LinkBroke(error) from error
         except (asyncio.CancelledError, grpc.aio.UsageError) as error:
             raise _LinkBroke(self.channel_closed_by(error)) from error
@@ -235,7 +227,7 @@ class Session:
         self._require_open()
         return link
 
-    async def _link_within(self, wait: float, failure: DaemonUnavailable | None) -> Link:
+    async def _link_within(self, wait: float, failure: errors.DaemonUnavailable | None) -> Link:
         """Waits up to ``wait`` seconds for the live link to a reachable daemon. Raises ``failure`` if there is none."""
         until = asyncio.get_running_loop().time() + wait
         while (link := self.live_link) is None or not self.reachable:
@@ -253,10 +245,10 @@ class Session:
         self._changed.clear()
         await self._changed.wait()
 
-    def _unavailable(self) -> DaemonUnavailable:
+    def _unavailable(self) -> errors.DaemonUnavailable:
         if self.live_link is None:
-            return DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON")
-        return DaemonUnavailable(f"the daemon at {self.address} gives no sign of life", reason="SILENT")
+            return errors.DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON")
+        return errors.DaemonUnavailable(f"the daemon at {self.address} gives no sign of life", reason="SILENT")
 
     def _answered(self) -> None:
         self._heard = asyncio.get_running_loop().time()
@@ -283,7 +275,7 @@ class Session:
         """Asks for signs of life while calls wait, and while the daemon is away. An open question costs nothing, so
         later questions wait longer."""
         probes = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
-        with suppress(CallerError, DaemonError):  # the client is closed, or cannot attach any more
+        with suppress(errors.CallerError, errors.DaemonError):  # the client is closed, or cannot attach any more
             while self._waiting or not self.reachable or self.live_link is None:
                 if self.reachable:
                     probes = Backoff(_FIRST_PROBE_S, _LONGEST_PROBE_S)
@@ -344,13 +336,13 @@ class Session:
             try:
                 return await check(b"")
             except AioRpcError as error:
-                if not link_is_broken(fault_of(error)):
+                if not errors.link_is_broken(errors.fault_of(error)):
                     return b""  # a refusal is a sign of life too
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
                 self.channel_closed_by(error)
             await asyncio.sleep(backoff.next())
 
-    def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> DaemonUnavailable:
+    def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> errors.DaemonUnavailable:
         """The error for a call that gRPC ended because its channel was closed during or before the call.
 
         The session has another link then. Raises :class:`ClientClosed` if :meth:`close` closed the channel, and
@@ -360,8 +352,8 @@ class Session:
         if task is None or task.cancelling():
             raise error
         if self.closed:
-            raise ClientClosed("the client was closed during the call", reason="CLOSED") from error
-        return DaemonUnavailable(f"{self.address}: attached anew during the call", reason="LINK_REPLACED")
+            raise errors.ClientClosed("the client was closed during the call", reason="CLOSED") from error
+        return errors.DaemonUnavailable(f"{self.address}: attached anew during the call", reason="LINK_REPLACED")
 
     def suspect(self, link: Link) -> None:
         """Closes a link that the daemon rejects or leaves silent, so that the session attaches again."""
@@ -398,14 +390,14 @@ class Session:
         """Like :meth:`Follower.work`, for all followers. If a device fails, the fence raises the error when asked."""
         try:
             return all_of(follower.work(stream) for follower in list(self.followers) if not self.closed)
-        except DeviceError as error:
+        except errors.DeviceError as error:
             return Unknown(error)
 
-    async def given_up(self) -> KvtierError:
+    async def given_up(self) -> errors.KvtierError:
         """Waits until the daemon refuses this client for good. Returns the error."""
         if self._keeper is not None:
             await asyncio.wait([self._keeper])
-        return self._fatal or ClientClosed("the client is closed", reason="CLOSED")
+        return self._fatal or errors.ClientClosed("the client is closed", reason="CLOSED")
 
     async def close(self, work: Fence = PASSED) -> None:
         """Closes the session. Background work gets a moment to end.
@@ -420,7 +412,7 @@ class Session:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_GRACE_S)
             for task in late:
                 task.cancel()
-        with suppress(TimeoutError, KvtierError):  # no daemon, so no goodbye
+        with suppress(TimeoutError, errors.KvtierError):  # no daemon, so no goodbye
             async with asyncio.timeout(_HEAL_GRACE_S):
                 await self.link()
         self.closed = True
@@ -443,7 +435,7 @@ class Session:
 
     def _require_open(self) -> None:
         if self.closed:
-            raise ClientClosed("the client is closed", reason="CLOSED")
+            raise errors.ClientClosed("the client is closed", reason="CLOSED")
         if self._fatal is not None:
             raise self._fatal
 
@@ -462,16 +454,16 @@ class Session:
             await self._link.attach.closed.wait()
             try:
                 self._set_link(await self._attach_again(self._link))
-            except (CallerError, DaemonError) as error:
+            except (errors.CallerError, errors.DaemonError) as error:
                 return self._give_up(error)  # the daemon refuses this client for good
             except Exception as error:  # noqa: BLE001  a client bug: no task attaches any more, so calls must not wait
                 _log.exception("the client cannot attach again address=%s", self.address)
                 self._link.attach.close()
-                failure = DaemonError(f"{self.address}: cannot attach again: {error!r}", reason="CLIENT_BROKEN")
+                failure = errors.DaemonError(f"{self.address}: cannot attach again: {error!r}", reason="CLIENT_BROKEN")
                 failure.__cause__ = error
                 return self._give_up(failure)
 
-    def _give_up(self, error: KvtierError) -> None:
+    def _give_up(self, error: errors.KvtierError) -> None:
         """Makes every later call raise the error."""
         self._fatal = error
         self.reachable = False
@@ -482,7 +474,7 @@ class Session:
         while True:
             try:
                 return await self._attach(old)
-            except RetryableError:
+            except errors.RetryableError:
                 self._lose()
                 await asyncio.sleep(backoff.next())
 
@@ -492,7 +484,7 @@ class Session:
             async with asyncio.timeout(_ATTACH_TIMEOUT_S):
                 attached = await self._hello(old)
         except TimeoutError:
-            raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
+            raise errors.DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from None
         try:
             if old is not None and old.channel is not attached.channel:
                 self.spawn(_close_channel(old.channel))
@@ -508,7 +500,7 @@ class Session:
             return await self._transport.attach(None, None)
         try:
             return await self._transport.attach(old.welcome.token, old.channel)
-        except CallerError as error:
+        except errors.CallerError as error:
             if error.reason != "UNKNOWN_SESSION":
                 raise
             return await self._transport.attach(None, None)
@@ -517,7 +509,7 @@ class Session:
 async def _over(work: Fence) -> bool:
     try:
         await passing(work, Deadline(_WORK_GRACE_S))
-    except (DeadlineExceeded, DeviceError) as error:
+    except (errors.DeadlineExceeded, errors.DeviceError) as error:
         _log.warning("leased slots go back to the daemon only when this process ends: %s", error)
         return False
     return True

@@ -161,11 +161,8 @@ class CacheOptions:
 
 @dataclass(slots=True, frozen=True)
 class TierStats:
-    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``.
-
-    ``held``: slots under a lease. ``clean``: slots that are free, or whose block is also ready in a lower tier, so
-    reclaiming them needs no copy.
-    """
+    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: slots under a lease. ``clean``: slots
+    that are free, or whose block is also ready in a lower tier, so reclaiming them needs no copy."""
 
     tier: Tier
     capacity: int
@@ -214,11 +211,8 @@ class GroupStats:
 
 @dataclass(slots=True, frozen=True)
 class CacheStats:
-    """Statistics of one cache.
-
-    Hits are blocks acquired, or read without a call, by their fastest tier at the match. ``queried``: blocks of the
-    chains asked for, each chain once; ``found``: how many of these were found.
-    """
+    """Statistics of one cache. Hits are blocks acquired, or read without a call, by their fastest tier at the match.
+    ``queried``: blocks of the chains asked for, each chain once; ``found``: how many of these were found."""
 
     cache_id: int
     name: str
@@ -257,11 +251,8 @@ class SessionStats:
 
 @dataclass(slots=True, frozen=True)
 class LeaseInfo:
-    """A lease and its owner. ``age_ns``: time since the grant.
-
-    ``blank_slots`` are leased to write, ``held_blocks`` to read. ``orphaned``: the session's connection broke, and its
-    process lives.
-    """
+    """A lease and its owner. ``age_ns``: time since the grant. ``blank_slots`` are leased to write, ``held_blocks`` to
+    read. ``orphaned``: the session's connection broke, and its process lives."""
 
     lease_id: int
     cache: str
@@ -399,10 +390,8 @@ class PeerStats:
 
 @dataclass(slots=True, frozen=True)
 class Holding:
-    """A daemon's part of a chain in one window group: ``blocks`` of its prefix, by the fastest tier of each.
-
-    ``peer``: the daemon's address; empty = the daemon that was asked.
-    """
+    """A daemon's part of a chain in one window group: ``blocks`` of its prefix, by the fastest tier of each. ``peer``:
+    the daemon's address; empty = the daemon that was asked."""
 
     peer: str
     cache: str
@@ -413,11 +402,8 @@ class Holding:
 
 @dataclass(slots=True, frozen=True)
 class Holdings:
-    """The holders of a chain.
-
-    ``keys``: the chain's keys, or for a key prefix the known matching keys, at most 32; ``found`` is empty if several
-    match.
-    """
+    """The holders of a chain. ``keys``: the chain's keys, or for a key prefix the known matching keys, at most 32;
+    ``found`` is empty if several match."""
 
     keys: tuple[bytes, ...]
     found: tuple[Holding, ...]

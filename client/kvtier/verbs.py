@@ -7,6 +7,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from kvtier import wire
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder
 from kvtier.chains import Prompt
@@ -16,23 +17,6 @@ from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
 from kvtier.types import ROOT_PARENT, AnyTier, BlockResult
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import (
-    MAX_COUNT,
-    DropReport,
-    GroupSpan,
-    Keys,
-    ListedBlock,
-    Locations,
-    Match,
-    Page,
-    ReadCounts,
-    ResetReport,
-    TokenMatch,
-    cursor_from_wire,
-    packed_keys,
-    split_keys,
-    tier_to_wire,
-)
 
 
 class PageIterator:
@@ -45,24 +29,24 @@ class PageIterator:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Page:
+    async def __anext__(self) -> wire.Page:
         if self._next is None:
             raise StopAsyncIteration
         reply = await self._ask(self._next)
         self._next = reply.next_page or None
         rows = zip(
-            split_keys(reply.keys),
-            split_keys(reply.parents),
+            wire.split_keys(reply.keys),
+            wire.split_keys(reply.parents),
             reply.residency,
             reply.priorities,
             reply.pinned or bytes(len(reply.residency)),
             strict=True,
         )
         blocks = (
-            ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
+            wire.ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
             for key, up, where, rank, pinned in rows
         )
-        return Page(tuple(blocks), cursor_from_wire(reply.as_of_event))
+        return wire.Page(tuple(blocks), wire.cursor_from_wire(reply.as_of_event))
 
 
 class PagedBlocks:
@@ -70,12 +54,12 @@ class PagedBlocks:
 
     def __init__(self, pages: PageIterator) -> None:
         self._pages = pages
-        self._page: Iterator[ListedBlock] = iter(())
+        self._page: Iterator[wire.ListedBlock] = iter(())
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> ListedBlock:
+    async def __anext__(self) -> wire.ListedBlock:
         while (block := next(self._page, None)) is None:
             self._page = iter((await anext(self._pages)).blocks)
         return block
@@ -98,14 +82,14 @@ class PrefixVerbs:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
-    async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
+    async def prefix_length(self, keys: wire.Keys, *, timeout: float | None = None) -> int:
         """Length of the stored prefix of a chain: :meth:`match` without the residencies. No side effect."""
-        packed = packed_keys(keys)
+        packed = wire.packed_keys(keys)
         await in_turn(timeout)
         length = self.reader.prefix_length(packed, self.groups)
         return length if length is not None else (await self._ask_match(packed, timeout)).blocks
 
-    async def match(self, keys: Keys, *, remote: bool = False, timeout: float | None = None) -> Match:
+    async def match(self, keys: wire.Keys, *, remote: bool = False, timeout: float | None = None) -> wire.Match:
         """The longest stored prefix of a chain that the groups can serve together. No side effect.
 
         The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w
@@ -115,14 +99,16 @@ class PrefixVerbs:
         block was, or would be, committed under the block before. While the daemon does not answer, only blocks in
         mapped tiers count. ``remote``: asks the remote store, too, by a call.
         """
-        packed = packed_keys(keys)
+        packed = wire.packed_keys(keys)
         await in_turn(timeout)
         found = None if remote else self.reader.match(packed, self.groups)
         if found is not None:
             return found
         reply = await self._ask_match(packed, timeout, remote=remote)
-        spans = (GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups)
-        return Match(reply.blocks, tuple(spans), cursor_from_wire(reply.as_of_event), reply.remote_blocks)
+        spans = (
+            wire.GroupSpan(span.group, span.first_block, span.residency, span.sink_blocks) for span in reply.groups
+        )
+        return wire.Match(reply.blocks, tuple(spans), wire.cursor_from_wire(reply.as_of_event), reply.remote_blocks)
 
     async def _ask_match(
         self, packed: bytes, timeout: float | None, *, remote: bool = False
@@ -152,24 +138,24 @@ class GroupVerbs(PrefixVerbs):
         return self.reader.way
 
     @property
-    def reads(self) -> ReadCounts:
+    def reads(self) -> wire.ReadCounts:
         """Counts of lookups and gets so far, with and without calls."""
         return self.reader.counts
 
-    async def probe(self, keys: Keys, *, timeout: float | None = None) -> bytes:
+    async def probe(self, keys: wire.Keys, *, timeout: float | None = None) -> bytes:
         """The residency of each key by itself, one byte per key, 0 = absent. Keys may repeat. No side effect."""
-        packed = packed_keys(keys)
+        packed = wire.packed_keys(keys)
         await in_turn(timeout)
         found = self.reader.probe(packed, self.group)
         if found is not None:
             return found
-        each = split_keys(packed)
+        each = wire.split_keys(packed)
         once = list(dict.fromkeys(each))
         reply = await self._ask_locate(b"".join(once), timeout)
         residency = dict(zip(once, reply.residency, strict=True))
         return bytes(residency[key] for key in each)
 
-    async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> TokenMatch:
+    async def match_tokens(self, prompt: Prompt, *, timeout: float | None = None) -> wire.TokenMatch:
         """Number of stored tokens of a prompt: the :meth:`match` of its keys, and of the next block the longest start
         that it shares with a stored full or partial block. No side effect.
 
@@ -196,18 +182,18 @@ class GroupVerbs(PrefixVerbs):
                 partial, keys = reply.partial_tokens, keys + reply.partial_key
                 residency += bytes([reply.partial_residency])
                 tokens += partial
-        return TokenMatch(tokens, len(keys) // KEY_BYTES - (partial > 0), partial, keys, residency)
+        return wire.TokenMatch(tokens, len(keys) // KEY_BYTES - (partial > 0), partial, keys, residency)
 
-    async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
+    async def locate(self, keys: wire.Keys, *, timeout: float | None = None) -> wire.Locations:
         """Tier, slot and generation of each key. No side effect."""
-        packed = packed_keys(keys)
+        packed = wire.packed_keys(keys)
         await in_turn(timeout)
         found = self.reader.locate(packed, self.group)
         if found is not None:
             return found
 
         reply = await self._ask_locate(packed, timeout)
-        return Locations(
+        return wire.Locations(
             np.frombuffer(reply.residency, dtype=np.uint8),
             np.array(reply.device_slots, dtype=np.uint32),
             np.array(reply.device_generations, dtype=np.uint64),
@@ -217,7 +203,7 @@ class GroupVerbs(PrefixVerbs):
 
     def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> PageIterator:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
-        require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
+        require_within("page_blocks", page_blocks, 0, wire.MAX_COUNT, "0 or more")
 
         async def ask(page: int) -> blocks_pb2.ListBlocksResponse:
             request = blocks_pb2.ListBlocksRequest(group=self.group, limit=page_blocks, page=page)
@@ -230,7 +216,7 @@ class GroupVerbs(PrefixVerbs):
         return PagedBlocks(self.pages(timeout=timeout))
 
     async def move(
-        self, keys: Keys, to: AnyTier, *, dry_run: bool = False, timeout: float | None = None
+        self, keys: wire.Keys, to: AnyTier, *, dry_run: bool = False, timeout: float | None = None
     ) -> list[BlockResult]:
         """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
 
@@ -241,8 +227,8 @@ class GroupVerbs(PrefixVerbs):
         deadline = self._deadline(timeout)
         request = blocks_pb2.MoveRequest(
             group=self.group,
-            to=tier_to_wire(to, "to"),
-            keys=packed_keys(keys),
+            to=wire.tier_to_wire(to, "to"),
+            keys=wire.packed_keys(keys),
             timeout_ns=deadline.wait_ns(),
             seq=self._binder.session.next_seq(),
             dry_run=dry_run,
@@ -250,16 +236,16 @@ class GroupVerbs(PrefixVerbs):
         reply = await self._binder.call(lambda stubs: stubs.blocks.Move, request, deadline)
         return [BlockResult(result) for result in reply.results]
 
-    async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
+    async def drop(self, keys: wire.Keys, *, dry_run: bool = False, timeout: float | None = None) -> wire.DropReport:
         """Drops blocks and all their descendants, in every tier. ``dry_run``: only reports the effect."""
-        packed, seq = packed_keys(keys), self._binder.session.next_seq()
+        packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
         request = blocks_pb2.DropRequest(group=self.group, keys=packed, seq=seq, dry_run=dry_run)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Drop, request, self._deadline(timeout))
-        return DropReport([BlockResult(result) for result in reply.results], reply.dropped, reply.kept_in_store)
+        return wire.DropReport([BlockResult(result) for result in reply.results], reply.dropped, reply.kept_in_store)
 
     async def set_retention(
         self,
-        keys: Keys,
+        keys: wire.Keys,
         priorities: int | Sequence[int],
         durations_s: float | Sequence[float | None] | None = None,
         *,
@@ -270,7 +256,7 @@ class GroupVerbs(PrefixVerbs):
 
         ``durations_s``: None = for ever. After that time a block's priority is the default of 35 again.
         """
-        packed, seq = packed_keys(keys), self._binder.session.next_seq()
+        packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
         count = len(packed) // KEY_BYTES
         request = blocks_pb2.SetRetentionRequest(
             group=self.group,
@@ -282,20 +268,18 @@ class GroupVerbs(PrefixVerbs):
         reply = await self._binder.call(lambda stubs: stubs.blocks.SetRetention, request, self._deadline(timeout))
         return [BlockResult(result) for result in reply.results]
 
-    async def pin(self, keys: Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
+    async def pin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
         """Keeps READY copies in a tier, even after the client has gone, until each pin is undone or the daemon ends.
-
-        Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned.
-        """
+        Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned."""
         return await self._pin(keys, tier, False, timeout)
 
-    async def unpin(self, keys: Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
+    async def unpin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
         """Undoes one pin of each block. Result NOT_PINNED for a block without a pin."""
         return await self._pin(keys, tier, True, timeout)
 
     async def reset(
         self, *, force: bool = False, dry_run: bool = False, repeats: int = 0, timeout: float | None = None
-    ) -> ResetReport:
+    ) -> wire.ResetReport:
         """Drops all blocks of the cache, in every window group.
 
         Raises :class:`kvtier.errors.StillHeld` while blocks are leased or pinned, unless forced: then the other blocks
@@ -305,11 +289,13 @@ class GroupVerbs(PrefixVerbs):
         seq = self._binder.session.next_seq()
         request = blocks_pb2.ResetRequest(force=force, dry_run=dry_run, seq=seq, repeats=repeats)
         reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
-        return ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
+        return wire.ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
 
-    async def _pin(self, keys: Keys, tier: AnyTier, unpin: bool, timeout: float | None) -> list[BlockResult]:
-        packed, seq = packed_keys(keys), self._binder.session.next_seq()
-        request = blocks_pb2.PinRequest(group=self.group, tier=tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq)
+    async def _pin(self, keys: wire.Keys, tier: AnyTier, unpin: bool, timeout: float | None) -> list[BlockResult]:
+        packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
+        request = blocks_pb2.PinRequest(
+            group=self.group, tier=wire.tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq
+        )
         reply = await self._binder.call(lambda stubs: stubs.blocks.Pin, request, self._deadline(timeout))
         return [BlockResult(result) for result in reply.results]
 

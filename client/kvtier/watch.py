@@ -16,17 +16,9 @@ from typing import Final, Self
 import grpc
 from grpc.aio import AioRpcError
 
+from kvtier import errors
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.deadline import Backoff, Deadline
-from kvtier.errors import (
-    CursorCompacted,
-    DaemonError,
-    InvalidArgument,
-    error_of,
-    fault_of,
-    link_is_broken,
-    require_within,
-)
 from kvtier.events import (
     Disconnected,
     Event,
@@ -73,11 +65,11 @@ class Filter:
     def __post_init__(self) -> None:
         for name, values in (("caches", self.caches), ("keys", self.keys)):
             if isinstance(values, (str, bytes)):
-                raise InvalidArgument(name, values, "a list, even of one")
+                raise errors.InvalidArgument(name, values, "a list, even of one")
         for index, group in enumerate(self.groups):
-            require_within(f"groups[{index}]", group, 0, MAX_GROUPS - 1)
+            errors.require_within(f"groups[{index}]", group, 0, MAX_GROUPS - 1)
         if len(self.keys) > MAX_KEY_PREFIXES:
-            raise InvalidArgument("keys", f"{len(self.keys)} prefixes", f"at most {MAX_KEY_PREFIXES}")
+            raise errors.InvalidArgument("keys", f"{len(self.keys)} prefixes", f"at most {MAX_KEY_PREFIXES}")
         for index, key in enumerate(self.keys):
             key_prefix(f"keys[{index}]", key)
 
@@ -104,10 +96,10 @@ class Start:
     def __post_init__(self) -> None:
         given = (self.since is not None, self.oldest, self.snapshot, self.since_time_ns is not None)
         if sum(given) > 1:
-            raise InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
+            raise errors.InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
         if self.since_time_ns is not None:
             limit = "nanoseconds since the Unix epoch, 0 or more"
-            require_within("since_time_ns", self.since_time_ns, 0, (1 << 64) - 1, limit)
+            errors.require_within("since_time_ns", self.since_time_ns, 0, (1 << 64) - 1, limit)
 
 
 class Watch:
@@ -127,7 +119,7 @@ class Watch:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> None:
-        require_within("heartbeat_s", heartbeat_s, 0.01, 3600, "0.01 to 3600 seconds")
+        errors.require_within("heartbeat_s", heartbeat_s, 0.01, 3600, "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
         self.live = False
@@ -224,14 +216,14 @@ class Watch:
                 self._session.suspect(link)
                 reason = f"nothing was heard for {self._silence_s:g} seconds"
             except AioRpcError as error:
-                fault = fault_of(error)
+                fault = errors.fault_of(error)
                 reason = fault.message or fault.reason
                 if fault.code is grpc.StatusCode.UNAUTHENTICATED:
                     self._session.suspect(link)
-                elif not link_is_broken(fault):
-                    failure = error_of(fault)
+                elif not errors.link_is_broken(fault):
+                    failure = errors.error_of(fault)
                     brought = not resuming and self._start.since is not None
-                    if brought or not isinstance(failure, CursorCompacted):
+                    if brought or not isinstance(failure, errors.CursorCompacted):
                         raise failure from error
                     yield iter([self._skip(failure)])
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
@@ -272,7 +264,7 @@ class Watch:
         finally:
             call.cancel()
         if not isinstance(first, events_pb2.WatchBatch):  # grpc.aio.EOF
-            raise DaemonError("a watch ended without a word", reason="BAD_ANSWER")
+            raise errors.DaemonError("a watch ended without a word", reason="BAD_ANSWER")
         self.cursor = Cursor(first.epoch, first.first_id - 1)
         return self.cursor
 
@@ -331,10 +323,10 @@ class Watch:
             self.cursor = Cursor(gap.epoch, gap.last_id)
         return Gap(gap.epoch, gap.first_id, gap.last_id, gap.reason)
 
-    def _skip(self, failure: CursorCompacted) -> Gap:
+    def _skip(self, failure: errors.CursorCompacted) -> Gap:
         """Moves the cursor to the oldest event of the daemon, which lacks the events after the cursor."""
         if self.cursor is None:
-            raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
+            raise errors.DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
         first = self.cursor.id + 1
         lost = Gap(self.cursor.epoch, first, failure.oldest - 1, "compacted")
         # The oldest event may be of a later epoch than the cursor; epoch 0 lets the daemon choose.

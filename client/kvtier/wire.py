@@ -11,42 +11,12 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from kvtier import types
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import KEY_BYTES, KEY_DTYPE
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonError, InvalidArgument, require_within
 from kvtier.retention import BlockRetention, Retention, block_retention
-from kvtier.types import (
-    ROOT_PARENT,
-    TIERS,
-    AnySize,
-    AnyTier,
-    BlockResult,
-    CacheInfo,
-    CacheOptions,
-    CacheStats,
-    Cursor,
-    DaemonStats,
-    DeviceStats,
-    EdgeStats,
-    EventLogStats,
-    GroupInfo,
-    GroupStats,
-    GroupTier,
-    Holding,
-    Holdings,
-    LeaseInfo,
-    PeerStats,
-    RemoteOperation,
-    RemoteStats,
-    SessionStats,
-    Tier,
-    TierBytes,
-    TierStats,
-    WatcherStats,
-    WritePolicy,
-    parsed_size,
-)
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
 MAX_KEYS: Final = 16_384
@@ -61,7 +31,7 @@ class Held(Generic[T]):
 
     def __init__(self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Awaitable[None]]) -> None:
         self.take = take
-        """Takes the lease or connects. The caller must release or close."""
+        """Takes the lease. The caller must release it."""
         self._give_back = give_back
         self._held: list[T] = []
 
@@ -107,7 +77,7 @@ class Match:
 
     blocks: int
     groups: tuple[GroupSpan, ...]
-    as_of: Cursor
+    as_of: types.Cursor
     remote_blocks: int = 0
 
     @property
@@ -169,7 +139,7 @@ class Locations(Sequence[Location]):
         if isinstance(index, slice):
             return Locations(*(getattr(self, column.name)[index] for column in fields(self)))
         residency = int(self.residency[index])
-        on_device, on_host = residency & Tier.DEVICE.bit, residency & Tier.HOST.bit
+        on_device, on_host = residency & types.Tier.DEVICE.bit, residency & types.Tier.HOST.bit
         return Location(
             residency,
             int(self.device_slots[index]) if on_device else None,
@@ -222,7 +192,7 @@ class Page:
     """Part of a listing. A listing is consistent if every page has the same ``as_of``."""
 
     blocks: tuple[ListedBlock, ...]
-    as_of: Cursor
+    as_of: types.Cursor
 
 
 @dataclass(slots=True, frozen=True)
@@ -230,7 +200,7 @@ class DropReport:
     """The effect of a drop. ``results``: one per key; ``dropped``: number of blocks, subtrees included.
     ``kept_in_store``: as in :class:`ResetReport`."""
 
-    results: list[BlockResult]
+    results: list[types.BlockResult]
     dropped: int
     kept_in_store: bool = False
 
@@ -252,7 +222,9 @@ class ResetReport:
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys: packed, 32 bytes each, or as an iterable."""
 
-Budgets = Mapping[Tier, AnySize | Sequence[AnySize]] | Mapping[str, AnySize | Sequence[AnySize]]
+Budgets = (
+    Mapping[types.Tier, types.AnySize | Sequence[types.AnySize]] | Mapping[str, types.AnySize | Sequence[types.AnySize]]
+)
 """Bytes by tier: a number for all window groups together, which the daemon splits, or one number per group."""
 
 
@@ -317,31 +289,31 @@ def split_keys(packed: bytes) -> list[bytes]:
     return keys
 
 
-_TIERS: Final = {str(tier): tier for tier in TIERS}
+_TIERS: Final = {str(tier): tier for tier in types.TIERS}
 
 
-def as_tier(tier: AnyTier, field: str = "tier") -> Tier:
+def as_tier(tier: types.AnyTier, field: str = "tier") -> types.Tier:
     """A tier given by itself or by its name. Raises :class:`InvalidArgument`."""
-    if isinstance(tier, Tier):
+    if isinstance(tier, types.Tier):
         return tier
     if not isinstance(tier, str) or (found := _TIERS.get(tier)) is None:
         raise InvalidArgument(field, tier, " or ".join(_TIERS))
     return found
 
 
-def tier_to_wire(tier: AnyTier, field: str = "tier") -> common_pb2.Tier.ValueType:
+def tier_to_wire(tier: types.AnyTier, field: str = "tier") -> common_pb2.Tier.ValueType:
     return common_pb2.Tier.ValueType(as_tier(tier, field) + 1)
 
 
-def tier_from_wire(value: int) -> Tier:
+def tier_from_wire(value: int) -> types.Tier:
     try:
-        return Tier(value - 1)
+        return types.Tier(value - 1)
     except ValueError as error:
         raise DaemonError(f"tier {value} in an answer: this client does not know it", reason="BAD_ANSWER") from error
 
 
-def cursor_from_wire(message: blocks_pb2.Cursor) -> Cursor:
-    return Cursor(message.epoch, message.id)
+def cursor_from_wire(message: blocks_pb2.Cursor) -> types.Cursor:
+    return types.Cursor(message.epoch, message.id)
 
 
 def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
@@ -360,8 +332,8 @@ def _u64(field: str, value: int) -> int:
     return value
 
 
-def _bytes(field: str, value: AnySize) -> int:
-    found = parsed_size(value) if isinstance(value, str) else value
+def _bytes(field: str, value: types.AnySize) -> int:
+    found = types.parsed_size(value) if isinstance(value, str) else value
     if not isinstance(found, int):
         raise InvalidArgument(field, value, "bytes, or text such as 64MiB")
     return _u64(field, found)
@@ -377,17 +349,18 @@ def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
     return [_budget(tier, asked) for tier, asked in budgets.items()]
 
 
-def _budget(tier: AnyTier, asked: AnySize | Sequence[AnySize]) -> caches_pb2.TierBudget:
+def _budget(tier: types.AnyTier, asked: types.AnySize | Sequence[types.AnySize]) -> caches_pb2.TierBudget:
     field = f"budgets[{tier}]"
+    place = tier_to_wire(tier, field)
     if isinstance(asked, (int, str)):
-        return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_bytes(field, asked))
+        return caches_pb2.TierBudget(tier=place, bytes=_bytes(field, asked))
     if not isinstance(asked, Iterable):
         raise InvalidArgument(field, asked, "bytes, text such as 64MiB, or a list of either, by window group")
     by_group = [_bytes(f"{field}[{group}]", each) for group, each in enumerate(asked)]
-    return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
+    return caches_pb2.TierBudget(tier=place, bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
-def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
+def options_to_wire(options: types.CacheOptions) -> caches_pb2.CacheOptions:
     return caches_pb2.CacheOptions(
         write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
         eviction=options.eviction,
@@ -401,9 +374,9 @@ def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
     )
 
 
-def options_from_wire(message: caches_pb2.CacheOptions) -> CacheOptions:
+def options_from_wire(message: caches_pb2.CacheOptions) -> types.CacheOptions:
     try:
-        write_policy = WritePolicy(message.write_policy)
+        write_policy = types.WritePolicy(message.write_policy)
     except ValueError as error:
         says = f"write policy {message.write_policy} in an answer: this client does not know it"
         raise DaemonError(says, reason="BAD_ANSWER") from error
@@ -411,69 +384,69 @@ def options_from_wire(message: caches_pb2.CacheOptions) -> CacheOptions:
         (tier_from_wire(getattr(each, "from")), tier_from_wire(each.to)): each.min_priority
         for each in message.thresholds
     }
-    return same_fields(CacheOptions, message, write_policy=write_policy, thresholds=thresholds)
+    return same_fields(types.CacheOptions, message, write_policy=write_policy, thresholds=thresholds)
 
 
-def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
+def cache_info(message: caches_pb2.CacheInfo) -> types.CacheInfo:
     groups = tuple(
         same_fields(
-            GroupInfo,
+            types.GroupInfo,
             group,
-            tiers=tuple(same_fields(GroupTier, each, tier=tier_from_wire(each.tier)) for each in group.tiers),
+            tiers=tuple(same_fields(types.GroupTier, each, tier=tier_from_wire(each.tier)) for each in group.tiers),
         )
         for group in message.groups
     )
     spec, options = CacheSpec.of(message.spec), options_from_wire(message.options)
-    return same_fields(CacheInfo, message, spec=spec, groups=groups, options=options)
+    return same_fields(types.CacheInfo, message, spec=spec, groups=groups, options=options)
 
 
-def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
+def daemon_stats(message: admin_pb2.StatsResponse) -> types.DaemonStats:
     return same_fields(
-        DaemonStats,
+        types.DaemonStats,
         message,
         caches=tuple(_cache_stats(cache) for cache in message.caches),
-        sessions=tuple(same_fields(SessionStats, session) for session in message.sessions),
+        sessions=tuple(same_fields(types.SessionStats, session) for session in message.sessions),
         problems=tuple(message.problems),
         notes=tuple(message.notes),
-        watcher_stats=tuple(same_fields(WatcherStats, watcher) for watcher in message.watcher_stats),
-        event_log=same_fields(EventLogStats, message.event_log),
-        devices=tuple(same_fields(DeviceStats, device) for device in message.devices),
+        watcher_stats=tuple(same_fields(types.WatcherStats, watcher) for watcher in message.watcher_stats),
+        event_log=same_fields(types.EventLogStats, message.event_log),
+        devices=tuple(same_fields(types.DeviceStats, device) for device in message.devices),
         tiers=tuple(
-            same_fields(TierBytes, each, tier=tier_from_wire(each.tier), given=dict(each.given))
+            same_fields(types.TierBytes, each, tier=tier_from_wire(each.tier), given=dict(each.given))
             for each in message.tiers
         ),
-        remote=RemoteStats(
+        remote=types.RemoteStats(
             message.remote.url,
             message.remote.problem,
-            tuple(same_fields(RemoteOperation, operation) for operation in message.remote.operations),
+            tuple(same_fields(types.RemoteOperation, operation) for operation in message.remote.operations),
             dict(message.remote.blocks),
             dict(message.remote.unwritten),
         ),
-        peers=tuple(same_fields(PeerStats, peer) for peer in message.peers),
+        peers=tuple(same_fields(types.PeerStats, peer) for peer in message.peers),
     )
 
 
-def holdings(message: admin_pb2.HoldingsResponse) -> Holdings:
+def holdings(message: admin_pb2.HoldingsResponse) -> types.Holdings:
     found = tuple(
-        same_fields(Holding, one, tiers={tier_from_wire(each.tier): each.blocks for each in one.tiers})
+        same_fields(types.Holding, one, tiers={tier_from_wire(each.tier): each.blocks for each in one.tiers})
         for one in message.found
     )
-    peers = tuple(same_fields(PeerStats, peer) for peer in message.peers)
-    return Holdings(tuple(split_keys(message.keys)), found, peers)
+    peers = tuple(same_fields(types.PeerStats, peer) for peer in message.peers)
+    return types.Holdings(tuple(split_keys(message.keys)), found, peers)
 
 
-def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:
-    groups = tuple(same_fields(GroupStats, group, tiers=_tier_stats(group.tiers)) for group in message.groups)
-    edges = tuple(same_fields(EdgeStats, edge) for edge in message.edges)
-    return same_fields(CacheStats, message, tiers=_tier_stats(message.tiers), edges=edges, groups=groups)
+def _cache_stats(message: admin_pb2.CacheStats) -> types.CacheStats:
+    groups = tuple(same_fields(types.GroupStats, group, tiers=_tier_stats(group.tiers)) for group in message.groups)
+    edges = tuple(same_fields(types.EdgeStats, edge) for edge in message.edges)
+    return same_fields(types.CacheStats, message, tiers=_tier_stats(message.tiers), edges=edges, groups=groups)
 
 
-def _tier_stats(messages: Iterable[admin_pb2.TierStats]) -> tuple[TierStats, ...]:
-    return tuple(same_fields(TierStats, message, tier=tier_from_wire(message.tier)) for message in messages)
+def _tier_stats(messages: Iterable[admin_pb2.TierStats]) -> tuple[types.TierStats, ...]:
+    return tuple(same_fields(types.TierStats, message, tier=tier_from_wire(message.tier)) for message in messages)
 
 
-def lease_info(message: admin_pb2.LeaseInfo) -> LeaseInfo:
-    return same_fields(LeaseInfo, message, tier=tier_from_wire(message.tier))
+def lease_info(message: admin_pb2.LeaseInfo) -> types.LeaseInfo:
+    return same_fields(types.LeaseInfo, message, tier=tier_from_wire(message.tier))
 
 
 def same_fields(answer: Callable[..., T], message: Message, **converted: object) -> T:
@@ -487,9 +460,8 @@ class Bound(Protocol):
 
     @property
     def cache_id(self) -> int: ...
-
     @property
-    def info(self) -> CacheInfo: ...
+    def info(self) -> types.CacheInfo: ...
 
 
 class Filled(Protocol):
@@ -505,7 +477,7 @@ class Filled(Protocol):
 class Telling(Protocol):
     """The prompt of the keys."""
 
-    def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]: ...
+    def told(self, keys: bytes, options: types.CacheOptions) -> dict[str, Any]: ...
     def parent_of(self, key: bytes) -> bytes | None: ...
 
 
@@ -546,5 +518,5 @@ def commit_request(
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
     """The parents, one per key: from the chain, or as given."""
     if parents is not None:
-        return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
-    return (packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]
+        return packed_keys([types.ROOT_PARENT if each is None else each for each in parents], "parents")
+    return (packed_keys([types.ROOT_PARENT if parent is None else parent], "parent") + packed)[: len(packed)]

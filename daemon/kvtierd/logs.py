@@ -48,10 +48,8 @@ class Line(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Limits a place in the code to :data:`BURST` records (info: :data:`INFO_BURST`) in :data:`PERIOD_S`.
-
-    The place's first record after the period tells how many were left out.
-    """
+    """Limits a place in the code to :data:`BURST` records (info: :data:`INFO_BURST`) in :data:`PERIOD_S`. The place's
+    first record after the period tells how many were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

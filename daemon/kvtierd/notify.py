@@ -117,10 +117,8 @@ def watchdog_interval_s(environment: MutableMapping[str, str]) -> float | None:
 
 
 def passed_fds(environment: MutableMapping[str, str]) -> tuple[PassedFd, ...]:
-    """Descriptors that the manager kept for the daemon, now close-on-exec. Removes the variables.
-
-    Raises ValueError if they make no sense, OSError (EBADF) if a descriptor is not open.
-    """
+    """Descriptors that the manager kept for the daemon, now close-on-exec. Removes the variables. Raises ValueError if
+    they make no sense, OSError (EBADF) if a descriptor is not open."""
     count, pid, names = (environment.pop(name, None) for name in LISTEN_VARIABLES)
     if count is None or (pid is not None and int(pid) != os.getpid()):
         return ()

@@ -11,15 +11,7 @@ from typing import Final, Self
 
 from kvtierd.core.events import EventSequencer
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
-from kvtierd.tiers.disk.superblock import (
-    SET_ASIDE,
-    SUPERBLOCK,
-    DirectoryLock,
-    io_errors,
-    make_private_directory,
-    read_superblock,
-    write_superblock,
-)
+from kvtierd.tiers.disk import superblock
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +50,9 @@ LOCK: Final = "LOCK"
 EVENT_LOG: Final = "events"
 """The event log's directory, which may exist without a state: :meth:`StateDir.begin` regards the ids in it."""
 _KIND: Final = "state"
-_NOT_FOREIGN: Final = frozenset({LOCK, EVENT_LOG, f"{SUPERBLOCK}.new", f"{SUPERBLOCK}.old", "lost+found"})
+_NOT_FOREIGN: Final = frozenset(
+    {LOCK, EVENT_LOG, f"{superblock.SUPERBLOCK}.new", f"{superblock.SUPERBLOCK}.old", "lost+found"}
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +88,7 @@ class StateDir:
 
     ``identity`` is final after :meth:`begin`."""
 
-    def __init__(self, path: Path, lock: DirectoryLock, identity: Identity) -> None:
+    def __init__(self, path: Path, lock: superblock.DirectoryLock, identity: Identity) -> None:
         self.identity = identity
         self.reserved_ids = RESERVED_IDS
         self._path = path
@@ -111,11 +105,11 @@ class StateDir:
 
         Raises LockedDirectory, ForeignDirectory, DamagedDirectory, TierIOError.
         """
-        with io_errors(f"cannot use the state directory {path}"):
+        with superblock.io_errors(f"cannot use the state directory {path}"):
             if path.is_dir():
                 _read(path)  # refuse a foreign directory before the lock, which would leave a file there
-            make_private_directory(path)
-            lock = DirectoryLock.take(path / LOCK)
+            superblock.make_private_directory(path)
+            lock = superblock.DirectoryLock.take(path / LOCK)
         try:
             before = _read(path)
             if before is None:
@@ -185,18 +179,18 @@ def _next_life(before: State) -> Identity:
 def _read(path: Path) -> State | None:
     # Listed before the superblock is read: another daemon may be taking the directory meanwhile.
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in _NOT_FOREIGN)
-    content = read_superblock(path, _KIND)
+    content = superblock.read_superblock(path, _KIND)
     if content is None:
         # A fresh start beside files of an earlier life would give out its ids again.
-        if others and SET_ASIDE not in others:
-            raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
+        if others and superblock.SET_ASIDE not in others:
+            raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {superblock.SUPERBLOCK} of kvtier's")
         return None
     expected = {name: bool if name == "clean" else int for name in State.__dataclass_fields__}
     if {name: type(value) for name, value in content.items()} != expected:
-        raise DamagedDirectory(path, f"its {SUPERBLOCK} lacks fields of a state")
+        raise DamagedDirectory(path, f"its {superblock.SUPERBLOCK} lacks fields of a state")
     return State(**content)
 
 
 def _write(path: Path, state: State) -> None:
-    with io_errors(f"cannot write the state directory {path}"):
-        write_superblock(path, _KIND, asdict(state))
+    with superblock.io_errors(f"cannot write the state directory {path}"):
+        superblock.write_superblock(path, _KIND, asdict(state))

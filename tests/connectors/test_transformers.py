@@ -48,12 +48,16 @@ def prefill(model, ids=PROMPT, past=None):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_logits_are_the_same_to_the_bit(daemon, dtype, attention):
+async def test_the_logits_are_the_same_to_the_bit_after_the_daemon_was_killed(daemon, dtype, attention):
     model = tiny.llama(dtype, attention)
     cold, past = prefill(model)
     with opened(daemon, model) as store:
         assert store.load_prefix(PROMPT)[1] == 0
         assert store.save_prefix(past, PROMPT) == SPLIT
+        keys = chain_keys(PROMPT[0, :SPLIT].numpy(), BLOCK)
+        await eventually(lambda: store.cache.match(keys).residency, lambda tiers: min(tiers) >= Tier.DISK.bit)
+    daemon.kill()
+    daemon.start()
     with opened(daemon, tiny.llama(dtype, attention)) as store:
         past, known = store.load_prefix(PROMPT[0].tolist())
     assert known == SPLIT

@@ -10,17 +10,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from kvtier import (
-    BlockResult,
-    Cache,
-    DaemonUnavailable,
-    DeadlineExceeded,
-    LeaseLost,
-    Tier,
-    TierFull,
-    TooShort,
-    connect,
-)
+from kvtier import BlockResult, Cache, DaemonUnavailable, DeadlineExceeded, LeaseLost, Tier, TierFull, TooShort, connect
 from kvtier.abi.words import TIERS
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain
 from tests.integration.touching import bytes_in, scribble_into

@@ -17,7 +17,8 @@ from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.raw import attached, commit_request
-from tests.integration.seeing import state, tier_stats
+from tests.integration.seeing import edge_stats, state, tier_stats
+from tests.integration.stuck import stuck_disk
 from tests.integration.touching import write_into
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -242,6 +243,28 @@ async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon):
         await closing
         assert await client.leases() == []
         await (await client.open_cache("mine", SPEC)).close()
+
+
+async def test_a_move_that_waits_is_one_move_for_all_who_ask_under_its_number(start_daemon):
+    daemon, keys = start_daemon(host=8, disk=8), chain("moved", 4)
+    async with opened_cache(daemon.address, "c", wait=PATIENCE_S) as (client, cache), attached(daemon.address) as raw:
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        cache_id = (await raw.open("c")).cache_id
+        request = blocks_pb2.MoveRequest(cache_id=cache_id, to=DISK, keys=b"".join(keys), seq=1)
+
+        async def under_way():
+            return (await tier_stats(client, "c", Tier.DISK)).filling
+
+        with stuck_disk(daemon, "c") as disk:
+            first, second, third = (asyncio.ensure_future(raw.call(raw.stubs.blocks.Move, request)) for _ in range(3))
+            assert await eventually(under_way, bool) == 4
+            first.cancel()
+            await asyncio.wait([first])
+            assert await under_way() == 4
+            disk.release()
+            assert {(await each).results for each in (second, third)} == {bytes([common_pb2.BLOCK_RESULT_OK] * 4)}
+        edge = await edge_stats(client, "c", "host>disk")
+        assert edge is not None and edge.blocks == 4
 
 
 async def passes():

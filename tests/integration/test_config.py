@@ -137,8 +137,9 @@ def test_unknown_flags_and_arguments_are_refused(short_dir):
 
 async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir):
     slot = SPEC.record_bytes(0)
-    path = written(short_dir, 'device = ["stand-in=1MiB"]\nhost_bytes = "1MB"\n')
-    with running(short_dir, "--config", str(path), "--disk-bytes", "0") as daemon:
+    path = written(short_dir, 'device = ["stand-in=1MiB"]\nhost_bytes = "2MB"\ndisk_bytes = "2MB"\n')
+    env = {"KVTIERD_CONFIG": str(path), "KVTIERD_HOST_BYTES": "1MB", "KVTIERD_DISK_BYTES": "1MB"}
+    with running(short_dir, "--disk-bytes", "0", env=env) as daemon:  # a flag beats the environment beats the file
         assert await tier_sizes(daemon) == {Tier.DEVICE: (1 << 20) // slot, Tier.HOST: 10**6 // slot}
     assert not daemon.disk_dir.exists(), "no disk tier, no directory"
 
@@ -146,11 +147,12 @@ async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--host-bytes", "900TiB"), "--host-bytes = 989560464998400: the memory tiers"),
-        (("--host-bytes", "4096", "--device", "stand-in=900TiB"), "--device = 989560464998400: the"),
-        (("--disk-bytes", "1PiB"), "--disk-bytes = 1125899906842624: the file system of"),
-        (("--host-bytes", "4096", "--runtime-dir", ""), "--runtime-dir = '': must not be empty"),
-        (("--host-bytes", "4096", "--runtime-dir", f"/tmp/{'d' * 100}"), "--runtime-dir = '/tmp/ddd"),
+        (("--host-bytes", "0"), "no tier is configured: give a device, or set host_bytes or disk_bytes above 0"),
+        (("--host-bytes", "900TiB"), "command line: --host-bytes = 989560464998400: the memory tiers"),
+        (("--host-bytes", "4096", "--device", "stand-in=900TiB"), "command line: --device = 989560464998400: the"),
+        (("--disk-bytes", "1PiB"), "command line: --disk-bytes = 1125899906842624: the file system of"),
+        (("--host-bytes", "4096", "--runtime-dir", ""), "command line: --runtime-dir = '': must not be empty"),
+        (("--host-bytes", "4096", "--runtime-dir", f"/tmp/{'d' * 100}"), "command line: --runtime-dir = '/tmp/ddd"),
     ],
 )
 def test_a_bad_flag_is_refused_before_anything_is_touched(short_dir, flags, says):
@@ -158,7 +160,7 @@ def test_a_bad_flag_is_refused_before_anything_is_touched(short_dir, flags, says
     before = tree(short_dir)
     ended = kvtierd(*directories(short_dir), *flags)
     assert ended.returncode == BAD_CONFIG, ended
-    assert f"kvtierd: command line: {says}" in message(ended)
+    assert f"kvtierd: {says}" in message(ended)
     assert tree(short_dir) == before
 
 

@@ -95,8 +95,7 @@ async def test_slots_are_back_at_once_after_a_clients_death(client, daemon, cach
             each.kill()
             answers.append(
                 await answers_until(
-                    lambda: tier_stats(client, cache.name, Tier.HOST),
-                    lambda stats, left=left: stats.free == 6 - left,
+                    lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats, left=left: stats.free == 6 - left
                 )
             )
     print("answers until slots were back:", answers)

@@ -244,11 +244,7 @@ async def test_a_cache_whose_gpu_is_gone_takes_no_room_from_one_that_is_there(su
     async with await patient(supervised.address) as client:
         for name, device in ((moved, "cuda:1"), (there, "cuda:0")):
             cache = await client.open_cache(
-                name,
-                SPEC,
-                budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk),
-                device=device,
-                mapped=False,
+                name, SPEC, budgets=sizes(device=DEVICE, host=HOST // 2, disk=disk), device=device, mapped=False
             )
             keys = await put_chain(cache, name, 2, tier=Tier.DEVICE)
         written(short_dir, f"cuda:0={DEVICE}")

@@ -32,9 +32,7 @@ SMALL: Final = sizes(device=6, host=6, disk=12)
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
-NOT_DRIVEN: Final = {
-    Cause.REMOTE: "nothing is beyond the host here: tests/remote/test_tier.py drives it",
-}
+NOT_DRIVEN: Final = {Cause.REMOTE: "nothing is beyond the host here: tests/remote/test_tier.py drives it"}
 """Causes that nothing says, and why."""
 
 _driven: Final[dict[Cause, set[EventType]]] = {}
@@ -277,9 +275,7 @@ async def test_a_disk_that_is_given_up(start_fresh):
         await eventually(client.stats, lambda stats: any("out of service" in each for each in stats.problems))
         await books.agree(cache)
         await say(
-            books,
-            (REMOVED, Cause.IO_ERROR, DISK.bit, 0),
-            (UPDATED, Cause.IO_ERROR, DEVICE.bit | DISK.bit, DEVICE.bit),
+            books, (REMOVED, Cause.IO_ERROR, DISK.bit, 0), (UPDATED, Cause.IO_ERROR, DEVICE.bit | DISK.bit, DEVICE.bit)
         )
         limit_files(daemon)
         await eventually(client.stats, lambda stats: not stats.problems)
@@ -319,10 +315,7 @@ async def test_a_restart(daemon, client, books, cause):
     assert not books.has("in-memory")
     assert bool(books.gaps) is (cause is Cause.LOST)
     await say(
-        books,
-        (CLEARED, cause, DEVICE.bit, 0),
-        (CREATED, Cause.RECOVERED, 0, 0),
-        (STORED, Cause.RECOVERED, 0, DISK.bit),
+        books, (CLEARED, cause, DEVICE.bit, 0), (CREATED, Cause.RECOVERED, 0, 0), (STORED, Cause.RECOVERED, 0, DISK.bit)
     )
     assert sum(n for told, n in books.told.items() if told.cause is Cause.RECOVERED and told.type is STORED) == recorded
 

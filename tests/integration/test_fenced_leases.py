@@ -8,14 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvtier import (
-    BlockResult,
-    Client,
-    DeadlineExceeded,
-    InvalidArgument,
-    Tier,
-    session,
-)
+from kvtier import BlockResult, Client, DeadlineExceeded, InvalidArgument, Tier, session
 from tests.integration.blocks import SPEC, block, blocks, chain, sizes
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats

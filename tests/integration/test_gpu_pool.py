@@ -17,13 +17,7 @@ from kvtier import BlockResult, RetryableError, Tier, TierOffline
 from kvtier.abi import attach
 from kvtier.abi.cuda.opening import uuid_name
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, sizes
-from tests.integration.on_gpu import (
-    device_generations,
-    fake_gpu,
-    gpu_daemon,
-    serving,
-    supervised_gpu_daemon,
-)
+from tests.integration.on_gpu import device_generations, fake_gpu, gpu_daemon, serving, supervised_gpu_daemon
 from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
 from tests.integration.waiting import PATIENCE_S, patient

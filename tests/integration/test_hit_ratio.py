@@ -64,14 +64,7 @@ async def _match_and_acquire_across(cache, keys):
     return found
 
 
-WAYS: list[Ask] = [
-    _match_and_acquire,
-    _poll_and_get,
-    _acquire,
-    _get,
-    _across,
-    _match_and_acquire_across,
-]
+WAYS: list[Ask] = [_match_and_acquire, _poll_and_get, _acquire, _get, _across, _match_and_acquire_across]
 
 
 def prompts(name: str) -> list[list[bytes]]:

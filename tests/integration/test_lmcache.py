@@ -214,10 +214,15 @@ async def test_what_is_found_without_the_daemon_can_be_loaded(adapt, lent):
     ]
 
 
-def test_without_a_daemon_it_can_refuse_to_start(lent):
+async def test_a_daemon_that_comes_late_is_used_or_refused(adapt, lent):
     lent.stop()
     with pytest.raises(DaemonUnavailable):
         KvtierL2(address=lent.address, on_error="fail")
+    adapter = adapt()
+    assert adapter.store() == (False, [False] * 6)
+    assert adapter.load()[0] == [False] * 6
+    lent.start()
+    await eventually(adapter.store, lambda answer: answer == (True, [True] * 6))
 
 
 @pytest.mark.parametrize(

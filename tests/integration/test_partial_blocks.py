@@ -7,15 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier import (
-    BlockResult,
-    CacheOptions,
-    Mirror,
-    MultimodalItem,
-    Scope,
-    Tier,
-    TokenMatch,
-)
+from kvtier import BlockResult, CacheOptions, Mirror, MultimodalItem, Scope, Tier, TokenMatch
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, sizes
 from tests.integration.waiting import eventually, patient

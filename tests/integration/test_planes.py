@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -129,14 +132,20 @@ async def test_all_window_groups_at_once(start_for, mapped):
             group: np.zeros((2, 12, VSWA.block_bytes(group) // 2), np.uint8) for group in groups_of(VSWA) if group != 2
         }
         out = {group: Planes(list(target))[[*at, 0]] for group, target in targets.items()}
-        found = await cache.across.get([*keys, bytes(32)], out)
-        assert cache.reads.calls == (0 if mapped else 1)
-        assert (found[0], found[1]) == ([None] * 8 + at[8:], at)
-        for group, target in targets.items():
-            filled = [page for page in found[group] if page is not None]
-            assert_content(VSWA, group, keys[-len(filled) :], list(np.concatenate(list(target), axis=1)[filled]))
-        assert not targets[0][:, at[:8]].any(), "what is before the window stays"
-        assert_content(VSWA, 2, keys[5:], found[2][5:])
+        with await asyncio.to_thread(Client, daemon.address) as calls:
+            same = await asyncio.to_thread(calls.open_cache, "c", mapped=mapped)
+            for reader, synchronous in ((cache, False), (same, True)):
+                get = partial(reader.across.get, [*keys, bytes(32)], out)
+                found = await (asyncio.to_thread(get) if synchronous else get())
+                assert reader.reads.calls == (0 if mapped else 1)
+                assert (found[0], found[1]) == ([None] * 8 + at[8:], at)
+                for group, target in targets.items():
+                    filled = [page for page in found[group] if page is not None]
+                    came = list(np.concatenate(list(target), axis=1)[filled])
+                    assert_content(VSWA, group, keys[-len(filled) :], came)
+                    assert group or not target[:, at[:8]].any(), "what is before the window stays"
+                    target[:] = 0
+                assert_content(VSWA, 2, keys[5:], found[2][5:])
         with pytest.raises(InvalidArgument, match="out = 3: must be groups 0 to 2"):
             await cache.across.get(keys, {3: out[0]})
 

@@ -147,19 +147,23 @@ async def test_a_wait_ends_at_its_deadline_with_nothing_held(daemon, client, raw
     """Room is made by writing to the disk, which hangs."""
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, disk=64))
     cache_id = (await raw.open(name)).cache_id
-    keys, others = chain(name, 4), chain(f"{name} others", 4)
+    keys, others = chain(name, 4), chain(f"{name} others", 2)
     await cache.put(keys, blocks(keys))
-    await cache.move(keys, Tier.DISK)
+    await cache.move(keys[2:], Tier.DISK)
     with stuck_disk(daemon, name):
         await cache.put(others, blocks(others))
         wanted = {"cache_id": cache_id, "tier": tier_to_wire(Tier.DEVICE), "timeout_ns": 10**8}
+        chains = [blocks_pb2.Chain(keys=b"".join(keys), min_blocks=least) for least in (2, 3)]
+        fetch = blocks_pb2.AcquireRequest(chains=chains, **wanted)
+        ready, short = (await raw.call(raw.stubs.blocks.Acquire, fetch)).chains
+        assert (ready.matched, ready.refusal, len(ready.groups[0].slots)) == (4, "", 2)
+        assert (short.matched, short.refusal, len(short.groups)) == (4, "DEADLINE", 0)
+        release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[ready.groups[0].lease_id])
+        await raw.call(raw.stubs.blocks.Release, release)
         fault = await raw.refusal(raw.stubs.blocks.Reserve, blocks_pb2.ReserveRequest(count=4, **wanted))
         assert (fault.code, fault.reason, fault.detail.wanted) == (Code.DEADLINE_EXCEEDED, "DEADLINE", 4)
-        fetch = blocks_pb2.AcquireRequest(chains=[blocks_pb2.Chain(keys=b"".join(keys))], **wanted)
-        (answer,) = (await raw.call(raw.stubs.blocks.Acquire, fetch)).chains
-        assert (answer.matched, answer.refusal, len(answer.groups)) == (4, "DEADLINE", 0)
         with pytest.raises(DeadlineExceeded):
-            await cache.acquire(keys, timeout=0.1)
+            await cache.acquire(keys, min_blocks=3, timeout=0.1)
     await eventually(lambda: tier_stats(client, name, Tier.DEVICE), lambda stats: not (stats.held or stats.filling))
     assert_bytes(keys, await cache.get(keys))
 

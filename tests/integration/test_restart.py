@@ -7,13 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier import (
-    BlockResult,
-    CacheSpec,
-    LeaseLost,
-    SpecMismatch,
-    Tier,
-)
+from kvtier import BlockResult, CacheSpec, LeaseLost, SpecMismatch, Tier
 from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes

@@ -6,15 +6,7 @@ import asyncio
 
 import pytest
 
-from kvtier import (
-    BlockResult,
-    Cause,
-    EventType,
-    InvalidArgument,
-    Retention,
-    Tier,
-    TokenRange,
-)
+from kvtier import BlockResult, Cause, EventType, InvalidArgument, Retention, Tier, TokenRange
 from kvtier.errors import StillHeld
 from kvtier.events import Event
 from kvtier.wire import split_keys

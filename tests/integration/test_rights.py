@@ -347,11 +347,7 @@ async def foreigner(daemon):
         with (
             victim.socket.descriptors(cache_id, write=True) as fds,
             Actor(
-                "be_foreign",
-                pass_fds=list(fds.values()),
-                address=daemon.address,
-                token=victim.welcome.token,
-                fds=fds,
+                "be_foreign", pass_fds=list(fds.values()), address=daemon.address, token=victim.welcome.token, fds=fds
             ) as stranger,
         ):
             return stranger.says()

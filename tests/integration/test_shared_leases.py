@@ -14,14 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier import (
-    BlockResult,
-    InvalidArgument,
-    LeaseError,
-    LeaseLost,
-    Tier,
-    TierFull,
-)
+from kvtier import BlockResult, InvalidArgument, LeaseError, LeaseLost, Tier, TierFull
 from kvtier.v1 import blocks_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes

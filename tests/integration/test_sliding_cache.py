@@ -77,6 +77,18 @@ async def test_a_lease_holds_what_the_window_needs(cache, client):
         assert [each.prefix_length for each in leases] == [11, 0, 11]
 
 
+@pytest.mark.parametrize("below", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+async def test_a_get_copies_the_window_out_of_any_tier(cache, below):
+    await cache.move(KEYS[FIRST:], below)
+    assert_window(await cache.get(MORE))
+    assert_window(await cache.get(MORE, verify=True))
+    assert await cache.get(KEYS[:9]) == []
+    out = np.full((13, SLIDING.block_bytes(0)), 0xEE, np.uint8)
+    assert_window(await cache.get(MORE, out))
+    assert_content(SLIDING, 0, KEYS[FIRST:], list(out[FIRST:11]))
+    assert (out[:FIRST] == 0xEE).all() and (out[11:] == 0xEE).all()
+
+
 async def test_a_chain_longer_than_the_tier_comes_as_its_window(start_for):
     """The daemon is asked for the whole chain: a piece of it would have a window of its own."""
     daemon = start_for(SLIDING, host=8, disk=64)

@@ -11,16 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import (
-    BlockResult,
-    CacheOptions,
-    LeaseLost,
-    Retention,
-    Tier,
-    TierFull,
-    TokenRange,
-    WritePolicy,
-)
+from kvtier import BlockResult, CacheOptions, LeaseLost, Retention, Tier, TierFull, TokenRange, WritePolicy
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.books import Books

@@ -182,11 +182,7 @@ async def test_a_sender_that_lies_is_refused_by_name_and_nothing_is_stored(raw, 
 BAD_HEADERS: dict[str, tuple[dict[str, Any], Code, str]] = {
     "checksums of other length": ({"checksums": b"x" * 31}, Code.INVALID_ARGUMENT, "header.checksums"),
     "a key twice": ({"commit_keys": KEYS[0] * 2}, Code.INVALID_ARGUMENT, "header.commit.keys[1]"),
-    "more than the tier": (
-        {"commit_keys": b"".join(chain("many", 5))},
-        Code.INVALID_ARGUMENT,
-        "header.commit.keys",
-    ),
+    "more than the tier": ({"commit_keys": b"".join(chain("many", 5))}, Code.INVALID_ARGUMENT, "header.commit.keys"),
     "the disk": ({"tier": tier_to_wire(Tier.DISK)}, Code.INVALID_ARGUMENT, "header.tier"),
     "no such group": ({"group": 1}, Code.INVALID_ARGUMENT, "header.group"),
     "slots of its own": ({"commit_slots": [0, 1]}, Code.INVALID_ARGUMENT, "header.commit.lease_id"),

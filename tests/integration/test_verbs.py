@@ -102,8 +102,7 @@ async def test_commit_answers_for_each_block(client, cache):
     orphan, other = chain("orphan", 2)
     async with cache.reserve(5) as lease:
         results = await lease.commit(
-            [KEYS[0], KEYS[1], other, KEYS[2], KEYS[3]],
-            parents=[None, None, orphan, KEYS[1], KEYS[2]],
+            [KEYS[0], KEYS[1], other, KEYS[2], KEYS[3]], parents=[None, None, orphan, KEYS[1], KEYS[2]]
         )
         assert results == [
             BlockResult.EXISTS,

@@ -7,17 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from kvtier import (
-    Cause,
-    Cursor,
-    Event,
-    EventType,
-    Gap,
-    SnapshotEnd,
-    SnapshotSlice,
-    SnapshotStart,
-    Tier,
-)
+from kvtier import Cause, Cursor, Event, EventType, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart, Tier
 from kvtier.abi.words import TIERS
 from kvtier.v1 import events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, put_chain, sizes

@@ -12,15 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from kvtier.abi import attach
-from kvtier.v1 import (
-    admin_pb2,
-    blocks_pb2,
-    caches_pb2,
-    events_pb2,
-    session_pb2,
-    session_pb2_grpc,
-    transfer_pb2,
-)
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, session_pb2, session_pb2_grpc, transfer_pb2
 from tests import packets
 from tests.integration.blocks import sizes
 from tests.integration.raw import AttachSocket, channel_to, refusal

@@ -296,6 +296,17 @@ async def test_a_store_that_gives_nothing_is_left_alone_until_it_does(start, sto
         await healed(cache, chains[2])
 
 
+async def test_a_delete_that_is_refused_stops_deletes_alone(start, store, proxy):
+    keys = chain("elsewhere", 3)
+    await store_elsewhere(start, store, keys)
+    async with opened(start(proxy, timeout_seconds=10.0)) as (client, cache):
+        proxy.lies = dict.fromkeys((b"DELETE ", b"POST "), REFUSALS["archived"])
+        with pytest.raises(KvtierError, match="403"):
+            await client.remote_gc(keep_bytes=0)
+        assert not await problem_of(client)
+        await healed(cache, keys)
+
+
 async def healed(cache, keys):
     """Until blocks come from the store again, all right."""
 

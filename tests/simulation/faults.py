@@ -336,10 +336,7 @@ FAULTS: Final = {
         Fault("retire_skipped", ((GroupState, "retire", _retires_at_once),)),
         Fault(
             "queue_overtaken",
-            (
-                (WindowManager, "reserve", _shows_the_youngest_first),
-                (WindowManager, "_older_wants", _answers(0)),
-            ),
+            ((WindowManager, "reserve", _shows_the_youngest_first), (WindowManager, "_older_wants", _answers(0))),
         ),
         Fault("waiting_forgotten", ((BlockManager, "_pump_all", _does_nothing),)),
         Fault("cancelled_but_granted", ((WindowManager, "withdraw", _does_nothing),)),

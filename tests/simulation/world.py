@@ -25,15 +25,7 @@ from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.recovery import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
-from tests.simulation.clients import (
-    Clients,
-    GroupRequest,
-    Holding,
-    MoveRequest,
-    PrefixRequest,
-    Request,
-    SlotsRequest,
-)
+from tests.simulation.clients import Clients, GroupRequest, Holding, MoveRequest, PrefixRequest, Request, SlotsRequest
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.memory import Memory
 from tests.simulation.mirror import LOSSES

@@ -12,10 +12,7 @@ from tests.torture.runs import scaled
 CHECKED = ("--debug-checks",)
 """Flags for the daemon's own checks, which take most of its time, so that fewer blocks are evicted."""
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor")]
 
 
 @pytest.mark.parametrize(("variant", "flags"), [(supervised, CHECKED), (unsupervised, ())])

@@ -159,11 +159,8 @@ class Header:
 
     @classmethod
     def read(cls, control: Segment, groups: int) -> Self:
-        """Reads the header of a cache with ``groups`` window groups.
-
-        Raises:
-            AbiError: the segment is not of this ABI version, or its bytes are damaged.
-        """
+        """Reads the header of a cache with ``groups`` window groups. Raises AbiError if the segment is not of this ABI
+        version, or its bytes are damaged."""
         if len(control) < HEADER_BYTES:
             raise AbiError("control", f"{len(control)} bytes", f"at least {HEADER_BYTES} bytes")
         fixed, (crc,) = bytes(control[: _FIXED.size]), _CRC.unpack_from(control.data, _FIXED.size)

@@ -30,17 +30,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.keys import (
-    MAX_TOKEN_ID,
-    PLAIN,
-    Covered,
-    KeyChainError,
-    Scope,
-    TokenIds,
-    covered_blocks,
-    extra_id_array,
-    token_array,
-)
+from kvtier.abi import keys
 from kvtier.abi.spec import require_int
 
 V1_BLOCK_KEY: Final = "v1_block_key"
@@ -55,15 +45,15 @@ _PARENT: Final = 0xBF58476D1CE4E5B9
 _COMBINE: Final = 0x9E3779B9
 
 U64 = NDArray[np.uint64]
-Items = Mapping[int, list[Covered]]
+Items = Mapping[int, list[keys.Covered]]
 
 
 def event_hashes(
     algorithm: str,
-    token_ids: TokenIds,
+    token_ids: keys.TokenIds,
     tokens_per_block: int,
-    scope: Scope = PLAIN,
-    extra_ids: TokenIds | None = None,
+    scope: keys.Scope = keys.PLAIN,
+    extra_ids: keys.TokenIds | None = None,
     *,
     salt_id: int | None = None,
     vocab_size: int | None = None,
@@ -81,22 +71,22 @@ def event_hashes(
             and for the same reasons as :func:`kvtier.abi.keys.chain_keys`.
     """
     if algorithm not in HASH_BYTES:
-        raise KeyChainError("event_hash", algorithm, " or ".join(HASH_BYTES))
-    require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
+        raise keys.KeyChainError("event_hash", algorithm, " or ".join(HASH_BYTES))
+    require_int("tokens_per_block", tokens_per_block, 1, keys.MAX_TOKEN_ID, keys.KeyChainError)
     if (scope.salt is None) != (salt_id is None):
-        raise KeyChainError("salt_id", salt_id, "the id of scope.salt, if there is one")
+        raise keys.KeyChainError("salt_id", salt_id, "the id of scope.salt, if there is one")
     ids = []  # of the adapter and of the salt
     for field, value in (("scope.lora_id", scope.lora_id), ("salt_id", salt_id)):
-        ids.append(None if value is None else require_int(field, value, 0, 2**64 - 1, KeyChainError))
-    tokens = token_array(token_ids)
+        ids.append(None if value is None else require_int(field, value, 0, 2**64 - 1, keys.KeyChainError))
+    tokens = keys.token_array(token_ids)
     count = len(tokens) if partial else len(tokens) // tokens_per_block * tokens_per_block
-    extra = None if extra_ids is None else extra_id_array(extra_ids, len(tokens))[:count]
-    covered = covered_blocks(scope, count, tokens_per_block)
+    extra = None if extra_ids is None else keys.extra_id_array(extra_ids, len(tokens))[:count]
+    covered = keys.covered_blocks(scope, count, tokens_per_block)
     tokens = tokens[:count]
     if algorithm == V1_BLOCK_KEY:
         return _v1(tokens, tokens_per_block, ids, extra, covered)
     if extra is not None:
-        raise KeyChainError("extra_ids", "some", "none: v2 hashes do not know them")
+        raise keys.KeyChainError("extra_ids", "some", "none: v2 hashes do not know them")
     digests = _v2(tokens, tokens_per_block, ids, covered, vocab_size)
     return b"".join(digest[: HASH_BYTES[algorithm]] for digest in digests)
 
@@ -120,7 +110,7 @@ def _v1(tokens: NDArray[np.uint32], step: int, ids: list[int | None], extra: U64
     return np.array(hashes, dtype=">u8").tobytes()
 
 
-def _item_parts(item: Covered) -> list[int]:
+def _item_parts(item: keys.Covered) -> list[int]:
     words = _parts32(np.frombuffer(item.digest, dtype="<u4"))
     return [*words.tolist(), *_parts64(np.array([item.offset], np.uint64)).tolist()]
 
@@ -157,9 +147,9 @@ def _v2(
     return digests
 
 
-def _item_tokens(item: Covered, vocab_size: int | None) -> bytes:
+def _item_tokens(item: keys.Covered, vocab_size: int | None) -> bytes:
     """Returns the digest for the item's first token, and ids above the vocabulary for the others."""
-    most = MAX_TOKEN_ID - item.offset - item.tokens
-    first = require_int("vocab_size", vocab_size, 1, most, KeyChainError) + item.offset
+    most = keys.MAX_TOKEN_ID - item.offset - item.tokens
+    first = require_int("vocab_size", vocab_size, 1, most, keys.KeyChainError) + item.offset
     ids = np.arange(first, first + item.tokens, dtype="<u4")
     return item.digest + ids[1:].tobytes() if item.offset == 0 else ids.tobytes()

@@ -143,10 +143,8 @@ def chain_keys(
 
 
 def covered_blocks(scope: Scope, tokens: int, tokens_per_block: int) -> dict[int, list[Covered]]:
-    """Returns the parts of multimodal items in a prompt's first ``tokens`` tokens, by block.
-
-    Raises :class:`KeyChainError`.
-    """
+    """Returns the parts of multimodal items in a prompt's first ``tokens`` tokens, by block. Raises
+    :class:`KeyChainError`."""
     found: dict[int, list[Covered]] = {}
     free = 0
     for number, item in enumerate(scope.multimodal):

@@ -129,11 +129,8 @@ class ArenaLayout:
 
     @classmethod
     def read(cls, control: Segment, spec: CacheSpec) -> Self:
-        """Reads the layout of a cache with this specification from its control segment.
-
-        Raises:
-            AbiError: the segment is damaged, of another specification, or shorter than its slots need.
-        """
+        """Reads the layout of a cache with this specification from its control segment. Raises AbiError if the segment
+        is damaged, of another specification, or shorter than its slots need."""
         header = Header.read(control, len(spec.groups))
         if header.identity.fingerprint != spec.fingerprint():
             raise AbiError("header.fingerprint", header.identity.fingerprint.hex(), "that of the specification")

@@ -87,10 +87,7 @@ def _as_array(event: VllmEvent) -> list[Any]:
 @dataclass(slots=True, frozen=True)
 class PublishedBlock:
     """A block in published events. ``name``: its hash. ``parent`` (its key), ``parent_name``: None = the block is a
-    root.
-
-    ``token_ids``: None = unknown, or not published. ``items``: digests of the multimodal items, in hex.
-    """
+    root. ``token_ids``: None = unknown, or not published. ``items``: digests of the multimodal items, in hex."""
 
     key: bytes
     parent: bytes | None
@@ -145,11 +142,8 @@ class PublishedGroup:
         return changes
 
     def difference(self, new: PublishedGroup) -> tuple[list[Change], list[Change]]:
-        """The changes from this group to the new one, in the order to publish.
-
-        Returns:
-            Blocks that are gone or whose key now means another block; then blocks that are new or in other tiers.
-        """
+        """The changes from this group to the new one, in the order to publish. Returns the blocks that are gone or
+        whose key now means another block; then blocks that are new or in other tiers."""
         gone = [Change(block, block.residency, 0) for block in self.blocks.values() if not new.has(block)]
         kept = {key: block.residency for key, block in self.blocks.items()}
         for change in gone:
@@ -164,10 +158,8 @@ class PublishedGroup:
 
 
 class VllmEvents:
-    """The events of one cache in vLLM's form, from a watch that begins with a snapshot.
-
-    After a gap, start a new watch with a snapshot: the end of the snapshot yields the missed changes.
-    """
+    """The events of one cache in vLLM's form, from a watch that begins with a snapshot. After a gap, start a new watch
+    with a snapshot: the end of the snapshot yields the missed changes."""
 
     def __init__(
         self,
@@ -231,9 +223,7 @@ class VllmEvents:
 
     def events_of(self, group: PublishedGroup, changes: Sequence[Change]) -> Iterator[VllmEvent]:
         """Events of stored blocks, chain by chain and each in all its media, then of removed blocks, children first.
-
-        Readers drop a child whose parent they do not know, and the parent can be in another medium.
-        """
+        Readers drop a child whose parent they do not know, and the parent can be in another medium."""
         added = {change.block.key: change.after & ~change.before for change in changes}
         lost = {change.block.key: change.before & ~change.after for change in changes}
         blocks = parents_first(change.block for change in changes)

@@ -65,10 +65,8 @@ def console() -> Console:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], *, left: Collection[str] = (), clip: str = ""
 ) -> Table:
-    """Builds a table. Columns in ``left`` are aligned left, others right; a column without any text is left out.
-
-    On a terminal that is too narrow the column ``clip`` is cut first; then the columns of ``left`` fold.
-    """
+    """Builds a table. Columns in ``left`` are aligned left, others right; a column without any text is left out. On a
+    terminal that is too narrow the column ``clip`` is cut first; then the columns of ``left`` fold."""
     cells = list(rows)
     shown = [at for at in range(len(columns)) if any(row[at] != "" for row in cells)]
     clips = sys.stdout.isatty() and clip in (columns[at] for at in shown)

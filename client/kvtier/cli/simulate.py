@@ -143,11 +143,8 @@ def policy(trace: Path, slots: tuple[int, ...], requests: int | None, form: str)
 
 
 async def _chains(trace: Path, limit: int | None) -> list[list[bytes]]:
-    """Returns the keys of every request's blocks.
-
-    Raises:
-        InvalidArgument: a line cannot be read, or a block follows different blocks in different places.
-    """
+    """Returns the keys of every request's blocks. Raises InvalidArgument if a line cannot be read, or a block follows
+    different blocks in different places."""
     requests = await read(trace, limit)
     parents: dict[int, int | None] = {}
     for line, request in enumerate(requests, start=1):

@@ -20,21 +20,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli import status
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, run
 from kvtier.cli.options import command, output_option
 from kvtier.cli.output import UNKNOWN, console, plain, share, show, table
-from kvtier.cli.status import (
-    COUNTERS,
-    LOOKED_FOR,
-    edge_name,
-    edges,
-    head,
-    hit_ratio,
-    leases_table,
-    looked_for,
-    spaced,
-    tiers,
-)
 from kvtier.errors import KvtierError, PermissionDenied
 from kvtier.types import TIERS, CacheStats, DaemonStats, LeaseInfo, clean, count, size
 
@@ -50,10 +39,8 @@ PATIENCE_S: Final = 2.0
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """The daemon's statistics, now and at the previous look.
-
-    ``leases``: the oldest first. ``refused``: why the daemon does not list them. ``away``: why it does not answer.
-    """
+    """The daemon's statistics, now and at the previous look. ``leases``: the oldest first. ``refused``: why the daemon
+    does not list them. ``away``: why it does not answer."""
 
     stats: DaemonStats
     before: DaemonStats | None = None
@@ -165,17 +152,17 @@ def _of_cache(stats: DaemonStats, name: str) -> DaemonStats:
 
 
 def screen(look: Look, address: str) -> RenderableType:
-    parts = (tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
-    return Group(head(look.stats, address, look.away), *spaced(parts))
+    parts = (status.tiers(look.stats.caches), _moves(look), _hits(look), _caches(look), _leases(look))
+    return Group(status.head(look.stats, address, look.away), *status.spaced(parts))
 
 
 def _moves(look: Look) -> Table:
     rows: list[Sequence[RenderableType]] = []
-    for edge in edges(look.stats.caches):
+    for edge in status.edges(look.stats.caches):
         speed = look.rate(_moved(edge.edge, "bytes"))
         rows.append(
             (
-                edge_name(edge),
+                status.edge_name(edge),
                 _rate(look.rate(_moved(edge.edge, "blocks"))),
                 UNKNOWN if speed is None else size(speed),
                 *map(count, (edge.queued_blocks, edge.blocks, edge.failures)),
@@ -190,13 +177,13 @@ def _moved(edge: str, field: str) -> Callable[[CacheStats], int]:
 
 
 def _hits(look: Look) -> Table:
-    counters: list[Callable[[CacheStats], int]] = [attrgetter(name) for name in COUNTERS]
+    counters: list[Callable[[CacheStats], int]] = [attrgetter(name) for name in status.COUNTERS]
     total = [look.total(counter) for counter in counters]
     rows = (
         ("blocks/s", *(_rate(look.rate(counter)) for counter in counters), ""),
-        ("since start", *map(count, total), hit_ratio(total)),
+        ("since start", *map(count, total), status.hit_ratio(total)),
     )
-    return table(LOOKED_FOR, rows, left=LOOKED_FOR[:1])
+    return table(status.LOOKED_FOR, rows, left=status.LOOKED_FOR[:1])
 
 
 def _caches(look: Look) -> RenderableType:
@@ -210,7 +197,7 @@ def _caches(look: Look) -> RenderableType:
                 cache.name,
                 count(cache.blocks),
                 *(filled.get(tier, "") for tier in TIERS),
-                hit_ratio(looked_for(cache)),
+                status.hit_ratio(status.looked_for(cache)),
                 _rate(one.rate(lambda cache: cache.stored)),
                 _rate(one.rate(lambda cache: cache.removed)),
                 str(cache.waiting),
@@ -225,7 +212,7 @@ def _leases(look: Look) -> RenderableType:
         return Text(f"leases are not told: {clean(look.refused)}", style="dim")
     if not look.leases:
         return Text("nobody holds anything", style="dim")
-    return _with_rest(leases_table(look.leases[:ROWS_SHOWN]), len(look.leases), "leases")
+    return _with_rest(status.leases_table(look.leases[:ROWS_SHOWN]), len(look.leases), "leases")
 
 
 def _with_rest(rows: Table, number: int, what: str) -> RenderableType:

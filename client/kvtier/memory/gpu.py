@@ -42,10 +42,8 @@ class Fence(ABC):
 
     @abstractmethod
     def passed(self) -> bool:
-        """Whether all earlier work of the stream has completed. Does not wait.
-
-        Raises :class:`kvtier.errors.DeviceError` if the device cannot tell; it never will then.
-        """
+        """Whether all earlier work of the stream has completed. Does not wait. Raises
+        :class:`kvtier.errors.DeviceError` if the device cannot tell; it never will then."""
 
 
 @runtime_checkable
@@ -102,10 +100,7 @@ class Fenced(Protocol):
 
 def fence_over(memories: Iterable[Fenced], stream: Stream | None) -> Fence:
     """The point that ``stream`` has reached, over all memories. None: torch's current stream of this thread, else the
-    legacy default stream.
-
-    Raises :class:`InvalidArgument`, :class:`DeviceError`.
-    """
+    legacy default stream. Raises :class:`InvalidArgument`, :class:`DeviceError`."""
     if isinstance(stream, Fence):
         return stream
     handle = None if stream is None else handle_of(stream)
@@ -143,10 +138,8 @@ class _Lookout:
 
 
 async def passing(fence: Fence, deadline: Deadline) -> None:
-    """Returns once the fence has passed.
-
-    Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) if it has not by the deadline, :class:`DeviceError`.
-    """
+    """Returns once the fence has passed. Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) if it has not by the
+    deadline, :class:`DeviceError`."""
     if fence.passed():
         return
     try:
@@ -210,10 +203,8 @@ class Gpu:
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """The GPU with this uuid, 32 hex digits. Slow the first time.
-
-        Raises :class:`kvtier.abi.cuda.errors.CudaUnavailable`, :class:`CudaError`.
-        """
+        """The GPU with this uuid, 32 hex digits. Slow the first time. Raises
+        :class:`kvtier.abi.cuda.errors.CudaUnavailable`, :class:`CudaError`."""
         return cls._named(uuid_name(bytes.fromhex(uuid)))
 
     @classmethod

@@ -36,10 +36,8 @@ _TURN_S: Final = 0.002
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Plane:
-    """Bytes ``[offset, offset + nbytes)`` of every block; page p begins at ``address + p * stride``.
-
-    ``memory``: begins at the address; None on a GPU.
-    """
+    """Bytes ``[offset, offset + nbytes)`` of every block; page p begins at ``address + p * stride``. ``memory``: begins
+    at the address; None on a GPU."""
 
     array: Part
     pages: int
@@ -74,11 +72,8 @@ class Pool(NamedTuple):
 
 
 class Planes:
-    """The arrays of an engine's pages, and the bytes of a block that each array has.
-
-    ``planes[pages]`` are blocks, one per page, wherever a cache or an arena takes blocks. ``get`` returns the numbers
-    of the pages that it filled.
-    """
+    """The arrays of an engine's pages, and the bytes of a block that each array has. ``planes[pages]`` are blocks, one
+    per page, wherever a cache or an arena takes blocks. ``get`` returns the numbers of the pages that it filled."""
 
     def __init__(self, parts: Sequence[Part | tuple[int, Part]], block_bytes: int | None = None) -> None:
         """``parts``: arrays or tensors [pages, ...], all on the CPU or all on one GPU. Each part has the bytes of a
@@ -159,10 +154,8 @@ def _plane(field: str, offset: int, array: Part) -> Plane:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Pages:
-    """Blocks, one per page of ``planes``.
-
-    ``gpu``: the GPU that copies them, None on the CPU and before :meth:`within`. Do not touch them before ``after``.
-    """
+    """Blocks, one per page of ``planes``. ``gpu``: the GPU that copies them, None on the CPU and before :meth:`within`.
+    Do not touch them before ``after``."""
 
     planes: Planes
     numbers: NDArray[np.intp]

@@ -126,10 +126,8 @@ class CpuMemory:
     def _copies(
         self, gpu: Gpu, group: int, rows: Sequence[tuple[int, DeviceBytes]], *, to_host: bool
     ) -> tuple[list[Copy], list[Copy]]:
-        """The copies between slots and rows on a GPU, split by the slots' memory: (pageable, page-locked).
-
-        Returns when the rows may be touched.
-        """
+        """The copies between slots and rows on a GPU, split by the slots' memory: (pageable, page-locked). Returns when
+        the rows may be touched."""
         gpu.reached(row.after for _, row in rows)
         start, pools = self._data.ctypes.data, self._pools[group]
         slots = buffers.checked(pools, [slot for slot, _ in rows])

@@ -29,10 +29,7 @@ _LONGEST_TRY_S: Final = 5.0
 
 class Followed:
     """A followed daemon: a session, and a mirror for each cache. Retries for ever; :attr:`problem` tells the last
-    error.
-
-    ``session``: None while not connected, and for a client that the caller passed.
-    """
+    error. ``session``: None while not connected, and for a client that the caller passed."""
 
     def __init__(
         self,

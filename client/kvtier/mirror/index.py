@@ -174,10 +174,8 @@ def _block(key: bytes, value: int) -> MirroredBlock:
 
 
 def _leading(blocks: Blocks, keys: bytes, bound: int, tiers: int, *, chained: bool) -> int:
-    """Number of leading keys, of the first ``bound``, that a group without a window has in these tiers.
-
-    Chains are closed under parents, so bisection bounds the prefix; the blocks of one tier are not.
-    """
+    """Number of leading keys, of the first ``bound``, that a group without a window has in these tiers. Chains are
+    closed under parents, so bisection bounds the prefix; the blocks of one tier are not."""
     end = bisect_left(range(bound), True, key=lambda place: _key(keys, place) not in blocks) if chained else bound
     first_absent = _residencies(blocks, keys[: end * KEY_BYTES], tiers).find(0)
     return end if first_absent < 0 else first_absent

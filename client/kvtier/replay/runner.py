@@ -22,10 +22,8 @@ _PAUSE_S: Final = 0.1
 
 @dataclass(slots=True)
 class ReplayReport:
-    """The outcome of a replay. ``event_gaps``: number of losses of events.
-
-    ``hits``: prefix hits by the fastest tier of each block, counted when a request first acquires the block.
-    """
+    """The outcome of a replay. ``event_gaps``: number of losses of events. ``hits``: prefix hits by the fastest tier of
+    each block, counted when a request first acquires the block."""
 
     requests: int = 0
     block_refs: int = 0
@@ -117,11 +115,8 @@ async def wrong_blocks(lease: ReadLease, payload: Payload) -> int:
 
 
 async def _mismatches(cache: Cache, mirror: Mirror) -> int:
-    """Number of blocks whose tiers differ between the daemon's listing and its events.
-
-    A listing takes several calls, and a block may move meanwhile, so the comparison is repeated until both agree, or
-    for ``_QUIET_S`` seconds.
-    """
+    """Number of blocks whose tiers differ between the daemon's listing and its events. A listing takes several calls,
+    and a block may move meanwhile, so the comparison is repeated until both agree, or for ``_QUIET_S`` seconds."""
     give_up = time.monotonic() + _QUIET_S
     while True:
         pages = [page async for page in cache.pages()]

@@ -101,10 +101,8 @@ def plain(method: Callable[..., T], verb: Callable[..., Any]) -> Callable[..., T
 
 
 class SyncHold(Twin[Held]):
-    """A lease, or the leases of all window groups, held until :meth:`release` or the end of the ``with`` block.
-
-    The parent holds the lease after a fork; the child can neither use nor release it.
-    """
+    """A lease, or the leases of all window groups, held until :meth:`release` or the end of the ``with`` block. The
+    parent holds the lease after a fork; the child can neither use nor release it."""
 
     @like(lease.Lease.release)
     def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
@@ -364,10 +362,8 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
 
     @overload
     def join(self, ticket: WriteTicket, *, timeout: float | None = None) -> SyncWriteLease: ...
-
     @overload
     def join(self, ticket: ReadTicket, *, timeout: float | None = None) -> SyncReadLease: ...
-
     def join(self, ticket: Any, *, timeout: float | None = None) -> Any:
         """See :meth:`kvtier.Cache.join`."""
         held = self.inner.join(ticket, timeout=timeout)

@@ -29,10 +29,8 @@ T = TypeVar("T")
 
 
 class SyncWatch(Twin[watch.Watch]):
-    """``for item in client.watch()``. Threads may iterate together; each item goes to one thread.
-
-    The watch ends when any thread closes it.
-    """
+    """``for item in client.watch()``. Threads may iterate together; each item goes to one thread. The watch ends when
+    any thread closes it."""
 
     cursor = Fact[Cursor | None]()
     newest = Fact[int | None]()

@@ -60,9 +60,7 @@ class LoopThread:
 
     def fence(self, leases: Iterable[Hold], stream: Stream | None) -> Fence:
         """Like :func:`kvtier.lease.fence_of`, in the caller's thread: the loop's thread has other current streams.
-
-        Raises :class:`ClientClosed` too, like :meth:`run`.
-        """
+        Raises :class:`ClientClosed` too, like :meth:`run`."""
         self.require_usable()
         return fence_of((part for lease in leases for part in lease.groups if not part.released), stream)
 
@@ -97,10 +95,8 @@ class LoopThread:
         self._loop.call_soon_threadsafe(callback)
 
     def stop(self, farewell: LoopWork[None]) -> None:
-        """Runs ``farewell``, then ends the thread; running calls raise :class:`ClientClosed`.
-
-        A second caller waits for the end, too. Does nothing in a forked child.
-        """
+        """Runs ``farewell``, then ends the thread; running calls raise :class:`ClientClosed`. A second caller waits for
+        the end, too. Does nothing in a forked child."""
         if self.forked:
             return
         self.stop_soon(farewell)

@@ -18,29 +18,19 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
+from kvtier import errors
 from kvtier.abi import attach as protocol
-from kvtier.errors import (
-    DETAILS_KEY,
-    CallerError,
-    DaemonError,
-    DaemonUnavailable,
-    InvalidArgument,
-    KvtierError,
-    NotFound,
-    PermissionDenied,
-    RetryableError,
-)
 from kvtier.v1 import session_pb2
 
 _MAX_FDS: Final = len(protocol.SEGMENTS)
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-_REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
-    "PERMISSION_DENIED": PermissionDenied,
-    "TOO_MANY_SESSIONS": RetryableError,
-    "TOO_MANY_OF_IDENTITY": RetryableError,
-    "TOO_MANY_DESCRIPTORS": RetryableError,
-    "UNKNOWN_CACHE": NotFound,
-    "INTERNAL": DaemonError,
+_REFUSALS: Final[Mapping[str, type[errors.KvtierError]]] = {
+    "PERMISSION_DENIED": errors.PermissionDenied,
+    "TOO_MANY_SESSIONS": errors.RetryableError,
+    "TOO_MANY_OF_IDENTITY": errors.RetryableError,
+    "TOO_MANY_DESCRIPTORS": errors.RetryableError,
+    "UNKNOWN_CACHE": errors.NotFound,
+    "INTERNAL": errors.DaemonError,
 }
 
 _WRONG: Final = "the daemon's answer is not part of the protocol"
@@ -95,24 +85,26 @@ class AttachConnection:
         try:
             path = protocol.socket_path(address, protocol.ATTACH_SOCKET)
         except protocol.AddressError as error:
-            raise InvalidArgument("address", address, str(error)) from error
+            raise errors.InvalidArgument("address", address, str(error)) from error
         try:
             sock = attach_socket()
         except OSError as error:  # this process has no descriptor left, or the host no memory: both may pass
-            raise DaemonUnavailable(f"no socket for {path}: {error.strerror}", reason="NO_SOCKET") from error
+            raise errors.DaemonUnavailable(f"no socket for {path}: {error.strerror}", reason="NO_SOCKET") from error
         try:
             sock.connect(path)  # connect at once or fail: asyncio would take a full backlog for a pending connection
         except BlockingIOError as error:
             sock.close()
             message = f"too many clients wait for the daemon at {path}"
-            raise DaemonUnavailable(message, reason="TOO_MANY_SESSIONS") from error
+            raise errors.DaemonUnavailable(message, reason="TOO_MANY_SESSIONS") from error
         except PermissionError as error:
             sock.close()
             message = f"{path}: {error.strerror}: it is for members of the daemon's group, usually kvtier"
-            raise PermissionDenied(message, reason="PERMISSION_DENIED") from error
+            raise errors.PermissionDenied(message, reason="PERMISSION_DENIED") from error
         except OSError as error:
             sock.close()
-            raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON") from error
+            raise errors.DaemonUnavailable(
+                f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON"
+            ) from error
         return cls(sock)
 
     async def hello(self, token: str | None) -> session_pb2.Welcome:
@@ -129,7 +121,7 @@ class AttachConnection:
         mapped = reply.message.mapped
         if not _are_segments(mapped, len(reply.fds)):
             _close_all(reply.fds)
-            raise DaemonError(f"{_WRONG}: {len(reply.fds)} descriptors came for {mapped}", reason="BAD_ANSWER")
+            raise errors.DaemonError(f"{_WRONG}: {len(reply.fds)} descriptors came for {mapped}", reason="BAD_ANSWER")
         return SegmentFds(dict(zip(mapped.fds, reply.fds, strict=True)), mapped)
 
     def forget(self, token: str) -> None:
@@ -141,10 +133,8 @@ class AttachConnection:
         self._tell(bye=session_pb2.Bye())
 
     async def call(self, path: str, request: bytes, trace: str = "") -> bytes | None:
-        """The reply of a unary method; None if the caller must use gRPC instead. ``trace``: as in the metadata.
-
-        Raises :class:`grpc.aio.AioRpcError` like gRPC, :class:`DaemonUnavailable`.
-        """
+        """The reply of a unary method; None if the caller must use gRPC instead. ``trace``: as in the metadata. Raises
+        :class:`grpc.aio.AioRpcError` like gRPC, :class:`DaemonUnavailable`."""
         number = next(self._numbers)
         call = session_pb2.UnaryCall(number=number, path=path, request=request, trace=trace)
         packet = session_pb2.SessionRequest(call=call).SerializeToString()
@@ -167,7 +157,7 @@ class AttachConnection:
             return None
         if answer.status:
             status = status_pb2.Status.FromString(answer.body)
-            details = grpc.aio.Metadata((DETAILS_KEY, answer.body))
+            details = grpc.aio.Metadata((errors.DETAILS_KEY, answer.body))
             raise grpc.aio.AioRpcError(_STATUS[answer.status], grpc.aio.Metadata(), details, status.message)
         return answer.body
 
@@ -181,19 +171,19 @@ class AttachConnection:
         waiters: list[asyncio.Future[Any]] = [*self._waiting, *self._calls.values()]
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(DaemonUnavailable("the daemon hung up", reason="HUNG_UP"))
+                waiter.set_exception(errors.DaemonUnavailable("the daemon hung up", reason="HUNG_UP"))
         self._waiting.clear()
 
     async def _ask(self, request: session_pb2.SessionRequest, wanted: str) -> _Reply:
         """The reply with the message ``wanted``. Raises the error of a failure."""
         if self.closed.is_set():
-            raise DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
+            raise errors.DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
         waiter: asyncio.Future[_Reply] = self._loop.create_future()
         # From here on the request must be sent or the connection closed, as answers go by order.
         self._waiting.append(waiter)
         try:
             self._send(request.SerializeToString())
-        except DaemonUnavailable:
+        except errors.DaemonUnavailable:
             waiter.exception()
             raise
         try:
@@ -208,8 +198,8 @@ class AttachConnection:
         _close_all(reply.fds)
         if came == "failure":
             failure = reply.message.failure
-            raise _REFUSALS.get(failure.reason, CallerError)(failure.message, reason=failure.reason)
-        raise DaemonError(f"{_WRONG}: {came} came for {wanted}", reason="BAD_ANSWER")
+            raise _REFUSALS.get(failure.reason, errors.CallerError)(failure.message, reason=failure.reason)
+        raise errors.DaemonError(f"{_WRONG}: {came} came for {wanted}", reason="BAD_ANSWER")
 
     def _tell(self, **message: Any) -> None:
         """Sends a message that has no answer. A daemon that has hung up need not know it."""
@@ -223,7 +213,7 @@ class AttachConnection:
             self._sock.send(packet)
         except OSError as error:
             self.close()
-            raise DaemonUnavailable(f"the daemon hung up: {error.strerror}", reason="HUNG_UP") from error
+            raise errors.DaemonUnavailable(f"the daemon hung up: {error.strerror}", reason="HUNG_UP") from error
 
     def _on_readable(self) -> None:
         try:

@@ -81,11 +81,8 @@ def load(file: Path | None, flags: Mapping[str, object]) -> Config:
 
 
 def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
-    """Reads the file, the environment and the flags that were given.
-
-    Raises:
-        ConfigError: with a line per fault that names the source, the key, its value and the limit.
-    """
+    """Reads the file, the environment and the flags that were given. Raises ConfigError with a line per fault that
+    names the source, the key, its value and the limit."""
     in_file, lines = ({}, {}) if file is None else _read_toml(file)
     in_env = {name[len(ENV_PREFIX) :].lower(): name for name in os.environ if name.startswith(ENV_PREFIX)}
     in_env.pop("config", None)  # names the file

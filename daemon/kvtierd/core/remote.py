@@ -46,7 +46,6 @@ class OfferingGroup(Protocol):
     remote: GroupRemote | None
 
     def reconsider(self, block: Block) -> None: ...
-
     def candidates(self, tier: Tier) -> Candidates: ...
 
 

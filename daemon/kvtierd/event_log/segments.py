@@ -88,11 +88,8 @@ class LogSegments:
         return sum(each.size for each in self.files)
 
     def append(self, runs: Sequence[EventRun], epoch_first: int) -> None:
-        """Adds runs of one epoch, with ids above all before. Durable when this returns.
-
-        Raises:
-            OSError: no run was added.
-        """
+        """Adds runs of one epoch, with ids above all before. Durable when this returns. Raises OSError if no run was
+        added."""
         data = b"".join(map(encode, runs))
         whole = self._fd is not None and self.files[-1].size + len(data) > self._segment_bytes
         if self._fd is None or whole or self.files[-1].epoch != runs[0].epoch:
@@ -113,10 +110,7 @@ class LogSegments:
 
     def read(self, cursor: int, max_bytes: int, max_events: int) -> EventRun | None:
         """Returns the oldest events above ``cursor``, without a gap: at most ``max_bytes`` and ``max_events``, but at
-        least a record.
-
-        The first ids may be at or below the cursor. None if there are no events. Raises OSError.
-        """
+        least a record. The first ids may be at or below the cursor. None if there are no events. Raises OSError."""
         files = self.files
         for segment in files[max(0, bisect_right(files, cursor + 1, key=lambda each: each.first) - 1) :]:
             found: list[EventRun] = []

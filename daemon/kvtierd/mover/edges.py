@@ -107,11 +107,8 @@ class _Journey:
 
 
 class Edges:
-    """The lanes with their threads, and the moves in flight.
-
-    ``deliver`` gets the results of ended moves: all results of a cache at once, at most once a loop turn. ``deliver``
-    must not raise.
-    """
+    """The lanes with their threads, and the moves in flight. ``deliver`` gets the results of ended moves: all results
+    of a cache at once, at most once a loop turn. ``deliver`` must not raise."""
 
     def __init__(
         self,
@@ -181,10 +178,8 @@ class Edges:
         return max(threads.stalled_s(now_ns) for threads in self._lane_threads)
 
     async def stop(self, grace_s: float = LEAVE_GRACE_S) -> bool:
-        """Ends the threads. Moves in flight are abandoned: neither delivered nor counted any more.
-
-        False if a thread hangs in a call for longer than ``grace_s`` and was left behind.
-        """
+        """Ends the threads. Moves in flight are abandoned: neither delivered nor counted any more. False if a thread
+        hangs in a call for longer than ``grace_s`` and was left behind."""
         for threads in self._lane_threads:
             threads.dismiss()
         try:

@@ -95,10 +95,8 @@ class Engine:
         self._hub.publish([cleared])
 
     async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
-        """Refuses a cache's waiting tickets, waits for its moves and forgets it. The caller closes its stores.
-
-        A cancelled call can be made again.
-        """
+        """Refuses a cache's waiting tickets, waits for its moves and forgets it. The caller closes its stores. A
+        cancelled call can be made again."""
         cache = self._find(cache_id)
         cache.closing = True
         self._refuse_waiting(cache)
@@ -163,9 +161,7 @@ class Engine:
         timeout_s: float | None,
     ) -> Grant:
         """Makes blocks READY in ``to``. ``Grant.results`` says which blocks are READY. Raises :class:`TicketRefused`.
-
-        Blocks move in slices. When the time is up, or the caller goes, the remaining blocks stay where they are.
-        """
+        Blocks move in slices. When the time is up, or the caller goes, the remaining blocks stay where they are."""
         ends = None if timeout_s is None else self._loop.time() + timeout_s
         step = MOVE_SLICE // _PARTS
         starts = deque(range(0, len(keys) or 1, step))
@@ -337,10 +333,8 @@ class Engine:
             raise UnknownCache(cache.runtime.id)
 
     async def forgotten(self, cache_id: CacheId) -> None:
-        """Returns when no crash, of the daemon or the system, can bring a removed block back from disk.
-
-        The block's record is then deleted, even if it was still being written.
-        """
+        """Returns when no crash, of the daemon or the system, can bring a removed block back from disk. The block's
+        record is then deleted, even if it was still being written."""
         for _ in range(2):
             await self._executor.edges.written(cache_id)
         cache = self._executor.caches.get(cache_id)
@@ -438,10 +432,8 @@ class Engine:
                 await self._executor.edges.idle(cache.runtime.id)
 
     async def shutdown(self, deadline_s: float) -> bool:
-        """Refuses new and waiting tickets, lets moves end for ``deadline_s`` seconds, and ends the threads.
-
-        False if moves were abandoned or a thread hangs in a call. The caller closes the stores afterwards.
-        """
+        """Refuses new and waiting tickets, lets moves end for ``deadline_s`` seconds, and ends the threads. False if
+        moves were abandoned or a thread hangs in a call. The caller closes the stores afterwards."""
         self._closing = True
         self._executor.stop()
         for cache in self._executor.caches.values():
@@ -514,10 +506,8 @@ class Engine:
                 cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
 
     def _withdraw(self, cache: OpenCache, waiting: Sequence[Waiting]) -> None:
-        """Withdraws the tickets of a caller that has gone: undoes given answers and prevents the others.
-
-        Withdrawing a ticket may answer the next, so each ticket's answer is looked at in its turn.
-        """
+        """Withdraws the tickets of a caller that has gone: undoes given answers and prevents the others. Withdrawing a
+        ticket may answer the next, so each ticket's answer is looked at in its turn."""
         for one in waiting:
             if cache.removed:
                 return

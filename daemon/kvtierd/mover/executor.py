@@ -59,10 +59,7 @@ class OpenCache:
 
 class Executor:
     """Carries out the decisions of one engine's cores. ``caches``: the open caches, in the order in which they were
-    added.
-
-    Gives each core the time, until :meth:`stop`.
-    """
+    added. Gives each core the time, until :meth:`stop`."""
 
     def __init__(
         self,
@@ -201,11 +198,8 @@ Answer = Grant | Refusal
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A ticket and its waiter.
-
-    ``answer``: set in the loop turn in which the core gives it, even if the waiter has gone. ``wake``: wakes the
-    waiter; cancelled together with it.
-    """
+    """A ticket and its waiter. ``answer``: set in the loop turn in which the core gives it, even if the waiter has
+    gone. ``wake``: wakes the waiter; cancelled together with it."""
 
     ticket: TicketId
     session: SessionId

@@ -44,10 +44,8 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Faults:
-    """Failed items, as indices into the items of a batch, its pieces laid end to end.
-
-    ``unaccounted``: hardware may still work on these items, so their pieces are never reported.
-    """
+    """Failed items, as indices into the items of a batch, its pieces laid end to end. ``unaccounted``: hardware may
+    still work on these items, so their pieces are never reported."""
 
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
@@ -82,15 +80,10 @@ class GpuCopies(Protocol):
 
     @property
     def locks(self) -> PageLocks: ...
-
     def copy(self, batch: Batch) -> Faults | Finish: ...
-
     def write(self, batch: Batch) -> Finish: ...
-
     def read(self, batch: Batch) -> Faults | Finish: ...
-
     def fetch(self, group: GroupId, stretches: Sequence[Stretch]) -> Bytes: ...
-
     def put(self, group: GroupId, stretches: Sequence[Stretch], data: Bytes) -> Bytes: ...
 
 
@@ -127,10 +120,8 @@ class CacheRuntime:
         return store
 
     def begin(self, changes: SlotChanges) -> None:
-        """Opens slots whose bytes may change from now on, and sets their owners.
-
-        A stand-in's slot that held a block is poisoned, so that a late reader finds out.
-        """
+        """Opens slots whose bytes may change from now on, and sets their owners. A stand-in's slot that held a block is
+        poisoned, so that a late reader finds out."""
         tier, group, device = changes.tier, changes.group, self.device
         began = self.arena.begin_writes(tier, group, changes.begun)
         if tier is DEVICE and isinstance(device, StandInDevice):

@@ -25,10 +25,8 @@ Concerns = Set[tuple[GroupId, SlotId | Key]]
 
 @dataclass(slots=True, frozen=True)
 class CopyReport:
-    """How a piece ended. Indices are into ``piece.move.items``.
-
-    ``copy_ns``: the piece's share of its batch's time, by blocks, so that the sum over an edge is the time it was busy.
-    """
+    """How a piece ended. Indices are into ``piece.move.items``. ``copy_ns``: the piece's share of its batch's time, by
+    blocks, so that the sum over an edge is the time it was busy."""
 
     piece: CopyPiece
     failed: frozenset[int]
@@ -55,10 +53,8 @@ def destination(item: MoveItem) -> SlotId:
 
 
 def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[CopyReport]:
-    """Splits a batch's faults and times among its pieces. Leaves out unaccounted pieces.
-
-    Reports of copies come first, because callers may wait for copies.
-    """
+    """Splits a batch's faults and times among its pieces. Leaves out unaccounted pieces. Reports of copies come first,
+    because callers may wait for copies."""
     blocks = sum(len(piece.items) for piece in batch)
     reports = []
     base = 0
@@ -93,10 +89,8 @@ class SlotRun:
 
 
 def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[SlotRun]:
-    """Joins (group, source, destination) copies that are adjacent on both sides.
-
-    The copies of a batch touch no slot twice, so they may run in any order.
-    """
+    """Joins (group, source, destination) copies that are adjacent on both sides. The copies of a batch touch no slot
+    twice, so they may run in any order."""
     run: SlotRun | None = None
     for group, src, dst in sorted(copies):
         if run is not None and (group, src, dst) == (run.group, run.src + run.count, run.dst + run.count):
@@ -110,11 +104,8 @@ def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[SlotRun]:
 
 
 def copy(batch: Batch) -> Faults:
-    """Copies every item's bytes from the source tier's slot to the destination's.
-
-    Each run and pool is one ``np.copyto``, which releases the GIL. Many small copies beside a busy thread would be much
-    slower.
-    """
+    """Copies every item's bytes from the source tier's slot to the destination's. Each run and pool is one
+    ``np.copyto``, which releases the GIL. Many small copies beside a busy thread would be much slower."""
     runtime = batch[0].runtime
     edge = batch[0].move
     if edge.dst is None:
@@ -156,10 +147,8 @@ class Mailbox(Generic[T]):
             self._loop.call_soon_threadsafe(self._drain)
 
     def take(self, budget: int, size: Callable[[T], int]) -> list[T]:
-        """Takes values until their sizes reach ``budget``; none after :meth:`close`. Loop thread.
-
-        If values are left, the drain is called again.
-        """
+        """Takes values until their sizes reach ``budget``; none after :meth:`close`. Loop thread. If values are left,
+        the drain is called again."""
         self._due = False
         taken: list[T] = []
         while self._values and not self._closed and budget > 0:

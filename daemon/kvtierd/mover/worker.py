@@ -86,11 +86,8 @@ class Gathering:
         self.pieces = [piece]
 
     def join(self, more: Gathering, *, size: int = 1) -> bool:
-        """Adds ``more``, which is next in the queue, if both together make up at most ``size`` batches.
-
-        Returns:
-            Whether ``more`` was added.
-        """
+        """Adds ``more``, which is next in the queue, if both together make up at most ``size`` batches. Returns whether
+        ``more`` was added."""
         lane, runtime = self._lane, self.pieces[0].runtime
         if more.pieces[0].runtime is not runtime or not self._about.isdisjoint(more._about):
             return False
@@ -152,10 +149,7 @@ class WorkQueue:
 
 
 class LaneThread:
-    """A thread that works on batches.
-
-    The thread writes the public fields and the loop reads them, each in one step.
-    """
+    """A thread that works on batches. The thread writes the public fields and the loop reads them, each in one step."""
 
     def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         self.name = name
@@ -242,9 +236,7 @@ class _Begun:
 
 class FinishThread(LaneThread):
     """Does the second halves of a worker's batches, in order; waiting halves together, if the lane has ``finish_all``.
-
-    A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time.
-    """
+    A batch's time is counted from the end of the batch before, so the times of a lane add up to its busy time."""
 
     def __init__(self, name: str, lane: Lane, post: Post, exited: Callable[[], None]) -> None:
         super().__init__(name, post, exited)

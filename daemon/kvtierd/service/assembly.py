@@ -57,10 +57,8 @@ _never_given_back: Final[list[Parts]] = []
 
 @dataclass(slots=True, frozen=True)
 class Stores:
-    """The stores and the policy for all caches of a catalog. ``options``: defaults of a new cache.
-
-    ``disk``: None if no disk tier is configured.
-    """
+    """The stores and the policy for all caches of a catalog. ``options``: defaults of a new cache. ``disk``: None if no
+    disk tier is configured."""
 
     devices: Devices
     remembered: RememberedSlots

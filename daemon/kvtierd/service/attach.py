@@ -70,10 +70,8 @@ class Packets:
         self._watched = False
 
     async def next(self) -> session_pb2.SessionRequest | None:
-        """The next message; None at the end. The kernel closes descriptors that the peer sends.
-
-        Raises :class:`AttachRefused` (BAD_MESSAGE, TOO_LONG), OSError.
-        """
+        """The next message; None at the end. The kernel closes descriptors that the peer sends. Raises
+        :class:`AttachRefused` (BAD_MESSAGE, TOO_LONG), OSError."""
         packet = await self._next_packet()
         if len(packet) > attach.MAX_MESSAGE:
             raise AttachRefused("TOO_LONG", f"a message has at most {attach.MAX_MESSAGE} bytes")
@@ -126,11 +124,8 @@ class LocalCalls:
         self._taken = 0
 
     async def take(self, call: session_pb2.UnaryCall) -> None:
-        """Begins a call. Raises :class:`AttachRefused`.
-
-        Waiting packets are received in one turn of the loop: a call that was given up while the daemon was stopped does
-        not begin.
-        """
+        """Begins a call. Raises :class:`AttachRefused`. Waiting packets are received in one turn of the loop: a call
+        that was given up while the daemon was stopped does not begin."""
         await self._turn()
         if self._taken % TURN == 0:
             await asyncio.sleep(0)  # calls taken before go first

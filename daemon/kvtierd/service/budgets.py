@@ -35,16 +35,8 @@ from kvtierd.core.ids import TIERS, GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
+from kvtierd.tiers.disk import superblock
 from kvtierd.tiers.disk.root import StoredCache
-from kvtierd.tiers.disk.superblock import (
-    SET_ASIDE,
-    io_errors,
-    make_private_directory,
-    read_superblock,
-    refuse_link,
-    set_aside,
-    write_superblock,
-)
 from kvtierd.tiers.memfd import total_bytes
 
 REFERENCE_TOKENS: Final = 32_768
@@ -65,9 +57,7 @@ def most_bytes(spec: CacheSpec) -> int:
 
 def split(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Slots by group for ``budget`` bytes of a tier: 1 to MAX_SLOTS for each group. The rest is less than a slot.
-
-    ``budget`` is at least :func:`least_bytes`.
-    """
+    ``budget`` is at least :func:`least_bytes`."""
     longest = range(1, _blocks(spec, REFERENCE_TOKENS) + 1)
     fitting = bisect_right(longest, budget, key=lambda blocks: sum(_sequence_bytes(spec, blocks)))
     if not fitting:
@@ -134,9 +124,7 @@ def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
 @dataclass(slots=True)
 class Account:
     """Bytes of a tier. ``device``: of the tier, "" for host and disk. ``given``: bytes by name of the cache.
-
-    ``refused``: whether a refusal was logged since the last change.
-    """
+    ``refused``: whether a refusal was logged since the last change."""
 
     tier: Tier
     device: str
@@ -303,10 +291,8 @@ def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
 
 
 def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]:
-    """Slots by group for a tier's budget.
-
-    Raises INVALID_ARGUMENT for less than a slot of each group, or more than MAX_SLOTS of each.
-    """
+    """Slots by group for a tier's budget. Raises INVALID_ARGUMENT for less than a slot of each group, or more than
+    MAX_SLOTS of each."""
     field, groups = f"budgets[{tier}]", len(spec.groups)
     if not least_bytes(spec) <= budget.nbytes <= most_bytes(spec):
         limit = f"{least_bytes(spec)} to {most_bytes(spec)} bytes: 1 to {MAX_SLOTS} slots for each window group"
@@ -351,16 +337,16 @@ class _Content:
     def read(cls, path: Path) -> Self:
         """Reads the file. A damaged file is set aside, as no block depends on it. Raises DamagedDirectory for a file of
         another version, TierIOError."""
-        with io_errors(f"cannot use {path}"):
-            refuse_link(path)
+        with superblock.io_errors(f"cannot use {path}"):
+            superblock.refuse_link(path)
         try:
-            content = read_superblock(path, _KIND)
+            content = superblock.read_superblock(path, _KIND)
         except DamagedDirectory as error:
-            set_aside(path)
+            superblock.set_aside(path)
             _log.warning(
                 "the budgets of caches are set aside: caches on disk share the memory tiers evenly; to undo it, stop "
                 "the daemon and put a sound SUPERBLOCK back why=%r kept_as=%s",
-                *(str(error), path / SET_ASIDE),
+                *(str(error), path / superblock.SET_ASIDE),
             )
             return cls()
         if content is None:
@@ -389,9 +375,9 @@ class _Content:
         """Raises TierIOError."""
         past = {name: asdict(one) for name, one in self.options.items()}
         content = {"version": _VERSION, "caches": self.slots, "options": past, "shares": self.shares}
-        with io_errors(f"cannot write {path}"):
-            make_private_directory(path)
-            write_superblock(path, _KIND, content | {"devices": self.devices, "gpus": self.gpus})
+        with superblock.io_errors(f"cannot write {path}"):
+            superblock.make_private_directory(path)
+            superblock.write_superblock(path, _KIND, content | {"devices": self.devices, "gpus": self.gpus})
 
 
 class RememberedSlots:

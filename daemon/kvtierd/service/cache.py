@@ -192,10 +192,8 @@ class Removal:
 
 
 def require_same_cache(cache: ServedCache, spec: CacheSpec, device: str) -> None:
-    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, DEVICE_MISMATCH) if the cache differs from the request.
-
-    ``device``: "" = any.
-    """
+    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, DEVICE_MISMATCH) if the cache differs from the request. ``device``: "" =
+    any."""
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
         limit = f"{getattr(cache.spec, difference)!r}, the value of cache {cache.name}"

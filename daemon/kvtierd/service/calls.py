@@ -174,11 +174,8 @@ def denied(right: Right, cache: str, who: Identity) -> CallRefused:
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """The least speed of a peer for which slots are held.
-
-    An uploading peer sends ``least_bytes`` in any ``idle_s`` seconds, or ends its stream. A downloading peer takes each
-    message, of up to 1 MiB, in ``idle_s`` seconds.
-    """
+    """The least speed of a peer for which slots are held. An uploading peer sends ``least_bytes`` in any ``idle_s``
+    seconds, or ends its stream. A downloading peer takes each message, of up to 1 MiB, in ``idle_s`` seconds."""
 
     idle_s: float
     least_bytes: int = 64 << 10

@@ -82,10 +82,8 @@ def _to_the_end(
 
 
 class Catalog:
-    """All caches of the daemon, each open until it is removed or the daemon stops.
-
-    ``headers``: filled in before a cache's first event. Opening and removing a cache hold the lock of its name.
-    """
+    """All caches of the daemon, each open until it is removed or the daemon stops. ``headers``: filled in before a
+    cache's first event. Opening and removing a cache hold the lock of its name."""
 
     def __init__(
         self,
@@ -405,10 +403,7 @@ class Catalog:
 
         Other known caches are announced as gone. A damaged cache is left out. Memory budgets shrink to the
         configuration. A cache whose device is gone gets another one. A call that opens a planned cache waits for
-        :meth:`load`.
-
-        Raises:
-            TierConfigError: The disk tier is smaller than its caches.
+        :meth:`load`. Raises TierConfigError if the disk tier is smaller than its caches.
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []

@@ -22,14 +22,7 @@ from weakref import WeakValueDictionary
 
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key
 from kvtierd.tiers.base import DamagedDirectory
-from kvtierd.tiers.disk.superblock import (
-    io_errors,
-    make_private_directory,
-    read_superblock,
-    refuse_link,
-    set_aside,
-    write_superblock,
-)
+from kvtierd.tiers.disk import superblock
 
 MOST_DROPPED: Final = 8_192
 """Most single drops that a cache remembers. With more, the cache is reset."""
@@ -49,10 +42,8 @@ Dropped = Mapping[BlockPlace, int]
 
 @dataclass(slots=True, frozen=True)
 class Past:
-    """The times when a cache forgot blocks, in nanoseconds since 1970. Times only rise.
-
-    ``generation``: the last reset; 0 = none. ``dropped``: later drops of single blocks.
-    """
+    """The times when a cache forgot blocks, in nanoseconds since 1970. Times only rise. ``generation``: the last reset;
+    0 = none. ``dropped``: later drops of single blocks."""
 
     generation: int = 0
     dropped: Dropped = field(default_factory=dict)
@@ -133,9 +124,9 @@ class Forgotten:
 
     def __init__(self, directory: Path) -> None:
         self._directory: Final = directory
-        with io_errors(f"cannot use {directory}"):
+        with superblock.io_errors(f"cannot use {directory}"):
             for path in (directory, *directory.glob("*"), *directory.glob("*/*")):
-                refuse_link(path)
+                superblock.refuse_link(path)
         self._records: Final = {f"{path.parent.name}/{path.name}": _read(path) for path in directory.glob("*/*")}
         self._unwritten: Final[set[str]] = set()
         self._changing: Final[set[str]] = set()
@@ -235,12 +226,12 @@ _NOTHING: Final = PastRecord()
 def _read(path: Path) -> PastRecord:
     """Reads a file. If the file cannot be read, all blocks of the cache count as forgotten."""
     try:
-        content = read_superblock(path, _KIND) or {}
+        content = superblock.read_superblock(path, _KIND) or {}
         kept = _entries(content.get("kept", {}), KEY_BYTES)
         places = frozenset((group, Key(key)) for group, key in kept)
         return PastRecord(Past.decoded(content), places, bool(content.get("due")))
     except (DamagedDirectory, ValueError, TypeError, AttributeError) as error:
-        set_aside(path)
+        superblock.set_aside(path)
         record = PastRecord(Past().after_reset(), due=True)
         _write(path, record)
         says = "a cache's past is set aside, so all its blocks count as forgotten cache=%s why=%r"
@@ -249,7 +240,7 @@ def _read(path: Path) -> PastRecord:
 
 
 def _remove(path: Path) -> None:
-    with _FILES, io_errors(f"cannot remove {path}"):
+    with _FILES, superblock.io_errors(f"cannot remove {path}"):
         with suppress(FileNotFoundError):  # the record was never written
             shutil.rmtree(path)
         if not any(path.parent.iterdir()):
@@ -259,6 +250,6 @@ def _remove(path: Path) -> None:
 def _write(path: Path, record: PastRecord) -> None:
     few = len(record.kept) <= _MOST_KEPT
     rest = {"kept": _by_group(sorted(record.kept) if few else ()), "due": record.due or not few}
-    with _FILES, io_errors(f"cannot write {path}"):
-        make_private_directory(path)
-        write_superblock(path, _KIND, record.past.encoded() | rest)
+    with _FILES, superblock.io_errors(f"cannot write {path}"):
+        superblock.make_private_directory(path)
+        superblock.write_superblock(path, _KIND, record.past.encoded() | rest)

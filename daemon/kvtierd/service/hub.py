@@ -58,11 +58,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class CacheHeader:
-    """The fields of events that describe their cache.
-
-    ``event_hash``: the hash of blocks besides their keys; "" = none. ``windows``, ``sinks``: tokens by group. ``flat``:
-    by group. A cache of an earlier life has only its name.
-    """
+    """The fields of events that describe their cache. ``event_hash``: the hash of blocks besides their keys; "" = none.
+    ``windows``, ``sinks``: tokens by group. ``flat``: by group. A cache of an earlier life has only its name."""
 
     name: str
     event_hash: str = ""

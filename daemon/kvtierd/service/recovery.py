@@ -113,10 +113,8 @@ class KeptArena:
 
 
 class Keeper:
-    """The descriptors at the service manager. For the loop thread, and one other thread at a time.
-
-    ``passed``: descriptors of the life before, owned by the keeper from now on.
-    """
+    """The descriptors at the service manager. For the loop thread, and one other thread at a time. ``passed``:
+    descriptors of the life before, owned by the keeper from now on."""
 
     def __init__(self, notifier: Notifier, passed: Sequence[PassedFd]) -> None:
         self._notifier: Final = notifier
@@ -340,11 +338,8 @@ def start_time_of(pid: int) -> int | None:
 
 
 def open_roll(keeper: Keeper) -> tuple[Roll | None, list[RollEntry]]:
-    """The roll of sessions, kept or new, and the entries of the life before. Blocks.
-
-    Without a sound roll, the keeper lets go of all arenas. Without a service manager, the roll is None. Raises
-    TierConfigError if memory is short.
-    """
+    """The roll of sessions, kept or new, and the entries of the life before. Blocks. Without a sound roll, the keeper
+    lets go of all arenas. Without a service manager, the roll is None. Raises TierConfigError if memory is short."""
     if keeper.sessions_fd is not None:
         try:
             return Roll.adopt(keeper.sessions_fd)
@@ -377,17 +372,11 @@ class KeptMemory(Protocol):
 
     @property
     def tiers(self) -> tuple[Tier, ...]: ...
-
     def contents(self, tier: Tier, group: GroupId) -> SlotContents: ...
-
     def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]: ...
-
     def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int: ...
-
     def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]: ...
-
     def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None: ...
-
     def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> object: ...
 
 
@@ -476,10 +465,8 @@ def _kept(merged: Sequence[RecoveredBlock], tier: Tier) -> dict[SlotId, Key]:
 
 
 def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
-    """Leases over every slot that a live process may still touch; other slots lose their owner.
-
-    A blank slot goes to its writer, every other slot to the keeper.
-    """
+    """Leases over every slot that a live process may still touch; other slots lose their owner. A blank slot goes to
+    its writer, every other slot to the keeper."""
     blank: dict[SessionId, list[SlotId]] = {}
     read: list[Key] = []
     for slot, owner in arena.owned(tier, group).items():

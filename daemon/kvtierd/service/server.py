@@ -184,10 +184,8 @@ class RuntimeDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Creates the directory (0750) if it is missing, and removes sockets that a crash left.
-
-        Raises TierConfigError for a path too long for a socket, LockedDirectory, TierIOError.
-        """
+        """Creates the directory (0750) if it is missing, and removes sockets that a crash left. Raises TierConfigError
+        for a path too long for a socket, LockedDirectory, TierIOError."""
         try:
             rpc_path, attach_path = socket_path(path, RPC_SOCKET), socket_path(path, ATTACH_SOCKET)
         except AddressError as error:

@@ -87,10 +87,8 @@ class ReplyMemory(Generic[T]):
         return reply.result()
 
     async def give_up(self, seq: int) -> T | None:
-        """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered.
-
-        If this method is cancelled, it has taken no reply: its next call gets the reply.
-        """
+        """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered. If this
+        method is cancelled, it has taken no reply: its next call gets the reply."""
         while True:
             call = self._calls.setdefault(seq, _Call(b"", None))
             if (reply := call.reply) is None:
@@ -306,10 +304,8 @@ class SessionRegistry:
             session.enrolled = True
 
     def settle(self) -> None:
-        """Ends sessions of an earlier daemon without slots, and releases the slots of sessions that have ended.
-
-        Call when all slots of earlier sessions are known.
-        """
+        """Ends sessions of an earlier daemon without slots, and releases the slots of sessions that have ended. Call
+        when all slots of earlier sessions are known."""
         gone, self._gone_before_settled = self._gone_before_settled, None
         self._began = time.monotonic()
         for ended in gone or ():

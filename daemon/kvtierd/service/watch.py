@@ -245,10 +245,8 @@ class Watcher:
         self.quiet_until = self._loop.time() + max(self._heartbeat_s, spread_s)
 
     async def _news(self) -> bool:
-        """Waits for events. Returns False if a batch without events is due before.
-
-        The batch is due earlier if it covers filtered ids, for which a client may wait.
-        """
+        """Waits for events. Returns False if a batch without events is due before. The batch is due earlier if it
+        covers filtered ids, for which a client may wait."""
         if self._hub.closed:
             raise shutting_down()
         until = self.quiet_until

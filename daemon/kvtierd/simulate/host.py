@@ -47,11 +47,8 @@ class Host:
         self._take(self.core.announce(0))
 
     def request(self, chain: Sequence[Key]) -> Served:
-        """Acquires the stored prefix of a chain, stores the rest, and releases both.
-
-        Raises:
-            BadArgument: the chain is longer than the fastest tier.
-        """
+        """Acquires the stored prefix of a chain, stores the rest, and releases both. Raises BadArgument if the chain is
+        longer than the fastest tier."""
         if len(chain) > self._longest:
             raise BadArgument("chain", len(chain), f"at most {self._longest} blocks, which the {self._tier} tier has")
         self._events.clear()

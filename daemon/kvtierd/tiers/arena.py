@@ -53,11 +53,8 @@ class Shared:
 
 
 class Arena:
-    """Control and data segments of one cache.
-
-    All methods except :meth:`create` and :meth:`prefault` are cheap, and for the loop thread, the only writer of
-    generations.
-    """
+    """Control and data segments of one cache. All methods except :meth:`create` and :meth:`prefault` are cheap, and for
+    the loop thread, the only writer of generations."""
 
     def __init__(
         self,
@@ -172,11 +169,8 @@ class Arena:
         return generation
 
     def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
-        """Makes generations odd. Call before slots are granted to a writer or a copy into them is issued.
-
-        Returns:
-            The slots whose generation was even. The other slots have not changed.
-        """
+        """Makes generations odd. Call before slots are granted to a writer or a copy into them is issued. Returns the
+        slots whose generation was even. The other slots have not changed."""
         generations = self._generation_words[tier, group]
         began: list[SlotId] = []
         for slot in slots:
@@ -208,9 +202,7 @@ class Arena:
 
     def restate(self, content: Content) -> None:
         """Records other traits for the block of a READY slot. Its generation and its place in the order of use stay.
-
-        Raises AssertionError if the slot is not READY, or ``content`` has no block.
-        """
+        Raises AssertionError if the slot is not READY, or ``content`` has no block."""
         (group, tier, slot), key, _, _ = content
         generation: int = self._generation_words[tier, group][slot]
         if key is None or not is_ready(generation):
@@ -303,10 +295,8 @@ class Arena:
             memfd.prefault()
 
     def close(self, *, for_successor: bool = False) -> None:
-        """Ends the daemon's mappings with the last array over them, the mapping of GPU memory at once.
-
-        Clients that still map the arena see state CLOSED. With ``for_successor`` they can go on reading.
-        """
+        """Ends the daemon's mappings with the last array over them, the mapping of GPU memory at once. Clients that
+        still map the arena see state CLOSED. With ``for_successor`` they can go on reading."""
         if not for_successor:
             self.set_state(ArenaState.CLOSED)
         self.index = None

@@ -29,11 +29,7 @@ class MemoryStore(Protocol):
     def tier(self) -> Tier: ...
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
-        """The exact bytes of a slot.
-
-        Returns:
-            A 1-D array per pool, without padding.
-        """
+        """The exact bytes of a slot: a 1-D array per pool, without padding."""
 
     def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
         """The bytes of a slot as the disk stores them.
@@ -44,11 +40,8 @@ class MemoryStore(Protocol):
         """
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
-        """The exact bytes of all slots in one pool.
-
-        Returns:
-            [slots, bytes]. A single copy can move the rows of consecutive slots.
-        """
+        """The exact bytes of all slots in one pool. Returns [slots, bytes]. A single copy can move the rows of
+        consecutive slots."""
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
         """Overwrites the first and last 4096 bytes of each part, so that a late reader gets wrong bytes."""

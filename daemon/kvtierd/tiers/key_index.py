@@ -53,10 +53,8 @@ NOWHERE: Final[Mapping[Key, At]] = MappingProxyType({})
 
 
 class IndexedBlocks(NamedTuple):
-    """Blocks of one group that are READY in just these tiers.
-
-    ``residencies``: tier bits by key. ``host``, ``device``: places of blocks that are new in these tiers.
-    """
+    """Blocks of one group that are READY in just these tiers. ``residencies``: tier bits by key. ``host``, ``device``:
+    places of blocks that are new in these tiers."""
 
     group: GroupId
     residencies: Mapping[Key, int]

@@ -40,10 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 class Memfd:
-    """A sealed, allocated, mapped segment.
-
-    The mapping lives as long as any array over it, so :meth:`close` does not harm a thread that copies.
-    """
+    """A sealed, allocated, mapped segment. The mapping lives as long as any array over it, so :meth:`close` does not
+    harm a thread that copies."""
 
     def __init__(self, fd: int, read_only_fd: int, array: Bytes) -> None:
         self.fd = fd
@@ -77,10 +75,8 @@ class Memfd:
 
     @classmethod
     def adopt(cls, name: str, fd: int, size: int) -> Self:
-        """A segment that an earlier daemon made by :meth:`create`. ``fd`` is the segment's from now on.
-
-        Raises :class:`NotAdoptable`; ``fd`` then stays the caller's.
-        """
+        """A segment that an earlier daemon made by :meth:`create`. ``fd`` is the segment's from now on. Raises
+        :class:`NotAdoptable`; ``fd`` then stays the caller's."""
         status = os.fstat(fd)
         facts = {
             "is a regular file": (stat.S_ISREG(status.st_mode), True),

@@ -25,8 +25,7 @@ IMAGE = Scope(multimodal=(MultimodalItem(DIGEST, 2, 4),))
 
 
 @pytest.mark.parametrize(
-    ("scope", "salt_id", "number"),
-    [(Scope(), None, 924206229973855), (Scope(salt="any"), 123, 6280297290684427985)],
+    ("scope", "salt_id", "number"), [(Scope(), None, 924206229973855), (Scope(salt="any"), 123, 6280297290684427985)]
 )
 def test_v1_is_the_number_that_tensorrt_llm_publishes(scope, salt_id, number):
     packed = event_hashes(V1_BLOCK_KEY, [1, 2, 3, 4], 4, scope, salt_id=salt_id)

@@ -87,16 +87,8 @@ def test_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_driver_s_device_has_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in fake_environment().items():
         monkeypatch.setenv(name, value)
-    judged(
-        doctor.check_driver("cuda", GIB, running=False),
-        Level.OK,
-        "Fake GPU 0, 1.0 GiB of 1.0 GiB free",
-    )
-    judged(
-        doctor.check_driver("cuda", 2 * GIB, running=True),
-        Level.FAIL,
-        "2.0 GiB configured",
-    )
+    judged(doctor.check_driver("cuda", GIB, running=False), Level.OK, "Fake GPU 0, 1.0 GiB of 1.0 GiB free")
+    judged(doctor.check_driver("cuda", 2 * GIB, running=True), Level.FAIL, "2.0 GiB configured")
     judged(doctor.check_driver("cuda:7", 0, running=False), Level.FAIL, "not among those")
 
 

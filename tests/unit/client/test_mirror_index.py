@@ -92,10 +92,7 @@ rows = st.lists(
     unique_by=lambda row: row[0],
 )
 changes = st.builds(
-    event,
-    st.sampled_from([EventType.STORED, EventType.UPDATED, EventType.REMOVED]),
-    st.sampled_from(GROUPS),
-    rows,
+    event, st.sampled_from([EventType.STORED, EventType.UPDATED, EventType.REMOVED]), st.sampled_from(GROUPS), rows
 )
 marks = st.builds(event, st.sampled_from([EventType.CREATED, EventType.CLEARED]), st.sampled_from(GROUPS))
 streams = st.lists(st.one_of(changes, changes, changes, marks), max_size=25)

@@ -52,8 +52,6 @@ async def test_a_slot_that_the_lease_does_not_have_is_refused_by_position(
     assert committed.blank == [2, 3]
 
 
-async def test_a_slot_whose_key_was_stored_already_has_gone_back_and_is_not_shown(
-    committed: kvtier.WriteLease,
-) -> None:
+async def test_a_slot_whose_key_was_stored_already_has_gone_back_and_is_not_shown(committed: kvtier.WriteLease) -> None:
     with pytest.raises(kvtier.LeaseError, match="stored already"):
         committed.view(1)

@@ -140,13 +140,7 @@ class Bench:
         return grant.lease
 
     def put(
-        self,
-        chain: str,
-        tier: Tier = DEVICE,
-        *,
-        under: str | None = None,
-        priority: int = 35,
-        duration_ms: int = 0,
+        self, chain: str, tier: Tier = DEVICE, *, under: str | None = None, priority: int = 35, duration_ms: int = 0
     ) -> None:
         """Stores a chain and releases it."""
         self.release(self.store(chain, tier, under=under, priority=priority, duration_ms=duration_ms))

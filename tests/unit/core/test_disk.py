@@ -177,10 +177,7 @@ def test_a_corrupt_read_of_a_block_that_is_above_too_costs_only_what_the_disk_ha
     bench.land_one()
     told = len(bench.events)
     bench.land(corrupt="a")
-    assert list(bench.said(told)) == [
-        (EventType.REMOVED, Cause.ANCESTOR, "b"),
-        (EventType.UPDATED, Cause.CORRUPT, "a"),
-    ]
+    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.ANCESTOR, "b"), (EventType.UPDATED, Cause.CORRUPT, "a")]
     assert bench.where("a") == {DEVICE}
 
 

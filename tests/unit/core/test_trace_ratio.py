@@ -18,12 +18,7 @@ from tests.unit.client.test_oracle import EXTRACT, prefix_lru_hits
 
 THREE_TIERS: Final = (200, 800, 6_000)
 
-LFUDA: Final = {
-    (2_000,): 1.15,
-    (6_000,): 1.0,
-    (200, 1_800): 1.1,
-    THREE_TIERS: 1.0,
-}
+LFUDA: Final = {(2_000,): 1.15, (6_000,): 1.0, (200, 1_800): 1.1, THREE_TIERS: 1.0}
 """Slots of device, host and disk: what LFUDA finds at least, as a multiple of what LRU does."""
 
 ALWAYS: Final = ((2_000,), (6_000,), THREE_TIERS)

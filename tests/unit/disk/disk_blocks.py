@@ -54,11 +54,7 @@ def payload(block: Key) -> list[Bytes]:
 
 
 def block(
-    name: int | str,
-    slot: int,
-    parent: int | str | None = None,
-    group: GroupId = GROUP,
-    traits: Traits | None = None,
+    name: int | str, slot: int, parent: int | str | None = None, group: GroupId = GROUP, traits: Traits | None = None
 ) -> DiskWrite:
     """A write of the block called ``name``."""
     above = None if parent is None else key(parent)

@@ -148,13 +148,7 @@ def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
     monkeypatch.setattr(os, "pwritev", Faulty(os.pwritev, {4}, short))
     writes = [block(1, 3), block(2, 4), block(3, 5), block(4, 9), block(5, 10, 2)]
     assert store.write(writes) == {1, 4}
-    assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 9, 5: 10}) == {
-        1: "ok",
-        2: "corrupt",
-        3: "ok",
-        4: "ok",
-        5: "corrupt",
-    }
+    assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 9, 5: 10}) == {1: "ok", 2: "corrupt", 3: "ok", 4: "ok", 5: "corrupt"}
     monkeypatch.undo()
     assert store.write([block(2, 4), block(5, 10, 2)]) == frozenset()
     with reopened(store, tmp_path / "store") as (_, recovery):

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtierd.core.ids import SlotId
-from tests.unit.disk.disk_blocks import (
-    GROUP,
-    SHAPE_BYTES,
-    block,
-    key,
-    names,
-    new_store,
-    open_store,
-    verdicts,
-)
+from tests.unit.disk.disk_blocks import GROUP, SHAPE_BYTES, block, key, names, new_store, open_store, verdicts
 
 SLOTS = 8
 NAMES = range(12)

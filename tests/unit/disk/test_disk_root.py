@@ -16,13 +16,7 @@ import pytest
 
 from kvtier.abi.spec import WindowGroupSpec
 from kvtierd.core.ids import GroupId
-from kvtierd.tiers.base import (
-    DamagedDirectory,
-    ForeignDirectory,
-    LockedDirectory,
-    TierConfigError,
-    TierIOError,
-)
+from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, LockedDirectory, TierConfigError, TierIOError
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, format_version, read_superblock, write_superblock
 from tests.unit.disk.disk_blocks import GROUP, block, names, open_root, spec

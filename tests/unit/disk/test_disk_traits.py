@@ -20,11 +20,7 @@ def test_traits_outlive_a_restart_and_restated_ones_keep_their_label(store: Disk
     store.write([block("a", 0, traits=LABELLED), block("b", 1, "a"), block("c", 2, "a", traits=LABELLED)])
     store.write([], restate=[(GROUP, key("a"), Traits(9, 8, 7)), (GROUP, key("b"), Traits(100))])
     with reopened(store, tmp_path / "store") as (again, found):
-        assert traits(found) == {
-            key("a"): Traits(9, 8, 7, LABELLED.label),
-            key("b"): Traits(100),
-            key("c"): LABELLED,
-        }
+        assert traits(found) == {key("a"): Traits(9, 8, 7, LABELLED.label), key("b"): Traits(100), key("c"): LABELLED}
         assert verdicts(again, {"a": 0, "b": 1, "c": 2}) == {"a": "ok", "b": "ok", "c": "ok"}
 
 

@@ -16,12 +16,7 @@ pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this p
 
 @pytest.mark.parametrize(
     ("residency", "host"),
-    [
-        (0, None),
-        (Tier.DISK.bit, None),
-        (Tier.HOST.bit | Tier.DISK.bit, None),
-        (Tier.HOST.bit, (SlotId(3), 2)),
-    ],
+    [(0, None), (Tier.DISK.bit, None), (Tier.HOST.bit | Tier.DISK.bit, None), (Tier.HOST.bit, (SlotId(3), 2))],
 )
 async def test_the_checker_sees_what_is_wrong(residency: int, host: tuple[SlotId, int] | None) -> None:
     async with House() as house:

@@ -164,10 +164,7 @@ async def starting(
 async def test_others_are_served_while_a_cache_is_read(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await with_caches(short_dir, big={DEVICE: 3, HOST: 5, DISK: 20})
     settings = config(short_dir, device=8, host=16, disk=64)
-    async with (
-        starting(settings, monkeypatch) as (start, may_read),
-        attached_to(str(settings.runtime_dir)) as client,
-    ):
+    async with starting(settings, monkeypatch) as (start, may_read), attached_to(str(settings.runtime_dir)) as client:
         stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())
         assert [problem for problem in stats.problems if "big is still being read" in problem]
         monkeypatch.undo()  # only what is on disk already is slow
@@ -196,10 +193,7 @@ async def test_who_waits_for_a_cache_that_a_start_fails_to_read_is_told(
 ) -> None:
     await with_caches(short_dir, big={DEVICE: 3, DISK: 20})
     settings = config(short_dir, device=8, host=16, disk=64)
-    async with (
-        starting(settings, monkeypatch) as (start, may_read),
-        attached_to(str(settings.runtime_dir)) as client,
-    ):
+    async with starting(settings, monkeypatch) as (start, may_read), attached_to(str(settings.runtime_dir)) as client:
         monkeypatch.setattr(Arena, "rebuild_index", lambda *_: 1 / 0)
         opening = asyncio.create_task(client.refusal(client.caches.Open, caches_pb2.OpenRequest(name="big")))
         may_read.set()

@@ -13,6 +13,7 @@ import pytest
 from kvtierd import state
 from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
 from kvtierd.tiers.base import LockedDirectory, TierIOError
+from kvtierd.tiers.disk import superblock
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock
 
 
@@ -47,7 +48,7 @@ def test_a_directory_that_another_daemon_makes_its_own_meanwhile_is_locked(tmp_p
         others.append(StateDir.open(directory))
         return content
 
-    monkeypatch.setattr(state, "read_superblock", overtaken)
+    monkeypatch.setattr(superblock, "read_superblock", overtaken)
     with pytest.raises(LockedDirectory):
         StateDir.open(tmp_path)
     others[0].close(None)
@@ -183,7 +184,7 @@ def test_no_id_above_the_mark_leaves_when_the_disk_refuses(tmp_path: Path, monke
     def full(*_: object, **__: object) -> None:
         raise TierIOError(28, "No space left on device")
 
-    monkeypatch.setattr(state, "write_superblock", full)
+    monkeypatch.setattr(superblock, "write_superblock", full)
     given = []
     with pytest.raises(TierIOError):
         while True:

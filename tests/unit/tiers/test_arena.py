@@ -21,12 +21,7 @@ from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.memfd import Memfd
 from tests.mappings import resident_bytes
-from tests.unit.tiers.arena_helpers import (
-    GROUP,
-    make_arena,
-    mapped_segments,
-    run_client,
-)
+from tests.unit.tiers.arena_helpers import GROUP, make_arena, mapped_segments, run_client
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another uid takes root")
 

@@ -247,12 +247,7 @@ def never_odd(arena: Arena) -> Writer:
 
 
 @pytest.mark.parametrize(
-    ("fault", "found_out"),
-    [
-        (no_generation, "the bytes of"),
-        (late_odd, "the bytes of"),
-        (never_odd, "a block that"),
-    ],
+    ("fault", "found_out"), [(no_generation, "the bytes of"), (late_odd, "the bytes of"), (never_odd, "a block that")]
 )
 def test_the_reader_finds_out(arena: Arena, fault: Callable[[Arena], Writer], found_out: str) -> None:
     said = " ".join(report(arena, fault(arena), turns=1_000_000))

@@ -190,10 +190,7 @@ BLOCKS = st.fixed_dictionaries({FULL: SOME, SLIDING: SOME})
 
 @given(st.integers(1, 20), BLOCKS, BLOCKS, st.lists(st.integers(0, 19)))
 def test_a_rebuild_leaves_just_the_blocks_there_are_whatever_stood_there(
-    buckets: int,
-    before: dict[GroupId, dict[int, int]],
-    after: dict[GroupId, dict[int, int]],
-    torn: list[int],
+    buckets: int, before: dict[GroupId, dict[int, int]], after: dict[GroupId, dict[int, int]], torn: list[int]
 ) -> None:
     index = Index(buckets)
     index.writer.rebuild(standing(before))

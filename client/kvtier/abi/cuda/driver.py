@@ -66,9 +66,7 @@ class Driver:
     @staticmethod
     def ordinal_at(address: int) -> int:
         """Returns the :attr:`ordinal` of the device that an address of CUDA memory belongs to, from any allocator.
-
-        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable` if CUDA does not tell.
-        """
+        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable` if CUDA does not tell."""
         return ordinal_at(load_bindings(), address)
 
     def __init__(self, bindings: Any, device: str) -> None:

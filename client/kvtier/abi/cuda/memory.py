@@ -38,10 +38,8 @@ class DeviceMemory:
 
     @classmethod
     def create(cls, driver: Driver, nbytes: int) -> DeviceMemory:
-        """Allocates memory, its bytes not set, that other processes can have if the device allows it.
-
-        Raises :class:`~kvtier.abi.cuda.errors.CudaOutOfMemory`, or another ``CudaError``, and then keeps nothing.
-        """
+        """Allocates memory, its bytes not set, that other processes can have if the device allows it. Raises
+        :class:`~kvtier.abi.cuda.errors.CudaOutOfMemory`, or another ``CudaError``, and then keeps nothing."""
         _checked(nbytes)
         why_not = _why_not_shared(driver)
         if why_not is None:

@@ -33,10 +33,7 @@ class Chunk(NamedTuple):
 
 class PageLocks:
     """Locks ``chunks``, which do not overlap, in the order given. Memory that is not locked can be copied, too, but
-    slower.
-
-    No copy may cross the border of two chunks: the driver does not join them.
-    """
+    slower. No copy may cross the border of two chunks: the driver does not join them."""
 
     def __init__(self, name: str, driver: Driver, chunks: Sequence[Chunk]) -> None:
         self.locked = 0

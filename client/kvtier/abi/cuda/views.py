@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 class DeviceView:
     """``nbytes`` bytes from ``offset`` of a :class:`~kvtier.abi.cuda.memory.DeviceMemory`. A view, or a tensor made
-    from a view, keeps the memory alive.
-
-    Raises ``ValueError`` for a range outside the memory.
-    """
+    from a view, keeps the memory alive. Raises ``ValueError`` for a range outside the memory."""
 
     __slots__ = ("__weakref__", "_memory", "address", "nbytes", "readonly")
 

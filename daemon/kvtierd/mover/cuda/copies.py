@@ -37,10 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class CudaCopies:
-    """The copies of one cache. All calls block, so only threads make them.
-
-    ``host``, and ``segment``, all of its memory: None if the cache has no host tier. Raises :class:`CudaError`.
-    """
+    """The copies of one cache. All calls block, so only threads make them. ``host``, and ``segment``, all of its
+    memory: None if the cache has no host tier. Raises :class:`CudaError`."""
 
     batch_bytes: Final = BATCH_BYTES
 
@@ -144,10 +142,8 @@ class CudaCopies:
     # bytes for streams and checksums
 
     def fetch(self, group: GroupId, stretches: Sequence[Stretch]) -> Bytes:
-        """Returns a copy of bytes of device slots, one stretch after another, at most :data:`BATCH_BYTES`.
-
-        Raises :class:`TierIOError`.
-        """
+        """Returns a copy of bytes of device slots, one stretch after another, at most :data:`BATCH_BYTES`. Raises
+        :class:`TierIOError`."""
         try:
             with self._buffer() as buffer:
                 self._run(Direction.TO_HOST, buffer, group, stretches)

@@ -189,10 +189,7 @@ class DeviceRecord(NamedTuple):
 
 class StagedRecords:
     """Staged records of the ``wanted`` items, in the format of the disk: parts in pool order, each padded to 4096
-    bytes.
-
-    The buffer must hold all records.
-    """
+    bytes. The buffer must hold all records."""
 
     def __init__(self, layout: ArenaLayout, buffer: Buffer, wanted: Wanted) -> None:
         self.buffer: Final = buffer

@@ -36,10 +36,8 @@ class Buffer:
 
 
 class Staging:
-    """At most :data:`BUFFERS` buffers of ``nbytes`` each, made on first use. ``node``: see :func:`near`.
-
-    For any thread. Raises :class:`~kvtier.abi.cuda.errors.CudaError`, and :class:`TierIOError` after :meth:`close`.
-    """
+    """At most :data:`BUFFERS` buffers of ``nbytes`` each, made on first use. ``node``: see :func:`near`. For any
+    thread. Raises :class:`~kvtier.abi.cuda.errors.CudaError`, and :class:`TierIOError` after :meth:`close`."""
 
     def __init__(self, driver: Driver, nbytes: int, node: int | None = None) -> None:
         self._driver = driver

@@ -177,11 +177,8 @@ class Traffic:
         return len(self._hazards)
 
     def issue(self, direction: Direction, copies: Copies, reads: Touched, writes: Touched) -> Passage:
-        """Begins the copies of a batch, which run in any order. :meth:`settle` must follow.
-
-        Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`; then no copy of the batch can be
-        running.
-        """
+        """Begins the copies of a batch, which run in any order. :meth:`settle` must follow. Raises :class:`CudaError`,
+        and :class:`TierIOError` after :meth:`close`; then no copy of the batch can be running."""
         with self._noticing():
             self._driver.bind()
         way = self._ways[direction]

@@ -71,10 +71,8 @@ class _Buffers:
 
 @dataclass(slots=True, frozen=True)
 class Chain:
-    """Names the objects of a chain's blocks in one window group.
-
-    ``place``: for blocks without a revision in ``revisions``. ``in_store``: the store may be asked for the objects.
-    """
+    """Names the objects of a chain's blocks in one window group. ``place``: for blocks without a revision in
+    ``revisions``. ``in_store``: the store may be asked for the objects."""
 
     place: GroupPrefix
     past: Past

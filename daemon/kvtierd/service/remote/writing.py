@@ -58,10 +58,8 @@ class _Source:
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """Writes to a single store. Loop thread only.
-
-    ``_bytes_a_second``: limit of the writes; 0 = no limit. ``counts``: blocks by outcome.
-    """
+    """Writes to a single store. Loop thread only. ``_bytes_a_second``: limit of the writes; 0 = no limit. ``counts``:
+    blocks by outcome."""
 
     _engine: Engine
     _hub: EventHub

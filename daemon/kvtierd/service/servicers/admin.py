@@ -73,10 +73,8 @@ class AdminService:
     _started: int = field(default_factory=time.monotonic_ns, init=False)
 
     async def stats(self, session: ClientSession, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
-        """Covers the caches that the caller administers and the sessions that have these open or hold slots there.
-
-        A caller that administers every cache sees all sessions.
-        """
+        """Covers the caches that the caller administers and the sessions that have these open or hold slots there. A
+        caller that administers every cache sees all sessions."""
         caches = [cache for cache in self._catalog if self._access.may(session, Right.ADMIN, cache.name)]
         everything = self._access.may_everywhere(session, Right.ADMIN)
         stats = {cache.id: self._engine.manager(cache.id).stats() for cache in caches}

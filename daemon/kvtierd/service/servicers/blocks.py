@@ -56,10 +56,8 @@ MAX_LEASES: Final = 65536
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Caps:
-    """The limits of a session. Loop thread only.
-
-    ``_reserved_fraction``: a session's largest share of a tier's slots of a window group.
-    """
+    """The limits of a session. Loop thread only. ``_reserved_fraction``: a session's largest share of a tier's slots of
+    a window group."""
 
     _engine: Engine
     _reserved_fraction: float

@@ -50,10 +50,8 @@ class EventsService:
         return [(session, watcher.lag) for watcher, session in self._watchers.items()]
 
     def rights_changed(self) -> None:
-        """Applies changed rights to the open watches.
-
-        A watch of a named cache ends if its session may no longer watch that cache: it would wait in vain.
-        """
+        """Applies changed rights to the open watches. A watch of a named cache ends if its session may no longer watch
+        that cache: it would wait in vain."""
         for watcher, session in self._watchers.items():
             try:
                 self._require_named(session, watcher.wanted.caches)

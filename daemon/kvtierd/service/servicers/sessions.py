@@ -37,10 +37,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True, eq=False)
 class RemoteSessions:
-    """The servicer. A task per stream runs its conversation; the task is the session's connection.
-
-    ``_grace_s``: seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most.
-    """
+    """The servicer. A task per stream runs its conversation; the task is the session's connection. ``_grace_s``:
+    seconds that a session outlives its stream. Heartbeats are a tenth of it apart, five seconds at most."""
 
     name: ClassVar[str] = _SERVICE.full_name
 

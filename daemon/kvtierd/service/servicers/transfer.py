@@ -260,11 +260,8 @@ def _require_checksum(block: int, found: bytes, said: bytes) -> None:
 
 @dataclass(slots=True, frozen=True)
 class _Mapped:
-    """Access to one group's slots in one memory tier. Loop thread only.
-
-    Copies without an ``await``, so that a check before the call holds until it returns. Raises
-    :class:`~kvtierd.tiers.base.TierIOError` if the memory fails.
-    """
+    """Access to one group's slots in one memory tier. Loop thread only. Copies without an ``await``, so that a check
+    before the call holds until it returns. Raises :class:`~kvtierd.tiers.base.TierIOError` if the memory fails."""
 
     _memory: MemoryStore
     _group: GroupId

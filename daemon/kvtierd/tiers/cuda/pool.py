@@ -61,11 +61,8 @@ class DaemonGpu:
 
     @classmethod
     def open(cls, device: str) -> Self:
-        """Opens a device by its name in the configuration.
-
-        Raises :class:`TierConfigError` if this machine lacks software that CUDA needs, :class:`GpuUnavailable` if it
-        has the software but the device cannot be opened.
-        """
+        """Opens a device by its name in the configuration. Raises :class:`TierConfigError` if this machine lacks
+        software that CUDA needs, :class:`GpuUnavailable` if it has the software but the device cannot be opened."""
         try:
             gpu = cls(Driver.open(device))
         except CudaMissing as error:

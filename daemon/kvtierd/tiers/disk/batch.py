@@ -16,11 +16,8 @@ from kvtierd.tiers.disk.slab import SlabShape
 
 
 class GroupTable:
-    """A group's committed blocks and the order of their use, in memory.
-
-    The writer changes the table only after its transaction has committed. Other threads may look up slots meanwhile,
-    and verify blocks by checksum.
-    """
+    """A group's committed blocks and the order of their use, in memory. The writer changes the table only after its
+    transaction has committed. Other threads may look up slots meanwhile, and verify blocks by checksum."""
 
     __slots__ = ("_checksums", "_keys", "_slots", "counter", "last_use", "shape")
 
@@ -192,10 +189,8 @@ class Batch:
     def _without_parent(
         self, writes: Sequence[DiskWrite], lost: Set[int], leaving: Set[tuple[GroupId, Key]]
     ) -> set[int]:
-        """Indices of writes that no reader could reach: their parent will not be on disk after this batch.
-
-        ``leaving``: blocks that leave the disk with this batch, unless it writes them.
-        """
+        """Indices of writes that no reader could reach: their parent will not be on disk after this batch. ``leaving``:
+        blocks that leave the disk with this batch, unless it writes them."""
         arriving: set[tuple[GroupId, Key]] = set()
         waiting = [number for number in range(len(writes)) if number not in lost]
         while waiting:  # once, if parents come before their children

@@ -20,16 +20,8 @@ import lmdb
 
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
+from kvtierd.tiers.disk import superblock
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
-from kvtierd.tiers.disk.superblock import (
-    PRIVATE_DIR,
-    PRIVATE_FILE,
-    allocate,
-    io_errors,
-    open_file,
-    refuse_link,
-    sync_directory,
-)
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -91,13 +83,13 @@ def opening(path: Path) -> Iterator[bool]:
     marker = path / OPEN
     with ExitStack() as opened:
         opened.enter_context(_opening)
-        with io_errors(f"cannot open {path}"):
+        with superblock.io_errors(f"cannot open {path}"):
             unclean = marker.exists()
             crashes = _content(marker).count(_TRACE) if unclean else 0
             if crashes >= _MOST_CRASHES:
                 raise DamagedDirectory(path, f"LMDB has ended {crashes} processes that opened it: see {marker}")
             try:
-                fd = open_file(marker, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                fd = superblock.open_file(marker, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             except OSError as error:  # a full disk has no room for a new file
                 _log.warning("crashes are not counted path=%s why=%r", path, str(error))
                 fd = os.open(os.devnull, os.O_WRONLY)
@@ -113,7 +105,7 @@ def opening(path: Path) -> Iterator[bool]:
 
 
 def _content(marker: Path) -> bytes:
-    with open(open_file(marker, os.O_RDONLY), "rb") as file:
+    with open(superblock.open_file(marker, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
@@ -182,18 +174,16 @@ class Index:
 
     @classmethod
     def create(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
-        """Makes an empty index and allocates its whole file, so that no later transaction finds the disk full.
-
-        Raises :class:`TierIOError`.
-        """
-        with io_errors(f"cannot create {path}"), _lmdb_errors(f"cannot create {path}"):
-            path.mkdir(PRIVATE_DIR)
-            (path / DATA).touch(PRIVATE_FILE)
-            (path / _LOCK).touch(PRIVATE_FILE)
+        """Makes an empty index and allocates its whole file, so that no later transaction finds the disk full. Raises
+        :class:`TierIOError`."""
+        with superblock.io_errors(f"cannot create {path}"), _lmdb_errors(f"cannot create {path}"):
+            path.mkdir(superblock.PRIVATE_DIR)
+            (path / DATA).touch(superblock.PRIVATE_FILE)
+            (path / _LOCK).touch(superblock.PRIVATE_FILE)
             index = cls(path, groups, map_bytes)
             index.close()
-            allocate(path / DATA, map_bytes)
-            sync_directory(path)
+            superblock.allocate(path / DATA, map_bytes)
+            superblock.sync_directory(path)
 
     @classmethod
     def open(cls, path: Path, groups: Sequence[GroupId], map_bytes: int, *, durable: bool = False) -> Self:
@@ -203,9 +193,9 @@ class Index:
         A short file is refused here: LMDB reads through a mapping, and a read past the end of the file is a SIGBUS.
         """
         data = path / DATA
-        with io_errors(f"cannot open {path}"):
+        with superblock.io_errors(f"cannot open {path}"):
             for each in (path, data, path / _LOCK, path / OPEN):  # LMDB itself opens through links
-                refuse_link(each)
+                superblock.refuse_link(each)
         if not data.is_file() or data.stat().st_size < map_bytes:
             raise DamagedDirectory(path, f"{DATA} is missing or shorter than {map_bytes} bytes")
         try:
@@ -275,7 +265,7 @@ class Index:
             map_size=self._map_bytes,
             max_dbs=4 * len(self._ids),
             max_readers=8,
-            mode=PRIVATE_FILE,
+            mode=superblock.PRIVATE_FILE,
             writemap=False,  # with writemap, a full disk is a SIGBUS
             # Unless durable, a commit syncs the transaction's pages, but its head only with the next commit or by
             # sync(): half the wait. A kill loses nothing. A crash of the system may undo the last transaction as a

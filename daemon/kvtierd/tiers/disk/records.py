@@ -119,10 +119,8 @@ def _is_whole(value: bytes, key: bytes = b"") -> bool:
 
 
 def restated(key: Key, value: bytes, traits: Traits) -> bytes:
-    """``record`` with the priority, duration and deadline of ``traits``; its label stays.
-
-    A record with a broken seal stays as it is: a new seal would make it valid.
-    """
+    """``record`` with the priority, duration and deadline of ``traits``; its label stays. A record with a broken seal
+    stays as it is: a new seal would make it valid."""
     if not _is_whole(value, key):
         return value
     body, ending = value[_SEAL_BYTES:], struct.pack("<IQ", traits.duration_ms, traits.deadline_ns)
@@ -131,10 +129,8 @@ def restated(key: Key, value: bytes, traits: Traits) -> bytes:
 
 
 def decode_records(keys: Sequence[Key], values: Sequence[bytes]) -> NDArray[Any]:
-    """A ``RECORD_DTYPE`` row per value. The value's key is at the same place in ``keys``.
-
-    A value with a broken seal, of another version or of a wrong length becomes a row of zeros: version 0 is invalid.
-    """
+    """A ``RECORD_DTYPE`` row per value. The value's key is at the same place in ``keys``. A value with a broken seal,
+    of another version or of a wrong length becomes a row of zeros: version 0 is invalid."""
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
     rows = np.frombuffer(b"".join(heads), RECORD_DTYPE).copy()
@@ -210,10 +206,8 @@ def sequence_key(sequence: int) -> bytes:
 
 
 def checksum(parts: Sequence[memoryview], key: Key, fingerprint: bytes) -> bytes:
-    """xxh3-128 over the padded record, the key and the cache's fingerprint: 16 bytes.
-
-    With key and fingerprint, intact bytes of another block or another model do not pass.
-    """
+    """xxh3-128 over the padded record, the key and the cache's fingerprint: 16 bytes. With key and fingerprint, intact
+    bytes of another block or another model do not pass."""
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)

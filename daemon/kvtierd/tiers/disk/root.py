@@ -31,25 +31,14 @@ from typing import Any, Final, Self
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtierd.core.ids import GroupId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError, TierError, TierIOError
+from kvtierd.tiers.disk import superblock
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.slab import SlabShape
 from kvtierd.tiers.disk.store import DiskStore, create_files, grow_files, trim_files
-from kvtierd.tiers.disk.superblock import (
-    SET_ASIDE,
-    SUPERBLOCK,
-    DirectoryLock,
-    OtherDirectoryVersion,
-    io_errors,
-    make_private_directory,
-    read_superblock,
-    refuse_link,
-    sync_directory,
-    write_superblock,
-)
 
 LOCK: Final = "LOCK"
 CACHES: Final = "caches"
-_OURS_WHILE_NEW: Final = frozenset({LOCK, SUPERBLOCK + ".new", "lost+found"})
+_OURS_WHILE_NEW: Final = frozenset({LOCK, superblock.SUPERBLOCK + ".new", "lost+found"})
 """Files of an interrupted initialisation, and of a fresh file system."""
 _UNFINISHED: Final = ".new-"
 _REMOVED: Final = ".gone-"
@@ -92,7 +81,7 @@ class DiskRoot:
     """The directory, held by a single process, for any of its threads. Caches are made, opened and removed one at a
     time."""
 
-    def __init__(self, path: Path, lock: DirectoryLock, floor_bytes: int, durable: bool) -> None:
+    def __init__(self, path: Path, lock: superblock.DirectoryLock, floor_bytes: int, durable: bool) -> None:
         self._path = path
         self._lock = lock
         self._floor_bytes = floor_bytes
@@ -111,13 +100,13 @@ class DiskRoot:
         :class:`DamagedDirectory` (nothing was touched), :class:`TierConfigError` (less than the floor is free for a new
         directory), :class:`TierIOError`.
         """
-        with io_errors(f"cannot open {path}"):
+        with superblock.io_errors(f"cannot open {path}"):
             new = _is_new(path)
             floor = _floor(path) if floor_bytes is None else floor_bytes
             if new:
                 _require_room(path, 0, floor)
-                make_private_directory(path)
-            lock = DirectoryLock.take(path / LOCK)
+                superblock.make_private_directory(path)
+            lock = superblock.DirectoryLock.take(path / LOCK)
             try:
                 root = cls(path, lock, floor, durable)
                 root._prepare()
@@ -132,12 +121,12 @@ class DiskRoot:
 
     def note_opening(self, name: str) -> None:
         with suppress(OSError):  # the note is only an order in which caches give way
-            os.utime(self.directory_of(name) / SUPERBLOCK)
+            os.utime(self.directory_of(name) / superblock.SUPERBLOCK)
 
     def last_openings(self) -> dict[str, float]:
         """The time of each cache's last noted opening, by name."""
         with suppress(OSError):
-            return {path.name: (path / SUPERBLOCK).stat().st_mtime for path in self._directories()}
+            return {path.name: (path / superblock.SUPERBLOCK).stat().st_mtime for path in self._directories()}
         return {}
 
     def caches(self) -> list[StoredCache]:
@@ -176,16 +165,16 @@ class DiskRoot:
             _require_room(self._path, wanted, self._floor_bytes)
 
             unfinished = final.with_name(_UNFINISHED + name)
-            with io_errors(f"cannot create {final}"):
+            with superblock.io_errors(f"cannot create {final}"):
                 try:
-                    make_private_directory(unfinished)
+                    superblock.make_private_directory(unfinished)
                     create_files(unfinished, block.shapes, block.map_bytes)
-                    write_superblock(unfinished, "cache", _encode(block))
+                    superblock.write_superblock(unfinished, "cache", _encode(block))
                     unfinished.rename(final)
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                sync_directory(final.parent)
+                superblock.sync_directory(final.parent)
             store = self.open_cache(name)
             store.recover()
             return store
@@ -206,20 +195,17 @@ class DiskRoot:
                 self._path, sum(max(0, more) for more in growth) + map_bytes - before.map_bytes, self._floor_bytes
             )
             shapes = before.shapes
-            with io_errors(f"cannot resize {directory}"):
+            with superblock.io_errors(f"cannot resize {directory}"):
                 try:
                     grow_files(directory, after.shapes, map_bytes)
-                    write_superblock(directory, "cache", _encode(after))
+                    superblock.write_superblock(directory, "cache", _encode(after))
                     shapes = after.shapes
                 finally:
                     trim_files(directory, shapes)
 
     def open_cache(self, name: str) -> DiskStore:
-        """The store of a stored cache, to be recovered before use.
-
-        Raises :class:`TierConfigError` (the cache does not exist, or is open already), :class:`DamagedDirectory`,
-        :class:`TierIOError`.
-        """
+        """The store of a stored cache, to be recovered before use. Raises :class:`TierConfigError` (the cache does not
+        exist, or is open already), :class:`DamagedDirectory`, :class:`TierIOError`."""
         with self._changing:
             earlier = self._stores.get(name)
             if earlier and not earlier.closed:
@@ -234,14 +220,12 @@ class DiskRoot:
             return store
 
     def remove(self, name: str) -> None:
-        """Deletes a stored cache, sound or damaged, after closing its store. Does nothing if there is no cache.
-
-        After a crash during the call, the cache is whole, or gone at the next start. Raises :class:`TierIOError`.
-        """
+        """Deletes a stored cache, sound or damaged, after closing its store. Does nothing if there is no cache. After a
+        crash during the call, the cache is whole, or gone at the next start. Raises :class:`TierIOError`."""
         if not _NAME.fullmatch(name):
             raise TierConfigError("name", name, "the name of a stored cache")
         directory = self._path / CACHES / name
-        with self._changing, io_errors(f"cannot remove {directory}"):
+        with self._changing, superblock.io_errors(f"cannot remove {directory}"):
             store = self._stores.pop(name, None)
             if store is not None:
                 store.close()
@@ -251,7 +235,7 @@ class DiskRoot:
             if gone.exists():
                 _delete(gone)
             directory.rename(gone)
-            sync_directory(directory.parent)
+            superblock.sync_directory(directory.parent)
             _delete(gone)
 
     def close(self) -> None:
@@ -262,10 +246,10 @@ class DiskRoot:
 
     def _prepare(self) -> None:
         """Finishes an interrupted initialisation, creation or removal."""
-        if read_superblock(self._path, "disk") is None:
-            write_superblock(self._path, "disk", {})
-        refuse_link(self._path / CACHES)
-        make_private_directory(self._path / CACHES)
+        if superblock.read_superblock(self._path, "disk") is None:
+            superblock.write_superblock(self._path, "disk", {})
+        superblock.refuse_link(self._path / CACHES)
+        superblock.make_private_directory(self._path / CACHES)
         for pattern in (_UNFINISHED, _REMOVED):
             for leftover in (self._path / CACHES).glob(pattern + "*"):
                 _delete(leftover)
@@ -273,14 +257,14 @@ class DiskRoot:
 
         for directory in self._directories():
             try:
-                read_superblock(directory, "cache")
-            except OtherDirectoryVersion as error:
+                superblock.read_superblock(directory, "cache")
+            except superblock.OtherDirectoryVersion as error:
                 aside, number = directory.with_name(f"{_ASIDE}{directory.name}"), 1
                 while aside.exists():
                     number += 1
                     aside = directory.with_name(f"{_ASIDE}{directory.name}.{number}")
                 directory.rename(aside)
-                sync_directory(directory.parent)
+                superblock.sync_directory(directory.parent)
                 self.taken_away.add(directory.name)
                 _log.warning("a cache is set aside name=%s why=%r kept_as=%s", directory.name, error.why, aside)
             except TierError:
@@ -299,10 +283,10 @@ def _is_new(path: Path) -> bool:
         raise ForeignDirectory(path, "is not a directory")
     # Listed before the superblock is read: another daemon may be taking the directory meanwhile.
     foreign = sorted(set(os.listdir(path)) - _OURS_WHILE_NEW)
-    if read_superblock(path, "disk") is not None:
+    if superblock.read_superblock(path, "disk") is not None:
         return False
-    if foreign and SET_ASIDE not in foreign:
-        raise ForeignDirectory(path, f"is not empty (it has {foreign[0]!r}) and has no kvtier {SUPERBLOCK}")
+    if foreign and superblock.SET_ASIDE not in foreign:
+        raise ForeignDirectory(path, f"is not empty (it has {foreign[0]!r}) and has no kvtier {superblock.SUPERBLOCK}")
     return not foreign
 
 
@@ -322,11 +306,11 @@ def _delete(directory: Path) -> None:
 
 
 def _read_cache(directory: Path) -> _CacheBlock:
-    with io_errors(f"cannot open {directory}"):
-        refuse_link(directory)
-    content = read_superblock(directory, "cache")
+    with superblock.io_errors(f"cannot open {directory}"):
+        superblock.refuse_link(directory)
+    content = superblock.read_superblock(directory, "cache")
     if content is None:
-        raise DamagedDirectory(directory, f"has no {SUPERBLOCK}")
+        raise DamagedDirectory(directory, f"has no {superblock.SUPERBLOCK}")
     try:
         spec = CacheSpec.from_dict(content["spec"])
         slots = {GroupId(group): int(count) for group, count in enumerate(content["slots"])}
@@ -334,9 +318,9 @@ def _read_cache(directory: Path) -> _CacheBlock:
         options = dict(content["options"])
         block = _CacheBlock(StoredCache(content["name"], spec, slots, options), int(content["index_bytes"]))
     except (KeyError, TypeError, ValueError, SpecError, TierConfigError) as error:
-        raise DamagedDirectory(directory, f"its {SUPERBLOCK} makes no sense: {error!r}") from error
+        raise DamagedDirectory(directory, f"its {superblock.SUPERBLOCK} makes no sense: {error!r}") from error
     if block.cache.name != directory.name:
-        raise DamagedDirectory(directory, f"its {SUPERBLOCK} is of cache {block.cache.name!r}")
+        raise DamagedDirectory(directory, f"its {superblock.SUPERBLOCK} is of cache {block.cache.name!r}")
     if content.get("fingerprint") != spec.fingerprint().hex():
         raise DamagedDirectory(directory, "its specification does not have the fingerprint it was made with")
     return block

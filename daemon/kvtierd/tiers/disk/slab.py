@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
-from kvtierd.tiers.disk.superblock import PRIVATE_FILE, NotAFile, io_errors, open_file
+from kvtierd.tiers.disk.superblock import NotAFile, allocate, io_errors, open_file
 
 MAX_PARTS: Final = 1024
 """Most buffers that Linux takes in one vectored call (IOV_MAX)."""
@@ -29,11 +29,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class SlabShape:
-    """A group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
-
-    ``chained``: no block is stored, or recovered, without its parent. In other groups blocks are usable without
-    ancestors.
-    """
+    """A group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each. ``chained``: no block is stored,
+    or recovered, without its parent. In other groups blocks are usable without ancestors."""
 
     record_bytes: int
     slots: int
@@ -62,12 +59,7 @@ Moving = Future[list[int]]
 def create_slab(path: Path, shape: SlabShape) -> None:
     """Makes a slab's file. Raises :class:`TierIOError`; ENOSPC if the disk has less room than it reported."""
     with io_errors(f"cannot create {path}"):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
-        try:
-            os.posix_fallocate(fd, 0, shape.nbytes)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        allocate(path, shape.nbytes, os.O_CREAT | os.O_EXCL)
 
 
 class Slab:
@@ -81,9 +73,7 @@ class Slab:
     @classmethod
     def open(cls, path: Path, shape: SlabShape) -> Self:
         """Opens a slab. Missing parts of the file are allocated anew; they read as zeros, which fail every checksum.
-
-        Raises :class:`DamagedDirectory` if there is no file, :class:`TierIOError`.
-        """
+        Raises :class:`DamagedDirectory` if there is no file, :class:`TierIOError`."""
         with io_errors(f"cannot open {path}"):
             try:
                 fd = _open_direct(path)

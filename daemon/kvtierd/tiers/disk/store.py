@@ -33,11 +33,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Begun:
-    """A batch whose bytes are on their way to the disk, from :meth:`DiskStore.begin`.
-
-    ``moving``: threads that write; their results are indices into ``writes``. ``sync_failures``: number of failed syncs
-    when the batch began.
-    """
+    """A batch whose bytes are on their way to the disk, from :meth:`DiskStore.begin`. ``moving``: threads that write;
+    their results are indices into ``writes``. ``sync_failures``: number of failed syncs when the batch began."""
 
     writes: Sequence[DiskWrite]
     checksums: Sequence[bytes]
@@ -131,10 +128,8 @@ class DiskStore:
         *,
         durable: bool = False,
     ) -> Self:
-        """Opens the files of :func:`create_files`. Raises :class:`DamagedDirectory`, :class:`TierIOError`.
-
-        ``durable``: no crash of the system undoes a call that has returned; else a crash may undo the last transaction.
-        """
+        """Opens the files of :func:`create_files`. Raises :class:`DamagedDirectory`, :class:`TierIOError`. ``durable``:
+        no crash of the system undoes a call that has returned; else a crash may undo the last transaction."""
         with ExitStack() as opened:
             slabs: dict[GroupId, Slab] = {}
             for group, shape in shapes.items():

@@ -56,10 +56,8 @@ def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> Non
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
-    """The content of a superblock; None if there is no file.
-
-    Raises :class:`DamagedDirectory` for a damaged superblock, with the remedy if the directory can do without it.
-    """
+    """The content of a superblock; None if there is no file. Raises :class:`DamagedDirectory` for a damaged superblock,
+    with the remedy if the directory can do without it."""
     try:
         return _read(directory, kind)
     except DamagedDirectory as error:
@@ -169,14 +167,12 @@ def exposure(directory: Path) -> str | None:
     return f"others may write to {directory}: it has the mode {mode:04o} and belongs to uid {status.st_uid}"
 
 
-def allocate(path: Path, nbytes: int) -> None:
-    """Allocates the first ``nbytes`` of a file, without a change to its content. Raises OSError."""
-    fd = open_file(path, os.O_RDWR)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def allocate(path: Path, nbytes: int, flags: int = 0) -> None:
+    """Allocates the first ``nbytes`` of a file, without a change to its content. ``flags``: of the open. Raises
+    OSError."""
+    with open(open_file(path, os.O_RDWR | flags), "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        os.fsync(file)
 
 
 def refuse_link(path: Path) -> None:
@@ -210,10 +206,8 @@ def make_private_directory(path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replaces the content of a file. After a crash ``path`` has either its former content or all of ``content``.
-
-    The former content stays beside it as ``.new``, to be overwritten the next time, so that a full disk has room.
-    """
+    """Replaces the content of a file. After a crash ``path`` has either its former content or all of ``content``. The
+    former content stays beside it as ``.new``, to be overwritten the next time, so that a full disk has room."""
     temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
     fd = open_file(temporary, os.O_WRONLY | os.O_CREAT)
     if os.fstat(fd).st_nlink > 1:  # after a crash of the system it may be the same file as ``path``

@@ -45,10 +45,8 @@ class Counts:
 
 
 class Guarded:
-    """A store behind a circuit for all calls, and a circuit each for gets, puts and deletes.
-
-    A call that an open circuit turns away raises :class:`RemoteUnavailable`.
-    """
+    """A store behind a circuit for all calls, and a circuit each for gets, puts and deletes. A call that an open
+    circuit turns away raises :class:`RemoteUnavailable`."""
 
     def __init__(
         self,

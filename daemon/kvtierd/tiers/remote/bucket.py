@@ -23,17 +23,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from kvtierd.tiers.remote.base import (
-    ABSENT,
-    FAILED,
-    UNANSWERED,
-    Listed,
-    RemoteError,
-    RemoteFull,
-    RemoteRefused,
-    RemoteStore,
-    RemoteUnavailable,
-)
+from kvtierd.tiers.remote import base
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore, RetryConfig  # names of its type stubs
@@ -56,10 +46,10 @@ _OF_STORE: Final = ("401", "407", "429", "503")
 """Status codes that concern the store, not an object."""
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _ERRNO: Final = re.compile(r"\(os error (\d{1,3})\)")
-_MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[RemoteError]]]] = (
-    (re.compile(r"status code: 507\b|QuotaExceeded|StorageFull|os error (28|122)\b"), RemoteFull),
-    (re.compile(r"status code: (408|429)\b"), RemoteUnavailable),
-    (re.compile(r"status code: 4|Received redirect|BadScheme|os error (1|2|13|20|21|30|36)\b"), RemoteRefused),
+_MEANINGS: Final[Sequence[tuple[re.Pattern[str], type[base.RemoteError]]]] = (
+    (re.compile(r"status code: 507\b|QuotaExceeded|StorageFull|os error (28|122)\b"), base.RemoteFull),
+    (re.compile(r"status code: (408|429)\b"), base.RemoteUnavailable),
+    (re.compile(r"status code: 4|Received redirect|BadScheme|os error (1|2|13|20|21|30|36)\b"), base.RemoteRefused),
 )
 """Maps the text of obstore's errors to the contract's; the first match counts."""
 _REASONS: Final = (
@@ -91,13 +81,13 @@ class Bucket:
 
     async def begins(self, names: Sequence[str], nbytes: int) -> Sequence[bytes]:
         found = await self._each([_settled(self._begin(name, nbytes)) for name in names])
-        refused = [b"" if isinstance(begin, RemoteError) and begin.of_object else begin for begin in found]
+        refused = [b"" if isinstance(begin, base.RemoteError) and begin.of_object else begin for begin in found]
         return [begin if isinstance(begin, bytes) else b"" for begin in _some(refused)]
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[base.RemoteError | None]:
         ends = await self._each([_settled(self._put(*pair)) for pair in zip(names, objects, strict=True)])
         for end in ends:
-            if isinstance(end, RemoteFull):
+            if isinstance(end, base.RemoteFull):
                 raise end
         return _some(ends)
 
@@ -106,14 +96,14 @@ class Bucket:
             if end is not None:
                 raise end
 
-    async def listing(self, prefix: str) -> AsyncIterator[Listed]:
+    async def listing(self, prefix: str) -> AsyncIterator[base.Listed]:
         folder = prefix.rpartition("/")[0]  # obstore wants whole parts of a name
         obstacle = cache(self._obstacle)
         async with self._request("list"):
             async for page in obstore.list(self._store, folder or None, chunk_size=_PAGE):
                 for meta in page:
                     if meta["path"].startswith(prefix) and obstacle(meta["path"].rpartition("/")[0]) is None:
-                        yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                        yield base.Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     async def close(self) -> None:
         del self._store
@@ -134,7 +124,7 @@ class Bucket:
                     return found.meta["size"]
                 body = memoryview(await found.bytes_async())
             except FileNotFoundError:
-                return ABSENT
+                return base.ABSENT
         into[: len(body)] = body
         return len(body)
 
@@ -183,7 +173,7 @@ class Bucket:
         """Waits for a free request, and turns obstore's errors into the contract's."""
         if (obstacle := self._obstacle(name)) is not None:  # obstore would follow a link, and wait for a FIFO
             says = f"{self._shown}: {request}: {obstacle} is not a regular file"
-            raise RemoteRefused(says, of_object=True)
+            raise base.RemoteRefused(says, of_object=True)
         async with self._requests:
             try:
                 yield
@@ -195,37 +185,34 @@ class Bucket:
                 raise error(f"{self._shown}: {request}: {reason}", of_object=of_object) from None
 
 
-async def _settled(call: Coroutine[None, None, _T]) -> _T | RemoteError:
+async def _settled(call: Coroutine[None, None, _T]) -> _T | base.RemoteError:
     """The result of a call, or the error that it raised."""
     try:
         return await call
-    except RemoteError as failed:
+    except base.RemoteError as failed:
         return failed
 
 
-def _size(found: int | RemoteError) -> int:
-    if isinstance(found, RemoteError):
-        return FAILED if found.of_object else UNANSWERED
+def _size(found: int | base.RemoteError) -> int:
+    if isinstance(found, base.RemoteError):
+        return base.FAILED if found.of_object else base.UNANSWERED
     return found
 
 
-def _some(found: Sequence[_T | RemoteError]) -> Sequence[_T | RemoteError]:
+def _some(found: Sequence[_T | base.RemoteError]) -> Sequence[_T | base.RemoteError]:
     """The results, some of which may be errors. Raises the first error if all are errors."""
     for error in found:
-        if not isinstance(error, RemoteError):
+        if not isinstance(error, base.RemoteError):
             return found
     for error in found:
-        assert isinstance(error, RemoteError)
+        assert isinstance(error, base.RemoteError)
         raise error
     return found
 
 
-def open_bucket(url: str) -> RemoteStore:
-    """The bucket or the directory of a URL that ``opening.py`` has checked.
-
-    Raises:
-        ValueError: The environment lacks the account or the endpoint.
-    """
+def open_bucket(url: str) -> base.RemoteStore:
+    """The bucket or the directory of a URL that ``opening.py`` has checked. Raises ValueError if the environment lacks
+    the account or the endpoint."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return Bucket(from_url(url), url, Path(unquote(parts.path)))
@@ -280,10 +267,10 @@ def _stay_on_hosts(scheme: str) -> None:
     nobody.detach()  # stays bound while the process lives, and never listens
 
 
-def _meaning(failed: BaseError | OSError) -> tuple[type[RemoteError], str]:
+def _meaning(failed: BaseError | OSError) -> tuple[type[base.RemoteError], str]:
     """The contract's error for an error of obstore, and its reason without any text of the request."""
     text = str(failed)
-    error = next((error for pattern, error in _MEANINGS if pattern.search(text)), RemoteUnavailable)
+    error = next((error for pattern, error in _MEANINGS if pattern.search(text)), base.RemoteUnavailable)
     if status := _STATUS.search(text):
         code = _CODE.search(text)
         return error, f"it answered {status[1]}" + (f" {code[1]}" if code else "")

@@ -15,16 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from kvtierd.tiers.remote.base import (
-    ABSENT,
-    FAILED,
-    Listed,
-    RemoteError,
-    RemoteFull,
-    RemoteRefused,
-    RemoteStore,
-    RemoteUnavailable,
-)
+from kvtierd.tiers.remote import base
 from kvtierd.tiers.remote.process import Hosting
 from kvtierd.tiers.remote.urls import mooncake_settings
 
@@ -42,13 +33,13 @@ _TOO_LONG: Final = -600
 _ABSENT: Final = frozenset({-703, -704, -707})
 """Codes of an object that is incomplete, absent, or was evicted during the read."""
 _OF_OBJECT: Final = frozenset({-400, _TOO_LONG})
-_ERRORS: Final[Mapping[int, tuple[type[RemoteError], str]]] = {
-    -200: (RemoteFull, "it has no room"),
-    -400: (RemoteRefused, "it refuses the key"),
-    _TOO_LONG: (RemoteRefused, "it refuses the object"),
-    -800: (RemoteUnavailable, "the transfer failed"),
-    _MASTER_GONE: (RemoteUnavailable, "its master cannot be reached"),
-    -901: (RemoteUnavailable, "its master does not answer"),
+_ERRORS: Final[Mapping[int, tuple[type[base.RemoteError], str]]] = {
+    -200: (base.RemoteFull, "it has no room"),
+    -400: (base.RemoteRefused, "it refuses the key"),
+    _TOO_LONG: (base.RemoteRefused, "it refuses the object"),
+    -800: (base.RemoteUnavailable, "the transfer failed"),
+    _MASTER_GONE: (base.RemoteUnavailable, "its master cannot be reached"),
+    -901: (base.RemoteUnavailable, "its master does not answer"),
 }
 
 
@@ -90,21 +81,21 @@ class Mooncake:
             begins.append(bytes(whole[: min(nbytes, max(size, 0))]))
         return begins
 
-    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[RemoteError | None]:
+    async def put(self, names: Sequence[str], objects: Sequence[bytes]) -> Sequence[base.RemoteError | None]:
         start = 0
         for data in objects:
             self._room[start : start + len(data)] = data
             start += len(data)
         sizes = [len(data) for data in objects]
         some = self._some(self._store.batch_put_from(self._keys(names), self._places(sizes), sizes), "put")
-        why = RemoteRefused(f"{self._shown}: put: it refuses the object", of_object=True)
-        return [why if code == FAILED else None for code in some]
+        why = base.RemoteRefused(f"{self._shown}: put: it refuses the object", of_object=True)
+        return [why if code == base.FAILED else None for code in some]
 
     async def delete(self, names: Sequence[str]) -> None:
         self._counts(self._store.batch_remove(self._keys(names), True), "delete")
 
-    def listing(self, prefix: str) -> AsyncIterator[Listed]:
-        raise RemoteRefused(f"{self._shown}: Mooncake does not list its objects")
+    def listing(self, prefix: str) -> AsyncIterator[base.Listed]:
+        raise base.RemoteRefused(f"{self._shown}: Mooncake does not list its objects")
 
     async def close(self) -> None:
         """Does nothing: the connection ends with the process."""
@@ -133,19 +124,19 @@ class Mooncake:
         """Mooncake's counts of bytes or objects. Raises the error of the first error code."""
         for code in codes:
             if code < 0 and code not in _ABSENT:
-                error, reason = _ERRORS.get(code, (RemoteUnavailable, f"it answered {code}"))
+                error, reason = _ERRORS.get(code, (base.RemoteUnavailable, f"it answered {code}"))
                 raise error(f"{self._shown}: {verb}: {reason}", of_object=code in _OF_OBJECT)
-        return [max(code, ABSENT) for code in codes]
+        return [max(code, base.ABSENT) for code in codes]
 
     def _some(self, codes: Sequence[int], verb: str) -> list[int]:
         """Like :meth:`_counts`, but with ``FAILED`` for errors of single objects, unless all objects failed."""
         bad = {code for code in codes if code in _OF_OBJECT}
         if bad and len(bad) == len(set(codes)):
             self._counts(codes, verb)
-        return [FAILED if code in bad else self._counts([code], verb)[0] for code in codes]
+        return [base.FAILED if code in bad else self._counts([code], verb)[0] for code in codes]
 
 
-def open_mooncake(url: str) -> RemoteStore:
+def open_mooncake(url: str) -> base.RemoteStore:
     """Connects to the store of a URL. Raises ImportError, RemoteError."""
     from mooncake.store import MooncakeDistributedStore
 

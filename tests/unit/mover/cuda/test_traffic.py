@@ -16,12 +16,7 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.page_locks import Chunk
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.mover.cuda.plan import Direction, SegmentLocks
-from kvtierd.mover.cuda.traffic import (
-    Hazards,
-    Passage,
-    Touched,
-    Traffic,
-)
+from kvtierd.mover.cuda.traffic import Hazards, Passage, Touched, Traffic
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
 from tests.fake_cuda import load_fake
