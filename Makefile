@@ -7,7 +7,7 @@ GPU_PYTHON ?= python3
 
 .PHONY: help
 help:
-	@echo "make demo       real LLM traffic through three tiers, then vLLM if ENGINES=DIR has it"
+	@echo "make demo       real LLM traffic through three tiers, then vLLM if ENGINES=DIR has it; sets up .venv-demo alone"
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
 	@echo "make test-engines  kvtier in real engines on the CPU; ENGINES=DIR takes their environment from there"
@@ -118,9 +118,17 @@ deb:
 image:
 	buildah build -f deploy/Containerfile -t kvtier:0.1.0 .
 
+# The demo needs the daemon alone, a tenth of what the tests need.
+DEMO := .venv-demo
+
+$(DEMO)/.stamp: pyproject.toml .ci/venv.sh
+	@echo "kvtier: installing into $(DEMO)"
+	@bash .ci/venv.sh $(DEMO) -e '.[daemon]'
+	@touch $@
+
 .PHONY: demo
-demo: .venv/.stamp
-	@$(PYTHON) examples/demo.py
+demo: $(DEMO)/.stamp
+	@$(DEMO)/bin/python examples/demo.py
 	@if [ -x "$(ENGINES)/bin/vllm" ] && [ -x "$(ENGINES)/bin/kvtierd" ]; then \
 	    echo && "$(ENGINES)/bin/python" examples/vllm_two_engines.py; \
 	else \
@@ -129,5 +137,5 @@ demo: .venv/.stamp
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-docs .venv-engines .venv-stubs .site .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-demo .venv-docs .venv-engines .venv-stubs .site .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client daemon tests examples .ci -name __pycache__ -type d -prune -exec rm -rf {} +

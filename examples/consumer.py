@@ -26,7 +26,7 @@ async def follow(client: kvtier.AsyncClient, cache: str, blocks: dict[bytes, int
 
 
 async def main(cache: str, address: str | None = None) -> None:
-    async with await kvtier.connect(address, wait=60) as client:
+    async with kvtier.connect(address, wait=60) as client:
         await follow(client, cache, {})
 
 

@@ -15,7 +15,7 @@ SPEC = kvtier.CacheSpec.single("toy-7b", "float16", tokens_per_block=16, layers=
 
 
 async def main(address: str | None = None) -> None:
-    async with await kvtier.connect(address) as client:
+    async with kvtier.connect(address) as client:
         cache = await client.open_cache("gpu-slots", SPEC)
         keys = kvtier.chain_keys(range(64), SPEC.tokens_per_block)  # 64 tokens are four blocks
 

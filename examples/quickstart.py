@@ -21,7 +21,7 @@ BUDGETS = {kvtier.Tier.DEVICE: 16 << 20, kvtier.Tier.HOST: 32 << 20}  # bytes of
 async def tour(address: str) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 32_000, 100)
-    async with await kvtier.connect(address) as client:
+    async with kvtier.connect(address) as client:
         cache = await client.open_cache("quickstart", SPEC, budgets=BUDGETS)
         watch = client.watch(oldest=True, caches=["quickstart"])
 

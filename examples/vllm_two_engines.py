@@ -154,7 +154,7 @@ async def run(model: Mapping[str, Any]) -> str:
             if how == "from disk":
                 await daemon.stop()
                 await daemon.start()
-            async with engine(model, daemon.address) as answer, await connect(daemon.address) as client:
+            async with engine(model, daemon.address) as answer, connect(daemon.address) as client:
                 known = f"{answer.cached:5} of {answer.tokens} tokens cached"
                 print(f"{how:12} {known}, first token after {answer.first_s * 1e3:.0f} ms", flush=True)
                 if not await stored(client, answer.blocks):

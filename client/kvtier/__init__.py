@@ -1,6 +1,6 @@
 """kvtier: client of the daemon that keeps LLM engines' KV cache in tiers of GPU, CPU and disk memory.
 
-    async with await kvtier.connect() as client:
+    async with kvtier.connect() as client:
         cache = await client.open_cache("llama", spec)
         keys = kvtier.chain_keys(token_ids, spec.tokens_per_block)
         await cache.put(keys, blocks)
@@ -14,25 +14,25 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-from pathlib import Path
-from typing import Any
+import ast as _ast
+import importlib as _importlib
+from pathlib import Path as _Path
+from typing import Any as _Any
 
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_STUB = _ast.parse(_Path(__file__).with_suffix(".pyi").read_text())
 _MODULES = {
-    alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    alias.name: str(node.module) for node in _STUB.body if isinstance(node, _ast.ImportFrom) for alias in node.names
 }
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    value = getattr(_importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

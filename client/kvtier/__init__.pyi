@@ -54,7 +54,7 @@ from kvtier.mirror import (
     rank_mirrors as rank_mirrors,
 )
 from kvtier.retention import Retention as Retention, TokenRange as TokenRange
-from kvtier.sync import Client as Client
+from kvtier.sync import Client as Client, SyncCache as SyncCache
 from kvtier.transport import TlsFiles as TlsFiles
 from kvtier.types import (
     BlockResult as BlockResult,

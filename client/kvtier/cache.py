@@ -19,10 +19,10 @@ from kvtier.memory.gpu import Fence, Stream, fence_over
 from kvtier.reading import Reader
 from kvtier.session import Session
 from kvtier.transport import Link
-from kvtier.types import BlockResult, CacheInfo, CacheOptions, LeaseTicket, ReadTicket, Tier, WriteTicket
+from kvtier.types import AnyTier, BlockResult, CacheInfo, CacheOptions, LeaseTicket, ReadTicket, Tier, WriteTicket
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs
-from kvtier.wire import MAX_COUNT, Budgets, Held
+from kvtier.wire import MAX_COUNT, Budgets, Held, as_tier
 
 
 class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVerbs):
@@ -104,9 +104,10 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
         lost."""
         return self._session.number
 
-    def slots(self, tier: Tier) -> int:
+    def slots(self, tier: AnyTier) -> int:
         """Capacity of a tier in blocks; 0 if the cache lacks the tier."""
-        return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
+        place = as_tier(tier)
+        return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is place), 0)
 
     def prompt(
         self,
@@ -131,7 +132,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
+    def reserve(self, count: int, tier: AnyTier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
         """``count`` blank slots, all or nothing: ``async with cache.reserve(4) as lease``. Waits while room can be
         made. Raises :class:`TierFull` at once if all slots that are not held could not suffice."""
         return Held(lambda: self._reserve(count, tier, timeout), self.release)
@@ -227,7 +228,7 @@ class Cache(ChainVerbs[ReadLease, Blocks, list[BlockResult], list[Any]], GroupVe
             message = f"cache {self.name}: its {tier} tier is not mapped ({why}): slots cannot be filled here; put can"
             raise CallerError(message, reason="CANNOT_MAP")
 
-    async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
+    async def _reserve(self, count: int, tier: AnyTier | None, timeout: float | None) -> WriteLease:
         require_within("count", count, 1, MAX_COUNT, "1 or more")
         self._require_writable()
         place = self.lease_tier(tier)

@@ -26,6 +26,7 @@ from kvtier.memory.gpu import Fence, Stream
 from kvtier.session import DEFAULT_PATIENCE_S, Session
 from kvtier.transport import Link, Stubs, TlsFiles
 from kvtier.types import (
+    AnyTier,
     CacheInfo,
     CacheOptions,
     Cause,
@@ -51,7 +52,7 @@ LOG_END_S: Final = 0.25
 """Seconds without events after which the log counts as read to its end."""
 
 
-async def connect(
+def connect(
     address: str | os.PathLike[str] | None = None,
     *,
     tls: TlsFiles | None = None,
@@ -59,8 +60,9 @@ async def connect(
     timeout: float = DEFAULT_TIMEOUT_S,
     wait: float = 0.0,
     patience: float = DEFAULT_PATIENCE_S,
-) -> AsyncClient:
-    """Connects to the daemon whose runtime directory is ``address``: ``async with await kvtier.connect() as client``.
+) -> wire.Held[AsyncClient]:
+    """Connects to the daemon whose runtime directory is ``address``: ``async with kvtier.connect() as client``, or
+    ``client = await kvtier.connect()``.
 
     Args:
         address: default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``host:port`` or ``tcp://host:port`` connects over
@@ -75,9 +77,13 @@ async def connect(
     require_within("patience", patience, 0.01, MAX_TIMEOUT_S, f"0.01 to {MAX_TIMEOUT_S:g} seconds")
     require_within("wait", wait, 0, math.inf, "0 seconds or more")
     found = os.fspath(address) if address is not None else protocol.default_address()
-    session = Session(found, tls, insecure=insecure, wait=wait, patience=patience)
-    await session.open()
-    return AsyncClient(session, timeout)
+
+    async def opened() -> AsyncClient:
+        session = Session(found, tls, insecure=insecure, wait=wait, patience=patience)
+        await session.open()
+        return AsyncClient(session, timeout)
+
+    return wire.Held(opened, AsyncClient.close)
 
 
 class AsyncClient:
@@ -174,7 +180,7 @@ class AsyncClient:
         since_time_ns: int | None = None,
         types: Collection[EventType] = (),
         causes: Collection[Cause] = (),
-        tiers: Collection[Tier] = (),
+        tiers: Collection[AnyTier] = (),
         caches: Collection[str] = (),
         groups: Collection[int] = (),
         keys: Collection[bytes | str] = (),

@@ -17,16 +17,9 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc.aio import AioRpcError
 
+from kvtier.abi.spec import KvtierError as KvtierError  # noqa: PLC0414  re-exported
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2, common_pb2
-
-
-class KvtierError(Exception):
-    """Base of all errors that kvtier raises on purpose. ``reason`` is stable and machine readable."""
-
-    def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class RetryableError(KvtierError):

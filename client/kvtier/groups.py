@@ -21,9 +21,9 @@ from kvtier.lease import Hold, LeaseBook, Owner, ReadLease
 from kvtier.memory.gpu import Stream
 from kvtier.reading import ChainRead, Reader, verified
 from kvtier.retention import Retention, block_retention
-from kvtier.types import MAPPED_TIERS, BlockResult, Tier
+from kvtier.types import MAPPED_TIERS, AnyTier, BlockResult, Tier
 from kvtier.verbs import PrefixVerbs
-from kvtier.wire import Held, Keys, packed_chains, packed_keys, recompute_to_wire, split_keys
+from kvtier.wire import Held, Keys, as_tier, packed_chains, packed_keys, recompute_to_wire, split_keys
 
 
 class AcrossLease(Hold):
@@ -97,24 +97,25 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         """The cache's tiers, the fastest first."""
         return tuple(info.tier for info in self._binder.binding.info.groups[self.groups[0]].tiers)
 
-    def lease_tier(self, tier: Tier | None = None) -> Tier:
+    def lease_tier(self, tier: AnyTier | None = None) -> Tier:
         """``tier``, or for None the fastest mapped tier, else the fastest mappable tier. Raises
         :class:`InvalidArgument` if the cache lacks that tier or has only disk."""
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
             unmapped = self._binder.unmapped
             return next((each for each in mapped if each not in unmapped), mapped[0])
-        if tier is None or tier not in mapped:
+        place = None if tier is None else as_tier(tier)
+        if place is None or place not in mapped:
             have = " or ".join(str(each) for each in mapped)
             raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
-        return tier
+        return place
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def acquire(
         self,
         keys: Keys,
-        tier: Tier | None = None,
+        tier: AnyTier | None = None,
         *,
         min_blocks: int = 0,
         retention: Retention | None = None,
@@ -145,7 +146,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
     def acquire_many(
         self,
         chains: Iterable[Keys],
-        tier: Tier | None = None,
+        tier: AnyTier | None = None,
         *,
         min_blocks: int = 0,
         retention: Retention | None = None,
@@ -165,7 +166,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
     async def _acquire(
         self,
         packed: Sequence[bytes],
-        tier: Tier | None,
+        tier: AnyTier | None,
         min_blocks: int,
         retention: Retention | None,
         timeout: float | None,
@@ -195,7 +196,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         blocks: Given,
         *,
         parent: bytes | None = None,
-        tier: Tier | None = None,
+        tier: AnyTier | None = None,
         priorities: int | Sequence[int] | None = None,
         retention: Retention | None = None,
         prompt: Prompt | None = None,
@@ -232,7 +233,7 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         keys: Keys,
         out: Given | None = None,
         *,
-        tier: Tier | None = None,
+        tier: AnyTier | None = None,
         verify: bool = False,
         timeout: float | None = None,
     ) -> Got:
@@ -270,20 +271,19 @@ class ChainVerbs(PrefixVerbs, Generic[L, Given, Stored, Got]):
         }
 
     def begin_get(
-        self, packed: bytes, given: Mapping[int, Blocks], tier: Tier | None, *, in_cpu: bool = False
+        self, packed: bytes, given: Mapping[int, Blocks], tier: AnyTier | None, *, in_cpu: bool = False
     ) -> tuple[ChainRead, GroupRows]:
         """Begins a get without a call. Returns the read and the caller's targets. ``in_cpu``: the bytes pass through
         the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
-        if tier is not None:
-            self.lease_tier(tier)
-        reach, count = None if in_cpu else self.reach(tier), len(packed) // KEY_BYTES
+        place = None if tier is None else self.lease_tier(tier)
+        reach, count = None if in_cpu else self.reach(place), len(packed) // KEY_BYTES
         targets = {
             group: buffers.writable(out, count, self.spec.block_bytes(group), reach) for group, out in given.items()
         }
-        return self.reader.begin_all(packed, self.groups, tier, targets), targets
+        return self.reader.begin_all(packed, self.groups, place, targets), targets
 
     async def end_get(
-        self, read: ChainRead, targets: GroupRows, tier: Tier | None, verify: bool, timeout: float | None
+        self, read: ChainRead, targets: GroupRows, tier: AnyTier | None, verify: bool, timeout: float | None
     ) -> dict[int, PrefixRows]:
         """Ends a get after :meth:`begin_get` and its copy: fetches the blocks that the daemon must make ready, and
         verifies if asked."""

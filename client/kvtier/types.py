@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvtier.abi.attention import Needed
 from kvtier.abi.keys import ROOT_PARENT as ROOT_PARENT  # noqa: PLC0414  re-exported
@@ -18,6 +19,13 @@ from kvtier.abi.words import Tier as Tier  # noqa: PLC0414  re-exported
 
 DEFAULT_PRIORITY: Final = 35
 
+
+AnyTier: TypeAlias = Tier | str
+"""A tier, or its name: ``Tier.HOST`` or ``"host"``."""
+AnySize: TypeAlias = int | str
+"""Bytes, or text such as ``64MiB``."""
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECASE)
 
 MAPPED_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 """Tiers whose slots a client can map, the fastest first. Leases exist only in these tiers."""
@@ -72,6 +80,14 @@ def tiers_of(residency: int) -> Iterator[Tier]:
 def fastest(residency: int) -> Tier | None:
     """The fastest tier of a residency set; None for the empty set."""
     return next(tiers_of(residency), None)
+
+
+def parsed_size(text: str) -> int | None:
+    """Converts ``500GiB`` or ``2TB`` to bytes; None for anything else."""
+    if (found := _SIZE.fullmatch(text)) is None:
+        return None
+    power = "KMGTP".index(found[2].upper()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def size(nbytes: float) -> str:

@@ -15,7 +15,7 @@ from kvtier.deadline import Deadline, in_turn
 from kvtier.errors import require_within
 from kvtier.reading import Reader
 from kvtier.retention import each_duration_ms, each_priority
-from kvtier.types import ROOT_PARENT, BlockResult, Tier
+from kvtier.types import ROOT_PARENT, AnyTier, BlockResult
 from kvtier.v1 import blocks_pb2
 
 
@@ -218,7 +218,7 @@ class GroupVerbs(PrefixVerbs):
         return PagedBlocks(self.pages(timeout=timeout))
 
     async def move(
-        self, keys: wire.Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None
+        self, keys: wire.Keys, to: AnyTier, *, dry_run: bool = False, timeout: float | None = None
     ) -> list[BlockResult]:
         """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
 
@@ -229,7 +229,7 @@ class GroupVerbs(PrefixVerbs):
         deadline = self._deadline(timeout)
         request = blocks_pb2.MoveRequest(
             group=self.group,
-            to=wire.tier_to_wire(to),
+            to=wire.tier_to_wire(to, "to"),
             keys=wire.packed_keys(keys),
             timeout_ns=deadline.wait_ns(),
             seq=self._binder.session.next_seq(),
@@ -270,12 +270,12 @@ class GroupVerbs(PrefixVerbs):
         reply = await self._binder.call(lambda stubs: stubs.blocks.SetRetention, request, self._deadline(timeout))
         return [BlockResult(result) for result in reply.results]
 
-    async def pin(self, keys: wire.Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+    async def pin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
         """Keeps READY copies in a tier, even after the client has gone, until each pin is undone or the daemon ends.
         Results: NOT_READY if there is no READY copy, OVER_CAP if too much of the tier is pinned."""
         return await self._pin(keys, tier, False, timeout)
 
-    async def unpin(self, keys: wire.Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+    async def unpin(self, keys: wire.Keys, tier: AnyTier, *, timeout: float | None = None) -> list[BlockResult]:
         """Undoes one pin of each block. Result NOT_PINNED for a block without a pin."""
         return await self._pin(keys, tier, True, timeout)
 
@@ -293,7 +293,7 @@ class GroupVerbs(PrefixVerbs):
         reply = await self._binder.call(lambda stubs: stubs.blocks.Reset, request, self._deadline(timeout))
         return wire.ResetReport(reply.dropped, reply.kept, reply.kept_in_store, reply.generation)
 
-    async def _pin(self, keys: wire.Keys, tier: Tier, unpin: bool, timeout: float | None) -> list[BlockResult]:
+    async def _pin(self, keys: wire.Keys, tier: AnyTier, unpin: bool, timeout: float | None) -> list[BlockResult]:
         packed, seq = wire.packed_keys(keys), self._binder.session.next_seq()
         request = blocks_pb2.PinRequest(
             group=self.group, tier=wire.tier_to_wire(tier), keys=packed, unpin=unpin, seq=seq

@@ -34,7 +34,7 @@ from kvtier.events import (
 )
 from kvtier.session import Session
 from kvtier.transport import Link
-from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.types import AnyTier, Cause, Cursor, EventType
 from kvtier.v1 import common_pb2, events_pb2
 from kvtier.wire import key_prefix, tier_to_wire
 
@@ -57,7 +57,7 @@ class Filter:
 
     types: Collection[EventType] = ()
     causes: Collection[Cause] = ()
-    tiers: Collection[Tier] = ()
+    tiers: Collection[AnyTier] = ()
     caches: Collection[str] = ()
     groups: Collection[int] = ()
     keys: Collection[bytes | str] = ()

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class Held(Generic[T]):
-    """A pending ``reserve`` or ``acquire``: await it for the lease, or enter it to release the lease at the end."""
+    """A pending ``connect``, ``reserve`` or ``acquire``: await it for the client or the lease, or enter it to close or
+    release that at the end."""
 
     def __init__(self, take: Callable[[], Coroutine[Any, Any, T]], give_back: Callable[[T], Awaitable[None]]) -> None:
         self.take = take
@@ -220,7 +221,9 @@ class ResetReport:
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys: packed, 32 bytes each, or as an iterable."""
 
-Budgets = Mapping[types.Tier, int | Sequence[int]]
+Budgets = (
+    Mapping[types.Tier, types.AnySize | Sequence[types.AnySize]] | Mapping[str, types.AnySize | Sequence[types.AnySize]]
+)
 """Bytes by tier: a number for all window groups together, which the daemon splits, or one number per group."""
 
 
@@ -285,8 +288,20 @@ def split_keys(packed: bytes) -> list[bytes]:
     return keys
 
 
-def tier_to_wire(tier: types.Tier) -> common_pb2.Tier.ValueType:
-    return common_pb2.Tier.ValueType(tier + 1)
+_TIERS: Final = {str(tier): tier for tier in types.TIERS}
+
+
+def as_tier(tier: types.AnyTier, field: str = "tier") -> types.Tier:
+    """A tier given by itself or by its name. Raises :class:`InvalidArgument`."""
+    if isinstance(tier, types.Tier):
+        return tier
+    if not isinstance(tier, str) or (found := _TIERS.get(tier)) is None:
+        raise InvalidArgument(field, tier, " or ".join(_TIERS))
+    return found
+
+
+def tier_to_wire(tier: types.AnyTier, field: str = "tier") -> common_pb2.Tier.ValueType:
+    return common_pb2.Tier.ValueType(as_tier(tier, field) + 1)
 
 
 def tier_from_wire(value: int) -> types.Tier:
@@ -316,6 +331,13 @@ def _u64(field: str, value: int) -> int:
     return value
 
 
+def _bytes(field: str, value: types.AnySize) -> int:
+    found = types.parsed_size(value) if isinstance(value, str) else value
+    if not isinstance(found, int):
+        raise InvalidArgument(field, value, "bytes, or text such as 64MiB")
+    return _u64(field, found)
+
+
 def recompute_to_wire(seconds: float) -> int:
     """The cost of computing a block, in nanoseconds. Raises :class:`InvalidArgument`."""
     require_within("recompute_seconds_per_block", seconds, 0, _MOST_RECOMPUTE_S, f"0 to {_MOST_RECOMPUTE_S} seconds")
@@ -326,12 +348,15 @@ def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
     return [_budget(tier, asked) for tier, asked in budgets.items()]
 
 
-def _budget(tier: types.Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
+def _budget(tier: types.AnyTier, asked: types.AnySize | Sequence[types.AnySize]) -> caches_pb2.TierBudget:
     field = f"budgets[{tier}]"
+    place = tier_to_wire(tier, field)
+    if isinstance(asked, (int, str)):
+        return caches_pb2.TierBudget(tier=place, bytes=_bytes(field, asked))
     if not isinstance(asked, Iterable):
-        return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, asked))
-    by_group = [_u64(f"{field}[{group}]", each) for group, each in enumerate(asked)]
-    return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
+        raise InvalidArgument(field, asked, "bytes, text such as 64MiB, or a list of either, by window group")
+    by_group = [_bytes(f"{field}[{group}]", each) for group, each in enumerate(asked)]
+    return caches_pb2.TierBudget(tier=place, bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
 def options_to_wire(options: types.CacheOptions) -> caches_pb2.CacheOptions:

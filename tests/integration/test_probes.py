@@ -34,7 +34,7 @@ def test_head_has_the_status_and_no_body(daemon, path):
 
 
 def test_other_paths_and_methods_are_refused(daemon):
-    assert [asked(daemon, path)[0] for path in ("/", "/health", "/metrics/", "/readyz2")] == [404] * 4
+    assert [asked(daemon, path)[0] for path in ("/health", "/metrics/", "/readyz2")] == [404] * 3
     assert asked(daemon, "/metrics", "POST")[0] == 405
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S
-from tests.integration.test_docs import BLOCKS, ROOT, commands_in, run
+from tests.integration.test_docs import BLOCKS, ROOT, commands_in, of, run
 from tests.packages.source import copied_to
 
 FOLLOWERS: Final = {"top": ("--once", "healthy", 0), "watch": ("--limit 2", "stored", 130)}
 """By verb: the option that ends it, what it draws without that, and its exit status after Ctrl-C."""
+ENGINES: Final = [block.text for block in of("engines", "sh") if block.page == "docs/engines.md"]
 
 
 class Reader:
@@ -30,9 +31,8 @@ class Reader:
         self._ending = ending
 
     def type(self, words):
-        self.shown[" ".join(words)] = {"make": self._make, "pip": self._pip, "kvtierd": self._kvtierd}.get(
-            words[0], self._run
-        )(words)
+        special = {"make": self._make, "pip": self._pip, "kvtierd": self._kvtierd, "python": self._engine}
+        self.shown[" ".join(words)] = special.get(words[0], self._run)(words)
 
     def python(self, *scripts):
         self.shown[scripts[-1]] = self._run([sys.executable, "-c", "\n".join(scripts)])
@@ -48,6 +48,11 @@ class Reader:
             return self._run([sys.executable, script])
         return planned
 
+    def _engine(self, words):
+        """Runs in tests/engines, as the page of the engines has it."""
+        assert f"{' '.join(words)}\n" in "".join(ENGINES)
+        return "as in docs/engines.md"
+
     def _pip(self, words):
         """All but the copying: packages are there already."""
         flags = ("--dry-run", "--no-index", "--no-build-isolation")
@@ -56,9 +61,9 @@ class Reader:
     def _kvtierd(self, words):
         """In directories of the test's, and small; it runs until the end."""
         line = re.sub(r"\d+GiB", "128MiB", " ".join(words))
-        line = line.replace("/run/kvtier", self.address).replace("/var/lib/kvtier", self._state)
+        command = [*line.split(), "--runtime-dir", self.address, "--state-dir", self._state]
         daemon = self._ending.enter_context(
-            subprocess.Popen(line.split(), stdout=subprocess.PIPE, env=self._environment, text=True)
+            subprocess.Popen(command, stdout=subprocess.PIPE, env=self._environment, text=True)
         )
         self._ending.callback(self._stop, daemon)
         return daemon.stdout.readline()
@@ -81,6 +86,9 @@ def reader(tmp_path, short_dir):
 def test_every_command_of_the_readme_in_its_order(reader):
     scripts, verbs = [], set()
     for block in (block for block in BLOCKS if block.page == "README.md"):
+        if block.how == "engines":
+            assert block.text in ENGINES
+            continue
         if block.language == "python":
             scripts.append(block.text)
             reader.python(*scripts)

@@ -4,6 +4,7 @@ itself refuses to send."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvtier import Cache, DeadlineExceeded, InvalidArgument, PoolSpec, SpecMismatch, Tier, WindowGroupSpec
+from kvtier import (
+    BlockResult,
+    Cache,
+    DeadlineExceeded,
+    InvalidArgument,
+    PoolSpec,
+    SpecMismatch,
+    Tier,
+    WindowGroupSpec,
+    connect,
+)
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -155,3 +166,19 @@ async def test_a_wait_ends_at_its_deadline_with_nothing_held(daemon, client, raw
             await cache.acquire(keys, min_blocks=3, timeout=0.1)
     await eventually(lambda: tier_stats(client, name, Tier.DEVICE), lambda stats: not (stats.held or stats.filling))
     assert_bytes(keys, await cache.get(keys))
+
+
+async def test_tiers_and_sizes_may_be_given_by_name(daemon, name):
+    async with connect(daemon.address) as client:
+        cache = await client.open_cache(name, SPEC, budgets={"host": "1MiB", "disk": 2 << 20})
+        assert (cache.slots("host") + 1) * SPEC.record_bytes(0) > 1 << 20 >= cache.slots("host") * SPEC.record_bytes(0)
+        assert await cache.put(KEYS, blocks(KEYS), tier="host") == [BlockResult.OK] * len(KEYS)
+        assert set(await cache.move(KEYS, "disk")) == {BlockResult.OK}
+        for call, wrong in (
+            (lambda: cache.move(KEYS, "rom"), "to = rom: must be device or host or disk"),
+            (lambda: cache.move(KEYS, 7), "to = 7: must be device or host or disk"),
+            (lambda: client.open_cache("x", SPEC, budgets={"host": "64M"}), "64MiB"),
+            (lambda: client.open_cache("x", SPEC, budgets={"host": 1.5}), "budgets[host] = 1.5: must be bytes"),
+        ):
+            with pytest.raises(InvalidArgument, match=re.escape(wrong)):
+                await call()

@@ -272,7 +272,7 @@ async def test_a_terminal_shows_coloured_lines_of_its_width(start_daemon):
     with terminal("watch", "--address", daemon.address, "--oldest") as screen:
         async with await connect(daemon.address) as client:
             await stored(await client.open_cache("c", SPEC), "one")
-        await asyncio.to_thread(screen.until, r"\x1b\[32m stored .*→ host +commit")
+        await asyncio.to_thread(screen.until, r"\x1b\[32m stored .*→ host .* c +commit")
         screen.resize(40)
         await asyncio.to_thread(daemon.kill)
         await asyncio.to_thread(screen.until, r"away +the daemon does not answer")

@@ -202,9 +202,10 @@ def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[
     try:
         ids = np.asarray(values)
     except ValueError as error:  # sequences of unequal length
-        raise KeyChainError(field, values, "one-dimensional") from error
+        raise KeyChainError(field, values, "one-dimensional, of integers") from error
     if ids.ndim != 1:
-        raise KeyChainError(field, f"{ids.ndim} dimensions", "one-dimensional")
+        shown = f"{ids.ndim} dimensions" if ids.ndim else values
+        raise KeyChainError(field, shown, "one-dimensional, of integers")
     if ids.size == 0:
         return np.empty(0, dtype=np.uint64)
     if ids.dtype.kind not in "iu":

@@ -71,14 +71,22 @@ _MAX_TOKENS_PER_BLOCK: Final = 65536
 _MAX_WORLD_SIZE: Final = 65536
 
 
-class FieldError(ValueError):
+class KvtierError(Exception):
+    """Base of all errors that kvtier raises on purpose. ``reason`` is stable and machine readable."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class FieldError(KvtierError, ValueError):
     """A field holds a value outside its limit. The message shows at most 80 characters of the value."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         shown = repr(value)
         if len(shown) > 80:
             shown = f"{shown[:77]}..."
-        super().__init__(f"{field} = {shown}: must be {limit}")
+        super().__init__(f"{field} = {shown}: must be {limit}", reason="BAD_ARGUMENT")
         self.field = field
         self.value = value
         self.limit = limit

@@ -1,15 +1,17 @@
 """The ``kvtier`` command.
 
-Exit status of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = usage error.
+Exit status of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = usage error;
+130 = Ctrl-C.
 `explain` and `watch` have more codes: see their help.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -45,6 +47,12 @@ _MODULES: Final[Mapping[str, str]] = {
 class _Commands(CommandGroup):
     """Imports a command on first use: `kvtier status` does not wait for the imports of `kvtier bench`."""
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # click would exit with 1
+            raise SystemExit(128 + signal.SIGINT) from None
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
 
@@ -67,6 +75,6 @@ class _Commands(CommandGroup):
 def main() -> None:
     """Look at a kvtier daemon, follow its events, step in by hand, and put it under real load.
 
-    Exit status: 0 done; 1 refused, failed, partly done, or no daemon answers; 2 usage error. `kvtier watch` and
-    `kvtier explain` have more codes: see their help.
+    Exit status: 0 done; 1 refused, failed, partly done, or no daemon answers; 2 usage error; 130 Ctrl-C. `kvtier
+    watch` and `kvtier explain` have more codes: see their help.
     """

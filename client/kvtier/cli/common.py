@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 CONNECT_WAIT_S = 2.0
 """Seconds to wait for a daemon that is just starting."""
+_CANCEL_AGAIN_S = 2.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,7 +109,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.caught = 0
-        self._writing = False
+        self._writing = self._ended = False
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._before: list[tuple[int, Any]] = []
@@ -125,6 +126,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended = True
         for number, handler in self._before:
             signal.signal(number, handler)
 
@@ -138,9 +140,11 @@ class Interrupts:
             self._writing = False
 
     def end_task(self) -> None:
-        """Cancels the task like a signal, but with exit status 0."""
-        if self._task is not None:
+        """Cancels the task like a signal, but with exit status 0. Cancels again until the task ends, because a step
+        that is being cancelled itself may swallow a cancellation."""
+        if self._task is not None and not self._ended:
             self._task.cancel()
+            self._loop.call_later(_CANCEL_AGAIN_S, self.end_task)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         again, self.caught = bool(self.caught), self.caught or number

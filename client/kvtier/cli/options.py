@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from kvtier.abi import attach
+from kvtier.types import parsed_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -22,7 +23,6 @@ FORMS: Final = ("table", "json", "yaml")
 
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NANOSECONDS: Final = {"s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECASE)
 
 
 class ConnectionOption(click.Option):
@@ -114,7 +114,6 @@ class SizeType(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if (found := _SIZE.fullmatch(value)) is None:
+        if (found := parsed_size(value)) is None:
             self.fail(f"{value!r} is no size, such as 500GiB or 2TB", param, ctx)
-        power = "KMGTP".index(found[2].upper()) + 1 if found[2] else 0
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+        return found

@@ -47,7 +47,8 @@ def put(daemon: DaemonAt, cache: str, key: bytes, file: BinaryIO, group: int, fo
     """
     if len(key) != KEY_BYTES:
         raise click.UsageError(f"{key.hex()} is the beginning of a key: put takes 64 hexadecimal digits, or other text")
-    data = file.read(MAX_BLOCK_BYTES + 1)
+    if not (data := file.read(MAX_BLOCK_BYTES + 1)):
+        raise click.UsageError(f"FILE is empty. A file is the third argument: kvtier put {cache} KEY FILE")
 
     async def stored(client: AsyncClient) -> tuple[BlockResult, int]:
         at = (await client.open_cache(cache)).in_group(group)
@@ -76,6 +77,9 @@ def get(daemon: DaemonAt, cache: str, key: bytes, group: int) -> None:
     KEY is 64 hexadecimal digits or the first 8 or more, or the text that `kvtier put` was given. The whole block is
     written, with the zeros that put added.
     """
+
+    if sys.stdout.isatty():
+        raise click.UsageError("standard output is a terminal: add > FILE, or a pipe")
 
     async def found(client: AsyncClient) -> bytes:
         at = (await client.open_cache(cache, write=False)).in_group(group)

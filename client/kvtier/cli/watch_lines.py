@@ -87,16 +87,16 @@ def write(fd: int, lines: Iterator[str], interrupts: Interrupts) -> None:
 
 
 def _event(event: Event) -> Text:
+    """The columns that other commands ask for come first, since a terminal of 80 columns cuts the rest."""
     at = datetime.fromtimestamp(event.time_ns / 1e9)
-    took = duration(event.queue_ns + event.copy_ns) if event.moved_bytes else ""
     number = len(event.keys)
+    moved = f"  {size(event.moved_bytes)} in {duration(event.queue_ns + event.copy_ns)}" if event.moved_bytes else ""
     return Text.assemble(
-        (f"{at:%m-%d %H:%M:%S.%f}"[:-3], "dim"),
+        (f"{at:%m-%d %H:%M:%S}", "dim"),
         (f" {event.type!s:<7}", _COLOURS[event.type]),
-        f" {number or '':>6} {_path(event):<18} {event.cause!s:<13}",
-        f" {size(event.moved_bytes) if event.moved_bytes else '':>9} {took:>7}",
-        f"  {event.cache}  {event.cursor}",
-        f"  {event.keys[0][:4].hex()}…" if number else "",
+        f" {number or '':>4} {_path(event):<18}",
+        f"  {f'{event.keys[0][:4].hex()}…' if number else '':<9}",
+        f" {event.cursor!s:<7} {event.cache}  {event.cause}{moved}",
     )
 
 

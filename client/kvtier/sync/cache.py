@@ -27,7 +27,7 @@ from kvtier.groups import AcrossGroups, AcrossLease, ChainVerbs
 from kvtier.memory.gpu import Fence, Stream
 from kvtier.memory.tiers import Memory, View
 from kvtier.sync.loop import LoopThread, LoopWork
-from kvtier.types import BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
+from kvtier.types import AnyTier, BlockResult, CacheInfo, ReadTicket, Tier, WriteTicket
 from kvtier.verbs import PrefixVerbs
 from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
 
@@ -249,12 +249,12 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
         return _or_ask(self.thread, found, lambda: self.inner.match(packed, remote=remote, timeout=timeout))
 
     @like(ChainVerbs.acquire)
-    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> H:
+    def acquire(self, keys: Keys, tier: AnyTier | None = None, **wanted: Any) -> H:
         held = self.inner.acquire(packed_keys(keys), tier, **wanted)
         return self._lease(self.thread, self.thread.run(held.take, held.give_back))
 
     @like(ChainVerbs.acquire_many)
-    def acquire_many(self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any) -> SyncLeases[H]:
+    def acquire_many(self, chains: Iterable[Keys], tier: AnyTier | None = None, **wanted: Any) -> SyncLeases[H]:
         held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
         leases = self.thread.run(held.take, held.give_back)
         return SyncLeases(self, (self._lease(self.thread, each) for each in leases))
@@ -266,7 +266,7 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
         self.thread.run(lambda: self.inner.release(*held, stream=fence, timeout=timeout))
 
     @like(ChainVerbs.put)
-    def put(self, keys: Keys, blocks: Given, *, tier: Tier | None = None, **kept: Any) -> Stored:
+    def put(self, keys: Keys, blocks: Given, *, tier: AnyTier | None = None, **kept: Any) -> Stored:
         packed = packed_keys(keys)
         sources = self.inner.sources(blocks, len(packed) // KEY_BYTES, self.inner.lease_tier(tier))
         stored: Stored = self.thread.run(lambda: self.inner.put(packed, self.inner.formed(sources), tier=tier, **kept))
@@ -278,7 +278,7 @@ class ChainTwin(Twin[V], Generic[V, H, Given, Stored, Got]):
         keys: Keys,
         out: Given | None = None,
         *,
-        tier: Tier | None = None,
+        tier: AnyTier | None = None,
         verify: bool = False,
         timeout: float | None = None,
     ) -> Got:
@@ -356,7 +356,7 @@ class SyncCache(ChainTwin[cache.Cache, SyncReadLease, Blocks, list[BlockResult],
         return _each(self.thread, self.inner.blocks(**asked))
 
     @like(cache.Cache.reserve)
-    def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> SyncWriteLease:
+    def reserve(self, count: int, tier: AnyTier | None = None, *, timeout: float | None = None) -> SyncWriteLease:
         held = self.inner.reserve(count, tier, timeout=timeout)
         return SyncWriteLease(self.thread, self.thread.run(held.take, self.inner.release))
 

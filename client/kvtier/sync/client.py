@@ -109,9 +109,7 @@ class Client(Twin[client.AsyncClient]):
         thread = LoopThread("kvtier-client")
         try:
             connected = thread.run(
-                lambda: client.connect(
-                    address, tls=tls, insecure=insecure, timeout=timeout, wait=wait, patience=patience
-                ),
+                client.connect(address, tls=tls, insecure=insecure, timeout=timeout, wait=wait, patience=patience).take,
                 lambda connected: connected.close(),
             )
         except BaseException:

@@ -339,6 +339,7 @@ class Config(BaseSettings):
     metrics_listen: str | None = Field(
         None, description="host:port of Prometheus metrics, readable without rights; port 0 takes a free port."
     )
+    metrics_page: bool = Field(True, description="Serve a page of the daemon's state at `/` of that port.")
     traces: Annotated[str, AfterValidator(_collector)] | None = Field(
         None, description="OTLP collector for spans, for example http://127.0.0.1:4317. Needs `kvtier[otel]`."
     )

@@ -399,6 +399,7 @@ class Daemon:
             self._remote_tier,
             self._dispatcher.call_counts,
             self._config.disk_path if self._config.disk_bytes else None,
+            self._config.metrics_page,
         )
         return Metrics(host, port, subjects)
 

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Final, Self
@@ -27,6 +28,7 @@ from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, EventRun
 from kvtierd.event_log.run import joined
 from kvtierd.service.wire import TIER_TO_WIRE, parents
 
+LATEST_EVENTS: Final = 20
 RUN_EVENTS: Final = 128
 RUN_BLOCKS: Final = 2048
 """Most events, and about the most blocks, of a run: packing a run costs the loop about a millisecond."""
@@ -116,6 +118,7 @@ class EventHub:
     """The watchers that follow the events."""
     published: Counter[tuple[EventType, Cause]] = field(default_factory=Counter, init=False)
     """Events of this life by type and cause."""
+    _latest: deque[BlockEvent] = field(default_factory=partial(deque, maxlen=LATEST_EVENTS), init=False)
     readable: int = field(init=False)
     """The last id that :meth:`after` can return."""
     closed: bool = field(default=False, init=False)
@@ -141,6 +144,7 @@ class EventHub:
             return
         self._pending.extend(events)
         self.published.update((event.type, event.cause) for event in events)
+        self._latest.extend(events[-LATEST_EVENTS:])
         self.last = events[-1].id
         if self._packing is None:
             loop = asyncio.get_running_loop()
@@ -193,6 +197,10 @@ class EventHub:
         waiting, self._waiting = self._waiting, {}  # later callers wait for the next news
         for waiter in waiting:
             _answer(waiter, True)
+
+    def latest(self) -> list[tuple[BlockEvent, str]]:
+        """The latest events of this life, the oldest first, with the names of their caches."""
+        return [(event, self._headers[event.cache].name) for event in self._latest]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

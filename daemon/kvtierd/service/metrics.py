@@ -12,14 +12,14 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -32,6 +32,7 @@ from kvtierd.core.ids import GroupId
 from kvtierd.core.transfers import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
+from kvtierd.service import page
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import ServedCache
 from kvtierd.service.call_counts import BOUNDS_S, CallCounts
@@ -107,6 +108,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 """Help and labels of every metric except the histograms."""
 
+T = TypeVar("T")
 Sample = tuple[str, tuple[str, ...], float]
 
 _log = logging.getLogger(__name__)
@@ -118,7 +120,7 @@ class Subjects:
 
     ``lags``: unsent events of each watcher. ``problems``: as in health. ``phase``: of the daemon's life. ``log``: None
     without an event log. ``fleet``: None without peers. ``remote``: None without a remote store and peers. ``disk``:
-    the directory of the disk tier; None without a disk tier.
+    the directory of the disk tier; None without a disk tier. ``page``: whether ``/`` is served.
     """
 
     engine: Engine
@@ -134,6 +136,7 @@ class Subjects:
     remote: RemoteTier | None
     call_counts: CallCounts
     disk: Path | None
+    page: bool
 
 
 class _Handler(WSGIRequestHandler):
@@ -219,6 +222,9 @@ class Metrics(Collector):
             said: list[Any] = []
             body = b"".join(metrics(environ | {"REQUEST_METHOD": "GET"}, lambda *begun: said.append(begun)))  # type: ignore[arg-type]
             ((status, headers),) = said
+        elif path in page.KINDS and self._ask.page:
+            status, headers = "200 OK", [("Content-Type", page.KINDS[path]), *page.HEADERS]
+            body = page.HTML.read_bytes() if path == "/" else self._on_the_loop(self._status())
         elif path in ("/healthz", "/readyz"):
             fault = self._fault(path)
             status, body = "503 Service Unavailable" if fault else "200 OK", f"{fault or 'ok'}\n".encode()
@@ -227,13 +233,10 @@ class Metrics(Collector):
 
     def _fault(self, path: str) -> str:
         """The reason why a probe fails; empty = it passes."""
-        reading = asyncio.run_coroutine_threadsafe(self._state(), self._loop)
         try:
-            phase, stalled_s = reading.result(READ_S)
+            phase, stalled_s = self._on_the_loop(self._state())
         except TimeoutError:
             return f"the event loop has not answered for {READ_S:.0f} s"
-        finally:
-            reading.cancel()
         if path == "/readyz":
             return "" if phase == "serving" else phase
         return f"a mover's thread has been in one call for {stalled_s:.0f} s" if stalled_s > STALLED_S else ""
@@ -247,11 +250,20 @@ class Metrics(Collector):
     def collect(self) -> list[Metric]:
         """Collects the metrics of a scrape, in its thread. Raises TimeoutError if the loop does not answer."""
         free = None if self._ask.disk is None else _free_bytes(self._ask.disk)
-        reading = asyncio.run_coroutine_threadsafe(self._read(free), self._loop)
+        return self._on_the_loop(self._read(free))
+
+    def _on_the_loop(self, read: Coroutine[Any, Any, T]) -> T:
+        """Waits in a server's thread. Raises TimeoutError if the loop does not answer."""
+        reading = asyncio.run_coroutine_threadsafe(read, self._loop)
         try:
             return reading.result(READ_S)
         finally:
             reading.cancel()
+
+    async def _status(self) -> bytes:
+        ask = self._ask
+        events = ask.hub.latest()
+        return page.status(self._samples(), ask.problems(), ask.engine, ask.catalog, ask.sessions, events)
 
     async def _read(self, disk_free: int | None) -> list[Metric]:
         families = _families()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvtier.cli import main
+from kvtier.cli import common, main
 from kvtier.cli.common import explained
 from kvtier.cli.replay import table
 from kvtier.cli.status import report
@@ -145,3 +149,33 @@ def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
 @pytest.mark.parametrize(("ns", "text"), [(0, "0ns"), (1500, "1.5µs"), (2_000_000, "2.0ms"), (3_500_000_000, "3.5s")])
 def test_durations_as_people_read_them(ns: int, text: str) -> None:
     assert duration(ns) == text
+
+
+def test_ctrl_c_has_a_status_of_its_own_at_any_time(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.cli.import_module", interrupted)
+    done = CliRunner().invoke(main, ["watch"])
+    assert (done.exit_code, done.output) == (130, "")
+
+
+async def test_a_signal_ends_a_task_that_swallows_a_cancellation(monkeypatch):
+    monkeypatch.setattr(common, "_CANCEL_AGAIN_S", 0.01)
+
+    async def swallows():
+        with common.Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return interrupts.status
+
+    assert await asyncio.create_task(swallows()) == 130
+
+
+def test_put_refuses_an_empty_block():
+    done = CliRunner().invoke(main, ["put", "my-cache", "notes.txt"], input="")
+    assert done.exit_code == 2
+    assert "kvtier put my-cache KEY FILE" in done.output

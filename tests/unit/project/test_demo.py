@@ -10,22 +10,30 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/vllm_two_engines.py"
 
 
-def demo(engines):
-    """Returns the output without the replay. ``-o``: the environment of the tests is not made again. The tests may run
-    under make themselves."""
-    command = ["make", "-o", ".venv/.stamp", "demo", "PYTHON=true", f"ENGINES={engines}"]
+def environment(directory, *names):
+    """Makes programs that say how they are called."""
+    (directory / "bin").mkdir(parents=True)
+    (directory / ".stamp").touch()
+    for name in names:
+        (directory / "bin" / name).write_text('#!/bin/sh\necho "ran $@"\n')
+        (directory / "bin" / name).chmod(0o755)
+    return directory
+
+
+def demo(tmp_path, engines):
+    """Returns the lines of the output. The tests may run under make themselves."""
+    command = ["make", "demo", f"DEMO={environment(tmp_path / 'demo', 'python')}", f"ENGINES={engines}"]
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-    return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60, check=True).stdout
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60, check=True)
+    return [line for line in done.stdout.splitlines() if line]
 
 
 def test_the_demo_ends_with_vllm_where_its_environment_is(tmp_path):
-    (tmp_path / "bin").mkdir()
-    for name in ("python", "vllm", "kvtierd"):
-        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "ran $@"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
-    assert demo(tmp_path).split() == ["ran", EXAMPLE]
+    engines = environment(tmp_path / "engines", "python", "vllm", "kvtierd")
+    assert demo(tmp_path, engines) == ["ran examples/demo.py", f"ran {EXAMPLE}"]
 
 
 def test_the_demo_names_the_command_for_vllm_where_there_is_none(tmp_path):
-    (line,) = demo(tmp_path).splitlines()
+    replay, line = demo(tmp_path, tmp_path / "engines")
+    assert replay == "ran examples/demo.py"
     assert line.endswith(f"pip install '.[daemon]' && python {EXAMPLE}")
