@@ -335,25 +335,26 @@ STAGES: dict[str, Any] = {"processes": True, "pipeline_parallel_size": 2}
 @pytest.mark.parametrize(("kind", "groups", "ranks", "layers"), [("llama", 1, 2, ""), ("hybrid", 3, 1, "2,4")])
 async def test_stages_of_a_pipeline(start, daemon, kind, groups, ranks, layers):
     """The first stage of ``hybrid`` has no layers with full attention."""
-    asked, settings = prompts(14), {"cache": f"stages-{kind}", "host_bytes": 64 << 20}
+    asked, name = prompts(14), f"stages-{kind}"
+    settings = {"cache": name, "host_bytes": 64 << 20}
     one_stage = {"kind": kind, "processes": ranks > 1, "tensor_parallel_size": ranks}
     stages = one_stage | STAGES | {"layers": layers, "max_num_seqs": 2}
     same = assert_same if groups == 1 else assert_near
     with start(settings, **stages) as first:
         cold = first.generate(asked)
-        await whole(daemon, settings["cache"], groups * STORED)
+        await whole(daemon, name, groups * STORED)
         for together in (False, True):
             first.forget()
             warm = first.generate(asked, together=together)
             same(warm, cold)
-        assert warm.cached == [FULL] * 4
+            assert warm.cached == [FULL] * 4
     with start(settings, **one_stage) as second:
         assert_near(second.generate(asked, salt="computed"), cold)  # meanwhile every rank opens its cache
         found = second.generate(asked)
         same(found, cold)
         assert found.cached == [FULL] * 4
         assert found.external >= TAKEN
-        await whole(daemon, settings["cache"], 2 * groups * STORED)
+        await whole(daemon, name, 2 * groups * STORED)
     daemon.crash()
     with start(settings, **stages) as third:
         same(third.generate(asked), cold)
@@ -531,7 +532,7 @@ async def test_aborts_leave_nothing(start, daemon):
 
 
 def test_settings_that_make_no_sense(start, daemon):
-    cases = (
+    cases: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         ({"min_blocks": 0}, {}, "min_blocks = 0: must be"),
         ({"adress": "x"}, {}, "adress = x: must be"),
         ({"disk_bytes": 100}, {}, "kvtier setting disk_bytes = 100: must be at least "),

@@ -37,7 +37,7 @@ MESSAGE_BYTES: Final = 1 << 16
 _PAUSE_S: Final = 0.001  # as in vLLM's own loop, after a step without computation
 
 
-class StageRunner(CPUModelRunner):
+class StageRunner(CPUModelRunner):  # type: ignore[misc]
     """vLLM 0.32 makes the inputs of a later stage in its warm-up, which it leaves out without a compiler."""
 
     def load_model(self, *given: Any, **more: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,9 +134,12 @@ async def test_all_window_groups_at_once(start_for, mapped):
         out = {group: Planes(list(target))[[*at, 0]] for group, target in targets.items()}
         with await asyncio.to_thread(Client, daemon.address) as calls:
             same = await asyncio.to_thread(calls.open_cache, "c", mapped=mapped)
-            for reader, synchronous in ((cache, False), (same, True)):
-                get = partial(reader.across.get, [*keys, bytes(32)], out)
-                found = await (asyncio.to_thread(get) if synchronous else get())
+            asked: tuple[Any, ...] = [*keys, bytes(32)], out
+            for reader, getting in (
+                (cache, cache.across.get(*asked)),
+                (same, asyncio.to_thread(same.across.get, *asked)),
+            ):
+                found = await getting
                 assert reader.reads.calls == (0 if mapped else 1)
                 assert (found[0], found[1]) == ([None] * 8 + at[8:], at)
                 for group, target in targets.items():

@@ -169,16 +169,20 @@ async def test_a_wait_ends_at_its_deadline_with_nothing_held(daemon, client, raw
 
 
 async def test_tiers_and_sizes_may_be_given_by_name(daemon, name):
+    untyped: Callable[[Any], Any] = lambda value: value  # noqa: E731
     async with connect(daemon.address) as client:
-        cache = await client.open_cache(name, SPEC, budgets={"host": "1MiB", "disk": 2 << 20})
+        cache = await client.open_cache(name, SPEC, budgets={"host": "1MiB", "disk": "2MiB"})
         assert (cache.slots("host") + 1) * SPEC.record_bytes(0) > 1 << 20 >= cache.slots("host") * SPEC.record_bytes(0)
         assert await cache.put(KEYS, blocks(KEYS), tier="host") == [BlockResult.OK] * len(KEYS)
         assert set(await cache.move(KEYS, "disk")) == {BlockResult.OK}
         for call, wrong in (
             (lambda: cache.move(KEYS, "rom"), "to = rom: must be device or host or disk"),
-            (lambda: cache.move(KEYS, 7), "to = 7: must be device or host or disk"),
+            (lambda: cache.move(KEYS, untyped(7)), "to = 7: must be device or host or disk"),
             (lambda: client.open_cache("x", SPEC, budgets={"host": "64M"}), "64MiB"),
-            (lambda: client.open_cache("x", SPEC, budgets={"host": 1.5}), "budgets[host] = 1.5: must be bytes"),
+            (
+                lambda: client.open_cache("x", SPEC, budgets={"host": untyped(1.5)}),
+                "budgets[host] = 1.5: must be bytes",
+            ),
         ):
             with pytest.raises(InvalidArgument, match=re.escape(wrong)):
                 await call()
