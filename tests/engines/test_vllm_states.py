@@ -139,7 +139,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvtier.connectors.vllm_layout import require_supported
 parallel = dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1)
 cached = Some(prefix_caching_hash_algo="sha256", enable_prefix_caching=True)
-config = Some(parallel_config=Some(**parallel), cache_config=cached, speculative_config=None)
+role = Some(kv_role="kv_both")
+config = Some(parallel_config=Some(**parallel), cache_config=cached, speculative_config=None, kv_transfer_config=role)
 for mode in ("align", "all"):
     spec = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
     groups = [Some(kv_cache_spec=spec, layer_names=["layer"])]

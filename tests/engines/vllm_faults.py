@@ -52,8 +52,10 @@ class LateConnector(KvtierConnector):
 class SlotlessConnector(KvtierConnector):
     """Its scheduler has no slots in the first steps."""
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        super().set_xfer_handshake_metadata(metadata)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
         assert self._planner is not None
         leader, left = self._planner.leader, iter(range(_REFUSED))
         take = leader.take
