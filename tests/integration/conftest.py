@@ -1,7 +1,5 @@
 """Daemons for the integration tests: one for a module whose tests share it, or as many as a test asks for."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from functools import partial

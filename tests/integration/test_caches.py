@@ -1,7 +1,5 @@
 """The life of a cache: opened by name, removed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

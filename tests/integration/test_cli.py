@@ -1,7 +1,5 @@
 """The commands as a person or a script runs them, against a real daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

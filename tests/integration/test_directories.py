@@ -1,7 +1,5 @@
 """Directories: whose they are, who has them, what damage does to a start. What is refused is not touched."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

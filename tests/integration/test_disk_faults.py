@@ -4,8 +4,6 @@ The faults are real: files changed behind the daemon's back, a limit on file siz
 index's lock held by somebody else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

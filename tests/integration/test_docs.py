@@ -5,8 +5,6 @@ go through ``kvtierd --check-config``, ``engines`` ones are run in tests/engines
 (``by-hand``) at least names what there is. README's are all run, in its order, in test_readme.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

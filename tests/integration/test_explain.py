@@ -1,7 +1,5 @@
 """``kvtier explain`` and ``client.explain``: where a block is, what holds it, and its past. A real daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

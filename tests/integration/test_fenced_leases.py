@@ -1,7 +1,5 @@
 """Commits and releases wait for the caller's own work, and what becomes of the lease where that takes too long."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

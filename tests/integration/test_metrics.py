@@ -1,7 +1,5 @@
 """A real daemon's metrics: what they say, that they agree with everything else it says, and what Prometheus thinks."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

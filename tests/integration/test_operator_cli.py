@@ -1,7 +1,5 @@
 """An operator steps in by hand: moves, leases, kicks, caches, against a real daemon."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of the metrics port: its numbers are the metrics', and a browser draws them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

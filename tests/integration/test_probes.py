@@ -1,7 +1,5 @@
 """What a probe of the metrics port is told, as kubelet would ask: of a daemon that is well, that stops, that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

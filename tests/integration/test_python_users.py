@@ -1,7 +1,5 @@
 """What someone sees who tries the client in a Python shell: representations, tracebacks, warnings, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import traceback

@@ -1,7 +1,5 @@
 """A daemon that stops as it should and starts again: what is still there, what is not, and who notices."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

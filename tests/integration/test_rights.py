@@ -3,8 +3,6 @@
 Runs as root only, since only root can become somebody else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -3,8 +3,6 @@
 Also what a lease gives back of itself while it goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A clean stop: whatever is going on, in time, with nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The event stream: where it begins, what it lets through, and that it alone is enough to know where every block is."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

@@ -1,7 +1,5 @@
 """``kvtier watch`` as scripts, pipes and terminals meet it: how it ends, what it says of breaks, what it draws."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

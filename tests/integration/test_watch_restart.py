@@ -6,8 +6,6 @@ an unclean stop a cursor of before first gets the rest of what was logged, then 
 epoch.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
