@@ -21,6 +21,7 @@ from kvtier.abi.words import TIERS
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
 from tests.integration.books import Books, moved
+from tests.integration.conftest import own_daemon
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_disk_faults import flip_a_bit, limit_files, slab
@@ -47,11 +48,7 @@ def drives(*said):
 
 STORED, REMOVED, UPDATED = EventType.STORED, EventType.REMOVED, EventType.UPDATED
 CREATED, CLEARED = EventType.CREATED, EventType.CLEARED
-
-
-@pytest.fixture
-def daemon(start_fresh):
-    return start_fresh(**SLOTS)
+daemon = own_daemon(fresh=True, **SLOTS)
 
 
 @pytest.fixture

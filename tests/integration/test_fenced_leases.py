@@ -8,6 +8,7 @@ import pytest
 
 from kvtier import BlockResult, Client, DeadlineExceeded, InvalidArgument, Tier, session
 from tests.integration.blocks import SPEC, block, blocks, chain, sizes
+from tests.integration.conftest import own_cache
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import write_into
@@ -16,11 +17,7 @@ from tests.integration.waiting import PATIENCE_S, eventually, patient
 KEYS = chain("fenced", 3)
 OK = [BlockResult.OK] * 3
 SOON_S = 0.05
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+cache = own_cache(device=8, host=8)
 
 
 def fill(lease):

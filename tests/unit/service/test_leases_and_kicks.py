@@ -27,10 +27,7 @@ async def operator(daemon: Daemon) -> AsyncIterator[Client]:
         yield client
 
 
-@pytest.fixture
-async def engine(daemon: Daemon) -> AsyncIterator[Client]:
-    async with attached(daemon) as client:
-        yield client
+engine = operator
 
 
 async def leases(operator: Client, cache: str = "", session_id: int = 0) -> list[admin_pb2.LeaseInfo]:
