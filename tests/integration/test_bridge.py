@@ -1,7 +1,5 @@
 """``kvtier bridge``: a router that follows vLLM's events knows, over everything, where a daemon has which block."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

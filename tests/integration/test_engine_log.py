@@ -1,7 +1,5 @@
 """The lines of a connector's log: below the engine's own loggers, at the start and when the daemon goes or comes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The event log of a real daemon: what is still told after restarts and kills, and of a log that was damaged."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -4,8 +4,6 @@ After every step the books that are kept by events alone say the same as the dae
 priority and in both directions, and no event has said anything that was so before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

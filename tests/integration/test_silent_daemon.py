@@ -1,7 +1,5 @@
 """A daemon that does not answer: calls end in time, what can be read is read, and nothing stays leased."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

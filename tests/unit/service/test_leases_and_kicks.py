@@ -1,7 +1,5 @@
 """What an operator sees of leases, and how one is ended for a client that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator
