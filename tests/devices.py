@@ -5,8 +5,6 @@
 client, too. Anything else: a GPU, named as the daemon's configuration names it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The tables of docs/events.md, for tests that hold them against what there is and what happens."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

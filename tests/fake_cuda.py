@@ -1,7 +1,5 @@
 """Daemons, clients and unit tests on the fakes in ``tests/fakes``: of NVIDIA's bindings, and of the driver below."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Forks of the test's process, which has threads, and gRPC."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

@@ -4,8 +4,6 @@ What hangs inside a call that never comes back to Python is not ended by this, b
 run with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """What this process has mapped, by the name of a file: as the kernel tells it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

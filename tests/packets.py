@@ -1,7 +1,5 @@
 """The messages of the attach socket, as packets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvtier.abi.attach import VERSION

@@ -1,7 +1,5 @@
 """What an outcome says of slots, row by row, as tests look at it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from kvtierd.core.ids import SessionId, Traits

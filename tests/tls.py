@@ -1,7 +1,5 @@
 """An authority of the tests' own, a daemon's certificate and clients'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import trustme

@@ -3,8 +3,6 @@
 Written from the published form (``vllm/distributed/kv_events.py`` of 2025 and 2026), not from ours.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of transformers that takes up prompts from kvtier computes what it computes without it, to the bit."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing, contextmanager
 

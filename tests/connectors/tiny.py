@@ -1,7 +1,5 @@
 """Models of random weights, small enough to run anywhere, and the files that ``from_pretrained`` wants."""
 
-from __future__ import annotations
-
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """``make gpu-hour`` on the fake, as on a host with a GPU: it is what runs ``tests/gpu`` in ``make test``."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A toy inference engine: its KV bytes are a function of the block's key, so that every page can be checked."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import random

@@ -4,8 +4,6 @@ A free page holds 255 everywhere. It is wiped the moment the contract of :mod:`k
 is still under way then stores wrong bytes, or writes into a page that is not its own. Both are seen.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter, deque

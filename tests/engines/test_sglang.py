@@ -194,10 +194,7 @@ def test_the_command_of_the_page_serves(python, path, make_model, daemon):
     """``sglang.launch_server`` as docs/engines.md has it, with less memory and on the CPU."""
     small = {"address": daemon.address, "host_bytes": 32 << 20, "disk_bytes": 64 << 20}
     page = changed(
-        command_of_the_page("python -m sglang.launch_server"),
-        "--hicache-storage-backend-extra-config",
-        small,
-        "kvtier",
+        command_of_the_page("python -m sglang.launch_server"), "--hicache-storage-backend-extra-config", small, "kvtier"
     )
     page[page.index("--model-path") + 1] = str(make_model("llama"))
     cpu = shlex.split(

@@ -1,7 +1,5 @@
 """The code of docs/engines.md with transformers of the version that vLLM pins, and with the oldest version."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 

@@ -1,7 +1,5 @@
 """What every test here needs: a device, and torch for the kernels that use it beside the daemon."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -4,8 +4,6 @@ What a slot is filled with follows from the block's key and the place of each wo
 wrong byte. On a GPU they are torch's, on the fake they are pieces of work of its streams.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

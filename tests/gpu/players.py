@@ -4,8 +4,6 @@ A part takes one JSON object from standard input, prints one when it is where it
 standard input ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -3,8 +3,6 @@
 Each word of each block is checked: by a kernel where a block lies on the device, else in the arrays it came out in.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

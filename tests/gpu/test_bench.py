@@ -1,7 +1,5 @@
 """``kvtier bench gpu``: its figures go into the report of ``make gpu-hour``."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

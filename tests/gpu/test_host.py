@@ -1,7 +1,5 @@
 """What this host can do for a device tier: where it refuses, the test is skipped with its reason."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """That the kernels of these tests can tell wrong bytes from right ones, on this device."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Memory that is short: on the device for everybody, in all tiers for a working set; and host memory that is locked."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack, contextmanager
 from typing import Final

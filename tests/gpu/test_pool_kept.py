@@ -1,7 +1,5 @@
 """A daemon that is killed under its supervisor finds the pool on the device as it was; or it says why it cannot."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The pool of a GPU is mapped by every process that may write its cache, and outlives each of them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Kernels that write and read slots while blocks swap between all tiers: every word is the block's, every time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """No kernel and no copy touches memory that it may not, of client and daemon: NVIDIA's checker watches a short race."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

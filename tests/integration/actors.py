@@ -4,8 +4,6 @@ A part takes one JSON object from standard input, prints one when it is where it
 its standard input ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures.thread  # noqa: F401  while it can be imported: asyncio does when it first needs a thread
 import errno

@@ -3,8 +3,6 @@
 ``python -m tests.integration.away`` prints them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Blocks of the integration tests: a small specification, chains of keys, and bytes that follow from a key."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager

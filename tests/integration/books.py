@@ -1,7 +1,5 @@
 """Somebody who keeps books of every block by events alone, believes none that says nothing new, and compares."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import reduce

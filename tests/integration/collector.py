@@ -1,7 +1,5 @@
 """An OpenTelemetry collector for tests: a gRPC server that takes traces as OTLP and keeps their spans."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

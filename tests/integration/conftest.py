@@ -1,7 +1,5 @@
 """Daemons for the integration tests: one for a module whose tests share it, or as many as a test asks for."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +40,17 @@ def _lend(pool, stack, fresh, *flags, device=0, host=0, disk=0):
     return daemon
 
 
+def own_daemon(*flags, fresh=False, **slots):
+    """Makes the fixture ``daemon`` of a module whose tests share none."""
+
+    @pytest.fixture
+    def daemon(pool):
+        with ExitStack() as stack:
+            yield _lend(pool, stack, fresh, *flags, **slots)
+
+    return daemon
+
+
 @pytest.fixture
 def start_for(pool):
     with ExitStack() as stack:
@@ -68,15 +77,20 @@ async def client(daemon):
         yield client
 
 
-@pytest.fixture
-async def other(daemon):
-    async with await patient(daemon.address) as other:
-        yield other
+other = client
 
 
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
+def own_cache(**slots):
+    """Makes the fixture ``cache`` of a module: a cache of the test's own."""
+
+    @pytest.fixture
+    async def cache(client, name):
+        return await client.open_cache(name, SPEC, budgets=sizes(**slots))
+
+    return cache
+
+
+cache = own_cache(device=8, host=16, disk=32)
 
 
 @pytest.fixture

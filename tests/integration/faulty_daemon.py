@@ -3,8 +3,6 @@
 For tests that are to find the fault. The daemon does not know: only this process's class is changed.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

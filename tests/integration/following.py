@@ -1,7 +1,5 @@
 """A watch that is read beside the test."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable

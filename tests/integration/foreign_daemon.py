@@ -1,7 +1,5 @@
 """``kvtierd`` on a processor of a kind that it does not know, as far as it can tell."""
 
-from __future__ import annotations
-
 import platform
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """A fence that a test opens, in place of a stream that a GPU works off."""
 
-from __future__ import annotations
-
 import threading
 
 from kvtier.memory.gpu import Fence

@@ -1,7 +1,5 @@
 """HTTP/2 by hand, for calls that no gRPC client makes: a message that is announced and never sent whole."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Iterable

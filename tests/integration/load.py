@@ -1,7 +1,5 @@
 """Load: clients that put, get, hold, move and drop chains without end, and look at every byte they are given."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

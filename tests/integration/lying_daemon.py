@@ -1,7 +1,5 @@
 """``kvtierd`` with a lie for its peers: ``python -m tests.integration.lying_daemon LIE`` and the daemon's flags."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """The service manager's side of sd_notify(3): a socket that hears what a daemon says."""
 
-from __future__ import annotations
-
 import array
 import os
 import socket

@@ -1,7 +1,5 @@
 """Specifications of real models' kinds, and bytes that follow from a key and its window group."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

@@ -3,8 +3,6 @@
 :func:`fake_gpu` are the variables of a process that finds the fake; what a daemon did with it stands in its record.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Daemons that outlive a test: the next test that asks for the same tiers and flags gets a running one, emptied."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What Python has no call for, of what can be done to mapped memory."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

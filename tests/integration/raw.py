@@ -1,7 +1,5 @@
 """The wire by hand: an attach socket and stubs, for a client that wants to be wrong, or half gone, on purpose."""
 
-from __future__ import annotations
-
 import array
 import os
 import socket

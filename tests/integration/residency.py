@@ -1,7 +1,5 @@
 """Every block's residency by the event stream alone: what the daemon's listings are compared with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any

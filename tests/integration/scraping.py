@@ -1,7 +1,5 @@
 """What a daemon's metrics endpoint says, read as Prometheus reads it."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import re

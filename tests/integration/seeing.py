@@ -1,7 +1,5 @@
 """What a daemon says of itself, picked apart for tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Starts that are to fail, and what they must not touch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a cache's index says is on disk, read past the daemon."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lmdb

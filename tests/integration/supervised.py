@@ -1,7 +1,5 @@
 """``kvtierd --supervise``: a daemon that is killed and upgraded under its supervisor."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

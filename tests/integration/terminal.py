@@ -1,7 +1,5 @@
 """A command on a terminal of its own, and what it draws there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

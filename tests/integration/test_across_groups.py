@@ -1,7 +1,5 @@
 """Sequences of a model with several attention windows: matched, held, stored and read over all its window groups."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

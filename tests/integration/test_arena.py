@@ -1,7 +1,5 @@
 """What a client maps: views of slots, and what a forked child has of them."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import signal

@@ -1,7 +1,5 @@
 """docs/away.md says what happens while the daemon is away."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

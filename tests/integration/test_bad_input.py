@@ -3,8 +3,6 @@
 A negative size is a huge one by the time it is on the wire: fields are unsigned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple

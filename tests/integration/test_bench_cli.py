@@ -1,7 +1,5 @@
 """Every benchmark runs, on sizes of no significance, and prints its figures in the documented form."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``kvtier bridge``: a router that follows vLLM's events knows, over everything, where a daemon has which block."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -20,12 +18,14 @@ from kvtier.bridge.publisher import END
 from kvtier.bridge.vllm import MEDIA
 from kvtier.types import tiers_of
 from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.vllm_reader import Router
 
 NAME = "llama"
 STEP = SPEC.tokens_per_block
 PATIENCE_MS = int(PATIENCE_S * 1000)
+daemon = own_daemon(device=16, host=32, disk=64)
 
 
 @dataclass
@@ -134,11 +134,6 @@ async def assert_knows(follower, cache):
         return [where for where in told.keys() | there.keys() if told.get(where) != there.get(where)]
 
     await eventually(differences, lambda found: not found)
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(device=16, host=32, disk=64)
 
 
 @pytest.fixture

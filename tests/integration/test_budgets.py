@@ -1,7 +1,5 @@
 """Who has how much of each tier: what a cache gets that does not say, and what is told of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The life of a cache: opened by name, removed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
@@ -26,26 +24,20 @@ from kvtier import (
 from kvtier.abi.words import TIERS
 from kvtierd.config import Config
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.seeing import cache_stats, last_event
+from tests.integration.test_directories import cache_dir
 from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(**SLOTS)
+daemon = own_daemon(**SLOTS)
 
 
 async def put(client, name, budgets=None):
     cache = await client.open_cache(name, SPEC, budgets=budgets)
     await cache.put(KEYS, blocks(KEYS))
     return cache
-
-
-def directory(daemon, name):
-    return daemon.disk_dir / "caches" / name
 
 
 async def segments(daemon):
@@ -92,7 +84,7 @@ async def test_a_removed_cache_leaves_nothing_behind(daemon, client):
     assert [cache.name for cache in await client.caches()] == ["doomed"]
     assert await client.remove_cache("doomed") == planned
     assert await client.caches() == []
-    assert not directory(daemon, "doomed").exists()
+    assert not cache_dir(daemon, "doomed").exists()
     await eventually(lambda: segments(daemon), lambda mapped: not mapped)
     async for item in client.watch(since=start, types=[EventType.CLEARED]):
         assert isinstance(item, Event)
@@ -128,7 +120,7 @@ async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(
 async def test_a_removal_that_a_crash_cut_short_is_finished(daemon, client):
     await (await put(client, "doomed")).move(KEYS, Tier.DISK)
     daemon.kill()
-    directory(daemon, "doomed").rename(directory(daemon, ".gone-doomed"))
+    cache_dir(daemon, "doomed").rename(cache_dir(daemon, ".gone-doomed"))
     daemon.start()
     assert os.listdir(daemon.disk_dir / "caches") == []
     assert await client.caches() == []
@@ -138,7 +130,7 @@ async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(dae
     cache = await put(client, "stuck")
     budgets = {tier.tier: tier.capacity for tier in (await cache_stats(client, "stuck")).tiers}
     await cache.close()
-    in_the_way = directory(daemon, ".gone-stuck")
+    in_the_way = cache_dir(daemon, ".gone-stuck")
     in_the_way.touch()
     with pytest.raises(KvtierError):
         await client.remove_cache("stuck")

@@ -1,7 +1,5 @@
 """A call that is made again under its number is answered, not executed again."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import suppress

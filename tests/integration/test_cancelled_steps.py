@@ -1,7 +1,5 @@
 """A step that is cancelled loses nothing: a watch, a listing and a mirror keep their place."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from typing import Any

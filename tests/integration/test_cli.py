@@ -1,7 +1,5 @@
 """The commands as a person or a script runs them, against a real daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -12,12 +10,14 @@ import pytest
 from kvtier import Tier
 from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
-from tests.integration.blocks import SPEC, put_chain, sizes
+from tests.integration.blocks import put_chain
+from tests.integration.conftest import own_cache
 from tests.integration.seeing import last_event
 
 KVTIER = [sys.executable, "-m", "kvtier.cli"]
 DEADLINE_S = 180
 """Just below the limit of a test."""
+cache = own_cache(device=4, host=8, disk=16)
 
 
 def kvtier(*arguments, status=0, env=None):
@@ -32,11 +32,6 @@ def kvtier(*arguments, status=0, env=None):
 
 def lines(text):
     return [json.loads(line) for line in text.splitlines()]
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
 
 
 async def a_life(cache):

@@ -1,7 +1,5 @@
 """The commands against a daemon behind TLS: the files by option or environment, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 

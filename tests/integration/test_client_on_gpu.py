@@ -3,8 +3,6 @@
 A kernel here is a function that a stream of the fake carries out when a test lets it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """A byte that changes in memory after its commit: found where the cache has checksums from the commit on."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

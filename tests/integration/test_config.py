@@ -1,7 +1,5 @@
 """Configuration of a real daemon: what is refused, with which words, and what wins over what."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The consumer that the documentation shows: it runs, and what it says is what the daemon lists."""
 
-from __future__ import annotations
-
 import asyncio
 import runpy
 from pathlib import Path

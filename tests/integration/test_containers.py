@@ -3,8 +3,6 @@
 The engine is the program of the pod in deploy/kubernetes/engine.yaml, as an ordinary user with one supplemental group.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The daemon is killed while clients work: what was on disk is there, and no byte is ever wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

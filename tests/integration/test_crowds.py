@@ -1,7 +1,5 @@
 """Clients that come in crowds: whoever they are and whatever they may do, the others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -4,8 +4,6 @@ A slot that goes to another while its first writer may still be copying is the w
 end. So only the end of the process frees slots, and at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

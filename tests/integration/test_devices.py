@@ -3,8 +3,6 @@
 Each GPU has bytes of its own, host and disk are shared, and a cache stays on its GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 from itertools import permutations
 from typing import Any

@@ -1,7 +1,5 @@
 """Directories: whose they are, who has them, what damage does to a start. What is refused is not touched."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -15,6 +13,7 @@ import pytest
 
 from kvtier import CacheSpec, CallerError, Event, EventType, Heartbeat, Tier, TierFull, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.starting import environment, refused, tree
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -42,10 +41,7 @@ main()
 AT_ONCE_S = 5.0
 """Most that a refusal may take, the start of the interpreter included."""
 
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(**SLOTS)
+daemon = own_daemon(**SLOTS)
 
 
 @pytest.fixture

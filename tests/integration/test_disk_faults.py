@@ -4,8 +4,6 @@ The faults are real: files changed behind the daemon's back, a limit on file siz
 index's lock held by somebody else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource
@@ -22,6 +20,7 @@ from kvtier.wire import split_keys
 from kvtierd.tiers.disk.records import decode_records
 from tests.fake_cuda import FAKES
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats, last_event, tier_stats
 from tests.integration.stored import flip_in_record, stored_in
@@ -35,10 +34,7 @@ LENGTH = 12
 HURT_AT = 5
 """Position in the chain "hurt" of the block whose bytes are changed."""
 
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(**SLOTS)
+daemon = own_daemon(**SLOTS)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ go through ``kvtierd --check-config``, ``engines`` ones are run in tests/engines
 (``by-hand``) at least names what there is. README's are all run, in its order, in test_readme.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -31,6 +29,7 @@ from kvtierd.main import main as daemon_main
 from kvtierd.simulate.fleet import FleetShape, simulate
 from tests.connectors import tiny
 from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.test_cli import DEADLINE_S
 from tests.tls import Authority
 
@@ -50,6 +49,7 @@ PAGES = (
 HOW = {"runnable", "check-config", "by-hand", "engines"}
 
 _FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+daemon = own_daemon("--device", "stand-in=64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,6 @@ def test_links_to_a_section_find_it():
     }
     assert len(links) > 3
     assert links - there == set()
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon("--device", "stand-in=64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
 
 
 @pytest.fixture

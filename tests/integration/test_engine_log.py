@@ -1,7 +1,5 @@
 """The lines of a connector's log: below the engine's own loggers, at the start and when the daemon goes or comes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -11,6 +9,9 @@ from kvtier.engine import EngineOptions
 from kvtier.engine import log as engine_log
 from tests.engine.toy import PLAIN, engine, wait_until
 from tests.integration.blocks import SPEC
+from tests.integration.conftest import own_daemon
+
+daemon = own_daemon(host=4096, disk=4096)
 
 
 @pytest.fixture
@@ -32,11 +33,6 @@ def lines():
     theirs.removeHandler(handler)
     ours.handlers[:], ours.propagate = before[:2]
     ours.setLevel(before[2])
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(host=4096, disk=4096)
 
 
 def test_a_line_at_the_start_one_for_a_loss_and_one_for_the_return(daemon, lines):

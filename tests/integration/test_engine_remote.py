@@ -1,7 +1,5 @@
 """Engines on two hosts with one store: the one loads what the other has computed, and waits for no store for long."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import time

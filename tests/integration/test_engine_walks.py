@@ -1,7 +1,5 @@
 """Random walks of an engine over everything that can happen to its requests, to its ranks and to the daemon."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterable

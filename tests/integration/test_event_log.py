@@ -1,7 +1,5 @@
 """The event log of a real daemon: what is still told after restarts and kills, and of a log that was damaged."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -15,16 +13,14 @@ from kvtier import Cursor, CursorCompacted, Event, Gap, connect
 from kvtier.events import WatchItem
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.blocks import SPEC, blocks, chain
+from tests.integration.conftest import own_daemon
 from tests.integration.raw import attached
 from tests.integration.seeing import last_event
 from tests.integration.test_slow_watchers import BLOCKS, store
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
 
-
-@pytest.fixture
-def daemon(start_fresh):
-    return start_fresh(device=8, host=16, disk=64)
+daemon = own_daemon(fresh=True, device=8, host=16, disk=64)
 
 
 class Told:

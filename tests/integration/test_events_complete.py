@@ -4,8 +4,6 @@ After every step the books that are kept by events alone say the same as the dae
 priority and in both directions, and no event has said anything that was so before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from kvtier.abi.words import TIERS
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
 from tests.integration.books import Books, moved
+from tests.integration.conftest import own_daemon
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_disk_faults import flip_a_bit, limit_files, slab
@@ -47,11 +46,7 @@ def drives(*said):
 
 STORED, REMOVED, UPDATED = EventType.STORED, EventType.REMOVED, EventType.UPDATED
 CREATED, CLEARED = EventType.CREATED, EventType.CLEARED
-
-
-@pytest.fixture
-def daemon(start_fresh):
-    return start_fresh(**SLOTS)
+daemon = own_daemon(fresh=True, **SLOTS)
 
 
 @pytest.fixture

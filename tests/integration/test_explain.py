@@ -1,7 +1,5 @@
 """``kvtier explain`` and ``client.explain``: where a block is, what holds it, and its past. A real daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -14,14 +12,12 @@ from kvtier.abi.words import TIERS
 from kvtier.cli.explain import GONE, UNKNOWN
 from kvtier.client import CopyState, why_gone
 from tests.integration.actors import Actor
-from tests.integration.blocks import SPEC, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.blocks import blocks, chain, opened_cache, put_chain
+from tests.integration.conftest import own_cache
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import PATIENCE_S, eventually
 
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=4, disk=8))
+cache = own_cache(device=4, host=4, disk=8)
 
 
 def told_by_cli(daemon, key, *more, status=0):

@@ -1,7 +1,5 @@
 """The second start of an engine: its new cache takes over the budgets of idle variants, or gets other settings."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Commits and releases wait for the caller's own work, and what becomes of the lease where that takes too long."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +8,7 @@ import pytest
 
 from kvtier import BlockResult, Client, DeadlineExceeded, InvalidArgument, Tier, session
 from tests.integration.blocks import SPEC, block, blocks, chain, sizes
+from tests.integration.conftest import own_cache
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import write_into
@@ -18,11 +17,7 @@ from tests.integration.waiting import PATIENCE_S, eventually, patient
 KEYS = chain("fenced", 3)
 OK = [BlockResult.OK] * 3
 SOON_S = 0.05
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+cache = own_cache(device=8, host=8)
 
 
 def fill(lease):

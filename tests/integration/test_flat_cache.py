@@ -1,7 +1,5 @@
 """A flat group: keys without chains, each block stored, found, evicted and lost by itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier import BlockResult, CacheSpec, Mirror, PoolSpec, Tier, WindowGroupSpec, connect

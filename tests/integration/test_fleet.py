@@ -1,7 +1,5 @@
 """Daemons that follow each other over mutual TLS: who has what, and what becomes of that when a peer goes."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Bytes on their way to and from a GPU, with real daemons on the fake of NVIDIA's bindings, whose streams are late and
 refuse whatever nothing orders: every byte is compared, and what fails costs nobody a byte."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import contextmanager
 from itertools import permutations

@@ -1,8 +1,6 @@
 """The device tier in GPU memory, with real daemons on the fake of NVIDIA's bindings: what clients are handed, what a
 restart keeps, and what a start says where there is no GPU, or too little of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Queried and found blocks: whatever way an engine asks, each chain counts once, and all that shows it agrees."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Awaitable, Callable

@@ -3,8 +3,6 @@
 It can spoil what is its own: who may map a cache writable may write all of it. That is the boundary of trust.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os

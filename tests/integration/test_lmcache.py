@@ -3,8 +3,6 @@
 LMCache's own benchmark and server run on it in ``tests/engines/test_lmcache.py``.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import select

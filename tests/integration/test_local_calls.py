@@ -1,7 +1,5 @@
 """Calls over the attach socket: what a client of the host does without gRPC, and the worst that one can do."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -3,8 +3,6 @@
 The daemon goes on without the device tiers of that GPU. A restart takes them back if it finds the GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

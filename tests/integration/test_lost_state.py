@@ -1,8 +1,6 @@
 """A daemon whose state directory is lost counts its events from the beginning again: what is made of cursors of before,
 once its ids have passed theirs."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 

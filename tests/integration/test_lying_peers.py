@@ -1,7 +1,5 @@
 """Peers that tell what cannot be: a miss, and a problem that is shown, for whoever follows them."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from contextlib import asynccontextmanager

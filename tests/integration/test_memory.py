@@ -1,7 +1,5 @@
 """The daemon's own memory follows what it has, not what it had."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """A real daemon's metrics: what they say, that they agree with everything else it says, and what Prometheus thinks."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -14,6 +12,7 @@ from kvtier import NotFound, Tier
 from kvtier.abi.words import TIERS
 from kvtierd.service.metrics import METRICS
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, Scrape, port_of, scrape
@@ -25,11 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 SLOTS = {"device": 8, "host": 16, "disk": 32}
 KEYS = chain("metrics", 6)
 ANYBODY = '{"anonymous": true, "caches": ["*"], "verbs": ["read", "write"]}'
-
-
-@pytest.fixture
-def daemon(start_fresh):
-    return start_fresh(*LISTEN, **SLOTS)
+daemon = own_daemon(*LISTEN, fresh=True, **SLOTS)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Mirrors of real daemons: what they say is what the daemons list, block by block, whatever happens to either."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Models whose blocks are not one pool of round numbers: their bytes through every tier, and what is said of them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,24 +1,20 @@
 """An operator steps in by hand: moves, leases, kicks, caches, against a real daemon."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from kvtier import LeaseLost, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, put_chain, sizes
+from tests.integration.conftest import own_cache
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
+
+cache = own_cache(device=8, host=8, disk=16)
 
 
 def answer(*arguments, status=0):
     return json.loads(kvtier(*arguments, "-o", "json", status=status).stdout)
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=16))
 
 
 async def where(cache, keys):

@@ -1,7 +1,5 @@
 """The page of the metrics port: its numbers are the metrics', and a browser draws them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -10,14 +8,12 @@ import subprocess
 import pytest
 
 from tests.integration.blocks import opened_cache, put_chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.scraping import LISTEN, asked, port_of, scrape
 from tests.integration.test_directories import cache_dir
 from tests.integration.waiting import PATIENCE_S
 
-
-@pytest.fixture
-def daemon(start_fresh):
-    return start_fresh(*LISTEN, host=8, disk=16)
+daemon = own_daemon(*LISTEN, fresh=True, host=8, disk=16)
 
 
 async def test_its_numbers_are_the_metrics_and_name_no_key(daemon):

@@ -1,7 +1,5 @@
 """Reuse by the token: blocks that match in part, and last blocks that are not full."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A peer's blocks as objects of a store: from whatever tier they come, they are what the format says."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace

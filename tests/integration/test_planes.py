@@ -1,7 +1,5 @@
 """Blocks whose pieces lie in several tensors: gathered into slots and scattered out of them, whichever way."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

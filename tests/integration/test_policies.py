@@ -1,7 +1,5 @@
 """A cache that writes through has lost nothing after a kill; one that writes selectively keeps what was used twice."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

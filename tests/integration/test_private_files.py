@@ -1,7 +1,5 @@
 """The daemon's files: modes whatever the umask, links in their place, directories that others may write."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What a probe of the metrics port is told, as kubelet would ask: of a daemon that is well, that stops, that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -10,6 +8,7 @@ import pytest
 
 from kvtier import Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.scraping import LISTEN, asked
 from tests.integration.stuck import stuck_disk
@@ -17,11 +16,7 @@ from tests.integration.test_shutdown import log_says, moving_down
 from tests.integration.waiting import patient
 
 KEYS = chain("probed", 4)
-
-
-@pytest.fixture
-def daemon(start_fresh):
-    return start_fresh(*LISTEN, host=8, disk=16)
+daemon = own_daemon(*LISTEN, fresh=True, host=8, disk=16)
 
 
 def test_a_daemon_that_is_well_is_alive_and_ready(daemon):

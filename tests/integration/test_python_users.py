@@ -1,7 +1,5 @@
 """What someone sees who tries the client in a Python shell: representations, tracebacks, warnings, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import traceback
@@ -13,27 +11,14 @@ import pytest
 from kvtier import CacheOptions, Client, ClientClosed, InvalidArgument, LeaseLost, SpecMismatch, Tier, TierFull, connect
 from kvtier.types import BlockResult
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.conftest import own_cache, own_daemon
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import PATIENCE_S, patient
+from tests.integration.waiting import PATIENCE_S
 
 OK = BlockResult.OK
 LIMIT = 16_384
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(device=64, host=64)
-
-
-@pytest.fixture
-async def client(daemon):
-    async with await patient(daemon.address) as client:
-        yield client
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+daemon = own_daemon(device=64, host=64)
+cache = own_cache(device=8, host=8)
 
 
 async def test_every_object_says_what_it_is(client, cache):

@@ -1,7 +1,5 @@
 """README from top to bottom, as a reader types it: its own line starts the daemon, and each command shows something."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

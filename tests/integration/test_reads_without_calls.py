@@ -1,7 +1,5 @@
 """Lookups and gets in shared memory: what the daemon would say, without asking it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What an operator sees of a remote store, and what goes from it at a command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

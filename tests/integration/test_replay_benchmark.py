@@ -1,7 +1,5 @@
 """The driver of ``benchmarks.replay``, with a few requests: through kvtier, and through an engine that errs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.replay import OURS, Row, measure, table

@@ -1,7 +1,5 @@
 """A daemon that stops as it should and starts again: what is still there, what is not, and who notices."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -11,6 +9,7 @@ from kvtier import BlockResult, CacheSpec, LeaseLost, SpecMismatch, Tier
 from kvtier.abi.layout import first_generation
 from kvtier.abi.words import TIERS
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.touching import scribble_into
@@ -20,11 +19,7 @@ from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 ON_DISK = chain("on disk", 20)
 IN_MEMORY = chain("in memory", 5)
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(**SLOTS)
+daemon = own_daemon(**SLOTS)
 
 
 async def filled(client):

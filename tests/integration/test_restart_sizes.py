@@ -1,7 +1,5 @@
 """What a restart keeps if the tiers' sizes, or what is free, are not what they were."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Retention, pins and resets through a real daemon: what clients ask, and what watchers hear."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

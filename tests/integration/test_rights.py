@@ -3,8 +3,6 @@
 Runs as root only, since only root can become somebody else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -254,8 +252,7 @@ def revoking(start_daemon, tmp_path):
 
 
 async def stored(client, cache, name):
-    keys = await put_chain((await client.open_cache(cache, SPEC, budgets=sizes(host=4))), name, 2, tier=Tier.HOST)
-    return keys
+    return await put_chain(await client.open_cache(cache, SPEC, budgets=sizes(host=4)), name, 2, tier=Tier.HOST)
 
 
 async def test_watches_see_what_they_still_may(revoking, tmp_path):

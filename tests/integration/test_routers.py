@@ -1,7 +1,5 @@
 """What a router meets before its first event: an empty choice, options that others chose, and where blocks go."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

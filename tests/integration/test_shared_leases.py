@@ -3,8 +3,6 @@
 Also what a lease gives back of itself while it goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -18,6 +16,7 @@ from kvtier import BlockResult, InvalidArgument, LeaseError, LeaseLost, Tier, Ti
 from kvtier.v1 import blocks_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_cache
 from tests.integration.seeing import session_of, tier_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_dead_clients import break_connection
@@ -28,11 +27,7 @@ OK = BlockResult.OK
 HOST = 8
 KEYS = chain("shared", 4)
 CROWD = chain("crowd", 2 * HOST)
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(host=HOST))
+cache = own_cache(host=HOST)
 
 
 @pytest.fixture

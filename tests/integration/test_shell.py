@@ -1,7 +1,5 @@
 """kvtier from a shell alone: a cache, a block in and out, beginnings of keys, output for eyes and for programs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

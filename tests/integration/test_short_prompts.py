@@ -1,7 +1,5 @@
 """A prompt shorter than a block has no keys. It matches, holds and stores nothing, and is no mistake."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A clean stop: whatever is going on, in time, with nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -16,6 +14,7 @@ import pytest
 from kvtier import BlockResult, DaemonUnavailable, Tier, connect
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import cut_short
@@ -27,10 +26,7 @@ SLOTS = {"device": 8, "host": 8, "disk": 64}
 IN_TIME_S = 5.0
 """Most that a stop may take which waits for nobody: idle watches are given two seconds."""
 
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(**SLOTS)
+daemon = own_daemon(**SLOTS)
 
 
 async def stopped_in(daemon):

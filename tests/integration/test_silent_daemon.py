@@ -1,7 +1,5 @@
 """A daemon that does not answer: calls end in time, what can be read is read, and nothing stays leased."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -17,6 +15,7 @@ import pytest
 from kvtier import BlockResult, Client, Planes, Tier, connect
 from kvtier.errors import CallerError, DaemonUnavailable, DeadlineExceeded, InvalidArgument, RetryableError
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, opened_cache, put_chain
+from tests.integration.conftest import own_daemon
 from tests.integration.daemon import DaemonProcess
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.stuck import stuck_disk
@@ -54,6 +53,7 @@ AWAY: Final[Mapping[str, tuple[Callable[[DaemonProcess], None], Callable[[Daemon
     "killed": (DaemonProcess.kill, DaemonProcess.start),
 }
 """How the daemon goes, and how it comes back."""
+daemon = own_daemon(host=SLOTS, disk=4 * SLOTS)
 
 
 @contextmanager
@@ -67,11 +67,6 @@ def paused(daemon: DaemonProcess) -> Iterator[None]:
     finally:
         late.cancel()
         daemon.resume()
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(host=SLOTS, disk=4 * SLOTS)
 
 
 async def fill(daemon):

@@ -1,7 +1,5 @@
 """A window that keeps the first tokens of a sequence: every verb wants those blocks besides the window's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A cache whose only group slides: every verb goes by the window, as those over all groups and a mirror do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A watcher that does not keep up: it is told what it missed, and nobody else feels that it is there."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

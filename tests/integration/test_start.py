@@ -1,7 +1,5 @@
 """What a service manager hears from a daemon over a real notify socket."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

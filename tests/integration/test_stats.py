@@ -1,7 +1,5 @@
 """Numbers for those who look often: what is clean, and the clock of the counters."""
 
-from __future__ import annotations
-
 from kvtier import CacheOptions, Tier
 from kvtier.types import WritePolicy
 from tests.integration.blocks import SPEC, blocks, chain, sizes

@@ -1,7 +1,5 @@
 """What survives the daemon: memory tiers, and the slots that live processes may still touch."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """The synchronous client against a real daemon: verbs, threads, interrupts, ends, forks, and no event loop anywhere."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Clients over TCP: who they are by their certificate, what their token is worth, and what becomes of them when the
 network does."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Tensors in and out of a cache, and slots as tensors; torch is not imported for callers that do not use it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """``kvtier top`` against real daemons: one screen as text, and the screen of a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

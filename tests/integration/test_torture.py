@@ -4,8 +4,6 @@ A block's bytes follow from its key, so whoever gets one can tell. That the test
 two faults planted in the daemon, some reader finds wrong bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

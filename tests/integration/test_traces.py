@@ -1,7 +1,5 @@
 """OpenTelemetry traces of a real daemon, as a collector gets them."""
 
-from __future__ import annotations
-
 import os
 import socket
 

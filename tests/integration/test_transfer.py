@@ -1,7 +1,5 @@
 """Blocks through streams, against a real daemon: honest clients, hostile ones, and those that vanish midway."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

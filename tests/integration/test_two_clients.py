@@ -1,7 +1,5 @@
 """Two processes on one cache: what one has stored the other reads, and what one holds the other cannot have."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -1,7 +1,5 @@
 """Every verb as an application uses it, through the client."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@
 N is the format of the cache. A new format gets a file of its own, and the old ones stay.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tarfile

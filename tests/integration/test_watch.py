@@ -1,7 +1,5 @@
 """The event stream: where it begins, what it lets through, and that it alone is enough to know where every block is."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc
@@ -11,6 +9,7 @@ from kvtier import Cause, Cursor, Event, EventType, Gap, SnapshotEnd, SnapshotSl
 from kvtier.abi.words import TIERS
 from kvtier.v1 import events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, put_chain, sizes
+from tests.integration.conftest import own_cache
 from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import refusal
 from tests.integration.residency import ResidencyTable, snapshot
@@ -18,11 +17,7 @@ from tests.integration.seeing import cache_stats, last_event
 from tests.integration.waiting import PATIENCE_S, eventually, patient
 
 DEVICE, HOST, DISK = (tier.bit for tier in TIERS)
-
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+cache = own_cache(device=4, host=8, disk=16)
 
 
 async def until(watch, end):

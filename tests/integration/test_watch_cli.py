@@ -1,7 +1,5 @@
 """``kvtier watch`` as scripts, pipes and terminals meet it: how it ends, what it says of breaks, what it draws."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -19,20 +17,17 @@ import pytest
 
 from kvtier import CacheOptions, Tier, connect, event_hashes
 from tests.integration.blocks import SPEC, blocks, opened_cache, put_chain, sizes
+from tests.integration.conftest import own_cache
 from tests.integration.seeing import last_event
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
 from tests.integration.waiting import PATIENCE_S
 
-
-@pytest.fixture
-async def cache(client, name):
-    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+cache = own_cache(device=4, host=8, disk=16)
 
 
 async def stored(cache, name, count=2):
-    keys = await put_chain(cache, f"{cache.name} {name}", count)
-    return keys
+    return await put_chain(cache, f"{cache.name} {name}", count)
 
 
 @contextmanager

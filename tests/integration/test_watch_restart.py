@@ -6,8 +6,6 @@ an unclean stop a cursor of before first gets the rest of what was logged, then 
 epoch.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -28,16 +26,13 @@ from kvtier import (
 )
 from kvtier.events import WatchItem
 from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.conftest import own_daemon
 from tests.integration.residency import ResidencyTable
 from tests.integration.seeing import last_event
 from tests.integration.waiting import PATIENCE_S, eventually, heard, patient
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
-
-
-@pytest.fixture
-def daemon(start_daemon):
-    return start_daemon(**SLOTS)
+daemon = own_daemon(**SLOTS)
 
 
 async def cleanly(daemon):

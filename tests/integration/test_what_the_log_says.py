@@ -1,7 +1,5 @@
 """What an operator reads: one line on what runs, and none on what is usual."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

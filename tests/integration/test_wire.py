@@ -1,7 +1,5 @@
 """The wire itself: what answers strangers, that every other method wants a session, and what a session proves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc

@@ -1,7 +1,5 @@
 """docs/wire.md: its test vectors, and the client in another language that follows it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Readers and writers in processes of their own, on a cache that is too small for what they do to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What the torture test stores: blocks large enough that copies and writes meet, whose bytes say whose they are."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Final
 

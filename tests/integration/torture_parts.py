@@ -3,8 +3,6 @@
 A part counts on the board that it inherits, and tells on standard output, in the end, what went wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import mmap

@@ -1,7 +1,5 @@
 """A daemon that is ended and started again under load, and what must be true after each time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Waiting for what can be seen, never for time to pass."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A watcher that follows its daemon through any number of deaths, and holds every item against what was promised."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 
 from kvtier import AsyncClient, Cause, Cursor, Event, EventType, Gap, Tier

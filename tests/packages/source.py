@@ -1,7 +1,5 @@
 """A copy of what packages are built from, so that builds leave nothing in the tree."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Final

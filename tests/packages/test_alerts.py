@@ -1,7 +1,5 @@
 """The alert rules, as Prometheus's own tool reads them. That they ask for metrics that exist: tests/integration."""
 
-from __future__ import annotations
-
 import subprocess
 
 import debian

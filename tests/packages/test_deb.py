@@ -1,7 +1,5 @@
 """The Debian package, built and installed in a clean Debian 12."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

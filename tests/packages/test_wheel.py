@@ -1,7 +1,5 @@
 """What wheel and sdist carry, and the service that `kvtier install-service` makes of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A proxy between a daemon and an S3 server, which a test has delay, withhold or replace what passes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """One store of each engine; the servers run once for all tests."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 
 import pytest

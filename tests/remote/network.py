@@ -1,7 +1,5 @@
 """A network between this host and processes in a namespace of their own, which a test can cut in silence."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Real stores on loopback, each a process of the test's own that ends with it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

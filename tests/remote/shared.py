@@ -1,7 +1,5 @@
 """A store that daemons share, as a test looks into it and changes it behind their backs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """A store behind its breaker, on a clock that the test moves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress

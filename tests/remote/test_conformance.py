@@ -1,7 +1,5 @@
 """What every engine does, whichever it is."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import uuid

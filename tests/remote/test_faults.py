@@ -1,7 +1,5 @@
 """Stores that refuse, fail, hang, lie or die: one of three errors in time, and never a wrong byte."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Forgotten means gone: at every daemon that shares a store, and where new bytes come under an old key."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

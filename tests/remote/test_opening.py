@@ -1,7 +1,5 @@
 """URLs of stores: what is wrong with one is said without what is secret in it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A store of several machines that loses one, all, or its network under load: no wrong byte, and local calls as quick
 as before."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The store's process: nothing that a store answers, and no file in it, reaches the daemon or its host."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 Daemons and stores are those of earlier tests; each test has a cache of its own name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Daemons over a store that refuses, is full, lies, is slow or silent: misses in time, and nothing else changes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

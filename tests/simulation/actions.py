@@ -1,7 +1,5 @@
 """The actions of a world. An action draws its own details, and does nothing if it is not possible now."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 

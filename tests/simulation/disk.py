@@ -3,8 +3,6 @@
 Committed records survive a crash. Payloads are written into the slab before the commit.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A block's bytes are its key. Other contents belong to no block, so both a wrong block and a torn block are detected.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A watcher of one window group, which rebuilds the places of blocks from the events alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final
 

@@ -4,8 +4,6 @@ Moves that write or delete on disk begin, end and are reported in the order plan
 may touch its bytes at any moment between its begin and its end.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

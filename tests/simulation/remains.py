@@ -1,7 +1,5 @@
 """The memory and its users after a daemon's end, which the next daemon adopts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from kvtier.abi.control import SlotContents

@@ -4,8 +4,6 @@ A client does not see everything, for example how long a waiting request holds i
 times: the earliest and the latest possible start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A window group of the world: its tiers, the mover under it, and the state that its events describe."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet

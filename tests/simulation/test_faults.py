@@ -1,7 +1,5 @@
 """The walks detect planted faults soon, and succeed without a fault."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Final
 

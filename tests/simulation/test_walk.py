@@ -1,7 +1,5 @@
 """Seeded random walks: all promises hold after every step, and every kind of event happens often enough."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from typing import Final

@@ -1,7 +1,5 @@
 """The error that the simulation raises when the core breaks a promise."""
 
-from __future__ import annotations
-
 
 class Violation(AssertionError):
     """The core broke a promise that its users could see."""

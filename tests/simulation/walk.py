@@ -3,8 +3,6 @@
 ``python -m tests.simulation.walk --seed 7 --steps 1000 [--plant NAME]``
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from bisect import bisect_right

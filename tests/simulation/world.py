@@ -4,8 +4,6 @@ The world does not know how the core works. It checks the promises that clients,
 core's own checker of its internal state runs as well.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Fixtures of the torture runs: each run reports its work and its result in a line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

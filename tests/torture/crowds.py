@@ -1,8 +1,6 @@
 """A crowd in a process of its own: ``python -m tests.torture.crowds KIND SIZE ADDRESS``. The crowd stands until its
 standard input ends."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

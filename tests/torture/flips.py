@@ -1,7 +1,5 @@
 """Flips bits in the files of a stopped daemon."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Senseless messages for each RPC that a daemon's reflection names."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The size and the seed of the runs in this folder."""
 
-from __future__ import annotations
-
 import os
 from typing import Final
 

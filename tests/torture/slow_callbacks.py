@@ -4,8 +4,6 @@ FILE begins with the CPU time of a fixed piece of work, in nanoseconds. While th
 line: its end in ``time.monotonic_ns``, and its CPU time.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from asyncio.events import Handle

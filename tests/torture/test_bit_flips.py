@@ -1,8 +1,6 @@
 """Flips bits in every file of the state and disk directories. The result is a miss, a cache left out or a refused start
 with a reason, and never a wrong byte, or wrong tokens or hashes in an event."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess

@@ -1,8 +1,6 @@
 """Crowds: silent connections, watchers that never read, clients that come and go. Another client is served meanwhile,
 and the crowd leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -3,8 +3,6 @@
 The test needs root, to mount a file system of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

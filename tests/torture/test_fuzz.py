@@ -1,8 +1,6 @@
 """Calls every RPC with senseless messages: the daemon answers each call, or refuses it as the caller's fault, and keeps
 serving other clients."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

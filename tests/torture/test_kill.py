@@ -1,7 +1,5 @@
 """kill -9 under mixed load: no byte is wrong, no acknowledged block is lost, no event is missing."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.test_crash import SEED

@@ -1,7 +1,5 @@
 """A long chain and a wide fan: calls on all their blocks are done in slices, and other clients are served."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager, suppress

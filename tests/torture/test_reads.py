@@ -1,7 +1,5 @@
 """Readers and writers in processes of their own on tiny tiers, while the daemon is killed."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.abi.layout import INDEXES_HERE

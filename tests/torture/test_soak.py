@@ -1,7 +1,5 @@
 """The soak driver, for a minute or two: nothing grows from one round to the next."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.test_crash import SEED

@@ -1,7 +1,5 @@
 """kill -9 and upgrades under ``kvtierd --supervise``: the next daemon adopts the memory, and no byte is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.test_crash import SEED, end_again_and_again

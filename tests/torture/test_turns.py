@@ -1,7 +1,5 @@
 """Clients that keep the daemon busy, or read no answer, do not starve another client of the same user."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -1,8 +1,6 @@
 """Writers that are stopped, kicked or killed go on writing into slots that they no longer have, or their forked
 children do. No other client's block gets their bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

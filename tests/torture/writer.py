@@ -1,7 +1,5 @@
 """A client that reserves slots, and goes on writing into them after it has lost them; see :class:`Actor`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ It hands out pages at random, overwrites a page with NaN the moment it is free, 
 attention would read anything but what the model wrote for these tokens.
 """
 
-from __future__ import annotations
-
 import enum
 import pickle
 import random

@@ -1,7 +1,5 @@
 """A model whose keys and values are a function of what they depend on: scope, tokens up to here, layer, role, rank."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass

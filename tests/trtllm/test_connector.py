@@ -1,7 +1,5 @@
 """TensorRT-LLM's executor, stood in for, on kvtier: right bytes, fewer tokens computed, and nothing left behind."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

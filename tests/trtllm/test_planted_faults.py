@@ -1,7 +1,5 @@
 """The stand-in sees every fault that a connector is known to have had: each is planted into kvtier's own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the executors are asked: prompts with shared beginnings, in two tenants."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Final

@@ -4,8 +4,6 @@ Two vectors are those of TensorRT-LLM's own test of its event manager. The other
 ``hash_v1_block_key`` (``runtime/kv_cache_hash.py``) and ``Hasher`` (``kv_cache_manager_v2/_block_radix_tree.py``).
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The arena: its header byte for byte, its layout by the documented rules, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import struct
 import zlib

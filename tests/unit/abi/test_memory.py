@@ -1,7 +1,5 @@
 """Memory is where huge pages fit, its pages are there, and it goes with the last array over it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from weakref import ref

@@ -1,7 +1,5 @@
 """Cutting blocks into chunks and putting them together again: every byte once, in order, and nothing else is taken."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A scripted daemon, and a client of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 For what a healthy daemon never does just when a test needs it: losing an answer, disowning a session, falling silent.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import os

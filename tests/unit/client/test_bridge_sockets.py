@@ -1,7 +1,5 @@
 """The bridge's sockets: numbers without holes, what a slow subscriber misses, and how it gets it back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import stat

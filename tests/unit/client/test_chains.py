@@ -1,7 +1,5 @@
 """What the key index says of chains, against the definition and against what the core answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Final

@@ -1,7 +1,5 @@
 """A mapped arena as a client sees it, over segments made by the daemon's own hand."""
 
-from __future__ import annotations
-
 import gc
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The ``kvtier`` command's face: options, refusals, and reports without a daemon."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

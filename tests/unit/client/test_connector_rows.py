@@ -1,7 +1,5 @@
 """Every memory order of an engine's KV tensors: the rows of a page hold its bytes, each of them once."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest

@@ -1,7 +1,5 @@
 """What the doctor says of a machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

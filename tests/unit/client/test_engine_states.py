@@ -1,7 +1,5 @@
 """The states that a cache keeps of chats: those to which a later prompt returns."""
 
-from __future__ import annotations
-
 from kvtier.engine.states import KeptStates
 
 SYSTEM, P1, A1, P2, A2, P3, P4 = (name.encode() for name in ("system", "p1", "a1", "p2", "a2", "p3", "p4"))

@@ -1,7 +1,5 @@
 """Which exception a daemon's answer becomes, and what it carries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc

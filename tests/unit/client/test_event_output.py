@@ -1,7 +1,5 @@
 """What a watcher reads: lines for people, JSON for programs."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """A control segment with anything in it: a client is told so, or misses, and touches nothing but its own mappings."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Mirrors against a scripted daemon: what is lost is made up for, and until then nothing false is said."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """A mirror's index: events in any doubling give the state, and prefixes are what the definition says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final

@@ -4,8 +4,6 @@ Hits are counted before insertion, prefix hits only; a request's blocks are touc
 their tails.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 

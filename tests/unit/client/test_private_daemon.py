@@ -1,7 +1,5 @@
 """A daemon of one's own leaves nothing behind, whether it starts or not."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

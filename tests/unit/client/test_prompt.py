@@ -1,7 +1,5 @@
 """A prompt's blocks: their keys, and what a commit of some of them tells."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

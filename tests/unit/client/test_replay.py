@@ -1,7 +1,5 @@
 """The replay's traces, bytes and report: a bad line is named, and wrong bytes are seen."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

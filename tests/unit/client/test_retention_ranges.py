@@ -1,7 +1,5 @@
 """Token ranges to blocks, against the definition: the range of a block's first token has all of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """A session heals: what is repeated, what is given back, what is lost, and what a caller is told."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import inspect

@@ -1,7 +1,5 @@
 """What a client makes of the streams it is sent, and what it sends when its calls are repeated."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The loop's thread: results, errors, copies in the calling thread, interrupts that leave nothing, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

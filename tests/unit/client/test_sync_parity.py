@@ -1,7 +1,5 @@
 """The synchronous client has every public name of the asynchronous one, with the same arguments: neither can drift."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``kvtier top``: from counters to rates, and what the screen says of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Copies between slots and arrays: parts in pool order, arrays of any dtype and shape, and copies that end in time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """TensorRT-LLM's event JSON, to the field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

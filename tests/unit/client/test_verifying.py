@@ -1,7 +1,5 @@
 """What was copied against what the daemon says of it."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, Final
 

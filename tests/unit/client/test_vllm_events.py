@@ -1,7 +1,5 @@
 """kvtier's events in vLLM's form, read by structs and by a router that follow the published form."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A watch: loss is judged by ranges, breaks are resumed at the cursor, and nothing is lost in silence."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

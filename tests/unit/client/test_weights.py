@@ -1,7 +1,5 @@
 """The digest of a model's weights: a copy has it, whatever else differs has another."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

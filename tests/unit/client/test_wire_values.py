@@ -1,7 +1,5 @@
 """Keys as callers give them, and values that must survive the wire."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What a write lease holds after a commit: blocks, blank slots, and slots that went back."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

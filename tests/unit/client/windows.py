@@ -1,7 +1,5 @@
 """A chain of keys, the window groups that hold blocks of it, and what a prefix of it needs, by the definition."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Final

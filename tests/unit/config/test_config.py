@@ -1,7 +1,5 @@
 """The configuration: what its sources say, what is refused, and what the command prints of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A core on a test bench: blocks have names, moves land on request, and the checker runs after every call."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """A cache of several window groups on the bench: the same chains in each, one letter a block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvtier.abi.words import TIERS

@@ -1,7 +1,5 @@
 """The longest stored prefix, READY in a tier and held: claimed before room is made, taken whole or shortened."""
 
-from __future__ import annotations
-
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, key
 

@@ -1,7 +1,5 @@
 """One prefix over all groups, READY and held: as long as every group can serve it, and nothing anywhere besides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Reserved slots become blocks, immutable from then on; what conflicts is answered block by block."""
 
-from __future__ import annotations
-
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import DEVICE, Bench

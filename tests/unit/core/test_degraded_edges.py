@@ -1,7 +1,5 @@
 """An edge that keeps failing is left out for a while: eviction falls back to dropping, then it is tried again."""
 
-from __future__ import annotations
-
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import DEVICE, HOST, SECOND, Bench
 

@@ -1,7 +1,5 @@
 """Down: what goes, when its source is free, and what a hit or a failure on the way changes."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.events import Cause, EventType

@@ -1,7 +1,5 @@
 """The disk: prefix-closed by itself, slots free only after their deletion, bytes believed only if verified."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 

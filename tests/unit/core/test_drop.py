@@ -1,7 +1,5 @@
 """Drop: a block with its subtree, or nothing of it."""
 
-from __future__ import annotations
-
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import BlockResult

@@ -1,7 +1,5 @@
 """What watchers are told: every change once, in order, with what is so after it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from kvtierd.core.events import BlockEvent, Cause, EventSequencer, EventType

@@ -1,7 +1,5 @@
 """Who goes first: lowest effective priority, then least recently used, never a parent before its child."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What is said of one block: where its copies are, and what holds them."""
 
-from __future__ import annotations
-
 from kvtierd.core.block import Phase
 from kvtierd.core.explain import BlockNow, CopyNow
 from kvtierd.core.ids import Tier

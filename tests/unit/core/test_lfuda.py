@@ -1,7 +1,5 @@
 """The ``lfuda`` policy: blocks used more often stay longer, and uses are remembered after a block has left."""
 
-from __future__ import annotations
-
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import DEVICE, HOST, Bench
 

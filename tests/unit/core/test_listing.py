@@ -1,7 +1,5 @@
 """Pages of what is stored, parents first, sound while the cache changes under them."""
 
-from __future__ import annotations
-
 from tests.unit.core.bench import GROUP, Bench, name_of
 
 

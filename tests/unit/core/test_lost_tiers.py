@@ -1,7 +1,5 @@
 """A tier fails: what stood only there goes with all that needs it, and nobody is given what is not there."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.errors import TierOutOfService

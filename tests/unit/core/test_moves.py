@@ -1,7 +1,5 @@
 """Moves without a lease: up, down, and what the caller is told."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.transfers import BlockResult

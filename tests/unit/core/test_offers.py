@@ -1,7 +1,5 @@
 """Which blocks a remote store is offered."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.ids import REMOTE

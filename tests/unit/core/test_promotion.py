@@ -1,7 +1,5 @@
 """Up: what an acquire brings to a tier, and what becomes of where it came from."""
 
-from __future__ import annotations
-
 from kvtierd.core.events import Cause
 from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench

@@ -1,7 +1,5 @@
 """Many blocks at once stand as they would one by one: parents first, recency kept, no parent under its child."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

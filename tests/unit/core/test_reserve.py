@@ -1,7 +1,5 @@
 """Blank slots: all or nothing, in turn, and a refusal at once where waiting is of no use."""
 
-from __future__ import annotations
-
 from kvtierd.core.outcome import RefusalReason, SlotHolder
 from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import ALICE, BOB, DEVICE, HOST, Bench

@@ -1,7 +1,5 @@
 """For how long a block keeps its priority: the rules of ``core/retention.py``, one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

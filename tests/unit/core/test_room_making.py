@@ -1,7 +1,5 @@
 """Making room: where it is found, and that what is promised exists."""
 
-from __future__ import annotations
-
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import DEVICE, DISK, HOST, Bench

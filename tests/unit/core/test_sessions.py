@@ -1,7 +1,5 @@
 """A broken connection ends nothing; a process that is gone ends everything it held."""
 
-from __future__ import annotations
-
 from tests.unit.core.bench import BOB, DEVICE, HOST, Bench
 
 

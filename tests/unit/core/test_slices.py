@@ -1,7 +1,5 @@
 """What a call does to a chain or a fan of any size: a slice of it, and the rest between other calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 

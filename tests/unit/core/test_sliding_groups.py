@@ -1,7 +1,5 @@
 """Blocks of a sliding window stand each for themselves, and their holders let go of what the window has left."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.ids import LeaseId, SlotId

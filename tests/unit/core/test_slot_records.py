@@ -1,7 +1,5 @@
 """What an outcome says of the blocks in memory's slots, so that the next daemon finds there what there is."""
 
-from __future__ import annotations
-
 from kvtierd.core.events import Cause
 from kvtierd.core.ids import SEVERAL, TIERS, Tier, Traits
 from kvtierd.core.policy import Policy, WriteMode

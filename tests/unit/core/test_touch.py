@@ -1,7 +1,5 @@
 """Blocks that clients read without a call: what the core makes of being told."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core import holds

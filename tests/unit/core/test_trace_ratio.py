@@ -1,7 +1,5 @@
 """The core on real traffic: what three tiers hit, and what each policy of eviction does."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from typing import Final

@@ -1,7 +1,5 @@
 """Pins and resets."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.errors import ResetRefused

@@ -1,7 +1,5 @@
 """Copies downwards that nobody waits for: write-through, selective writes, clean slots."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtierd.core.events import Cause

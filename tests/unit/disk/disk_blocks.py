@@ -1,7 +1,5 @@
 """Blocks whose bytes follow from their key, so that a wrong byte, or another block's, shows."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import mmap

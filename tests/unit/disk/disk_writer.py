@@ -5,8 +5,6 @@ One JSON object a line: ``{"try": {"put": [[name, slot, parent], ...], "retire":
 third batch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

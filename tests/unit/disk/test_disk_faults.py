@@ -1,7 +1,5 @@
 """What a store does when the disk lies, fails or fills: never wrong bytes, and it goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """Any sequence of calls, damage and restarts, against a dictionary."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass

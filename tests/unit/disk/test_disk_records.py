@@ -1,7 +1,5 @@
 """The on-disk formats are pinned: a daemon reads what an earlier one wrote."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

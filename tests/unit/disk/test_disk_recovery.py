@@ -1,7 +1,5 @@
 """What an index that cannot be taken at its word still gives: blocks that can be reached, in the order of their use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose directory it is: what is refused stays as it was, to the byte and the timestamp."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What a store does when nothing fails: blocks in, the same blocks out, across reopening."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

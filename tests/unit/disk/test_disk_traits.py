@@ -1,7 +1,5 @@
 """What the disk remembers of a block besides its bytes, over a restart and after a change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvtierd.core.ids import Label, SlotId, Traits

@@ -1,7 +1,5 @@
 """Runs for the tests of the log."""
 
-from __future__ import annotations
-
 from kvtier.v1 import events_pb2
 from kvtierd.event_log import EventRun
 from kvtierd.event_log.segments import LogSegments

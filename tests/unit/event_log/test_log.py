@@ -1,7 +1,5 @@
 """The thread of the log: what it writes together, and what becomes of a disk that is slow or fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The files of the log: what comes back of them, after damage and deletion, too."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

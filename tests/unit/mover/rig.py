@@ -1,7 +1,5 @@
 """A mover on real parts: an arena in shared memory, the core, and a disk in a directory of the test's."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """What the disk threads hand to the store, and whose the store's answers are."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """What threads do with a session's slots, and who waits for it: leases and sessions that end meanwhile, and a stop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The checker that compares the key index with the core, after every step of every test with a ``House``."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.abi.layout import INDEXES_HERE

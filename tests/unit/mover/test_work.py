@@ -1,7 +1,5 @@
 """Copies between memory tiers: every byte arrives; the mailbox: nothing is lost, and a burst wakes the loop once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Moves that wait take turns, a piece each."""
 
-from __future__ import annotations
-
 import queue
 
 import pytest

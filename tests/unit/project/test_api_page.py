@@ -1,7 +1,5 @@
 """docs/api.md has every public name; `make docs` finds each of them, and follows every link."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

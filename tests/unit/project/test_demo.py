@@ -1,7 +1,5 @@
 """The end of ``make demo``: vLLM, where its environment is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

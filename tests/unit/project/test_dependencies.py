@@ -1,7 +1,5 @@
 """The ranges of dependencies: bounded above, without releases that are known to be bad, and met by the constraints."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

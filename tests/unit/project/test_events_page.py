@@ -1,7 +1,5 @@
 """docs/events.md names every type, cause and reason that the wire and the daemon have, and no other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

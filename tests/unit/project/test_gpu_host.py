@@ -1,7 +1,5 @@
 """`make gpu-hour` on a host without a GPU, what it carries to a host with one, and how it runs its steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The meters of .ci/house.py count what they name."""
 
-from __future__ import annotations
-
 import ast
 
 import house

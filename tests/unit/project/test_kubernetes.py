@@ -1,7 +1,5 @@
 """The manifests in deploy/kubernetes: as the published schemas want them, and at one with each other."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A test that hangs fails by its name, and the others run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`make test` runs each failed test once more, alone, and tells flaky tests from broken ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

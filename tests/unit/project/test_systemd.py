@@ -1,7 +1,5 @@
 """The files under systemd/: as tight as promised, and as the daemon they start understands them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What of `make systemd-vm` can be shown without a virtual machine."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A daemon inside the test's loop and a client of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

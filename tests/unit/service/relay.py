@@ -1,7 +1,5 @@
 """A unix socket in front of a daemon's: what the daemon says on it, HTTP/2 frame by frame."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A daemon inside the test's loop, and a client that speaks the raw protocols, so that it can be wrong on purpose."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import socket

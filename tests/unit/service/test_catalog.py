@@ -1,7 +1,5 @@
 """What a daemon remembers of its caches, and what it makes of that under another configuration."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

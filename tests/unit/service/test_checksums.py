@@ -1,7 +1,5 @@
 """Checksums of blocks that move, or whose cache goes, while they are taken or while another call's are."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Which objects of a store go by age and by use, whatever the store holds."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

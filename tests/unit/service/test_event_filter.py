@@ -1,7 +1,5 @@
 """What passes a filter, held against a model that looks at one block at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

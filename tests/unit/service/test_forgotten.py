@@ -1,7 +1,5 @@
 """The record of what caches have forgotten: daemons that join theirs agree, and it is durable."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

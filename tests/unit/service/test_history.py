@@ -1,7 +1,5 @@
 """Ring and log as one stream: whatever has left which of them, all ids are events or losses, once and in order."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The ring of events in memory: what it holds, what it cannot tell, and whom it wakes."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is known of a store's objects, by a clock of the test's own."""
 
-from __future__ import annotations
-
 from kvtierd.service.remote.known import ABSENT_S, THERE_S, Known
 
 

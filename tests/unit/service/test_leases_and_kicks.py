@@ -1,7 +1,5 @@
 """What an operator sees of leases, and how one is ended for a client that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator
@@ -27,10 +25,7 @@ async def operator(daemon: Daemon) -> AsyncIterator[Client]:
         yield client
 
 
-@pytest.fixture
-async def engine(daemon: Daemon) -> AsyncIterator[Client]:
-    async with attached(daemon) as client:
-        yield client
+engine = operator
 
 
 async def leases(operator: Client, cache: str = "", session_id: int = 0) -> list[admin_pb2.LeaseInfo]:

@@ -1,7 +1,5 @@
 """Log lines: one a record whatever is in it, and not too many of them."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

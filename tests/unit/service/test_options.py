@@ -1,7 +1,5 @@
 """How a cache behaves: what is asked, what is stored, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc

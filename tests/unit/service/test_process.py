@@ -1,7 +1,5 @@
 """``kvtierd`` as a process whose standard output takes nothing."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

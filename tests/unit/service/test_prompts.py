@@ -1,7 +1,5 @@
 """Event hashes and tokens: from a commit to watchers that may see them; and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path

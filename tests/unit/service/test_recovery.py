@@ -1,7 +1,5 @@
 """The roll of sessions, and who of it still lives."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Replies that a session remembers: calls that are given up or cancelled, and what is forgotten when."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -3,8 +3,6 @@
 ``tests/integration`` shows what each verb answers and refuses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which of a store and some peers an object comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

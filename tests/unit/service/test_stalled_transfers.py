@@ -1,7 +1,5 @@
 """A peer of a transfer that neither sends nor takes anything is given up, and holds nothing any more."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """Turns of clients, on a clock that only work moves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from math import inf

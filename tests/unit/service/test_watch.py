@@ -1,7 +1,5 @@
 """A watcher over the events in memory: which batches it gets, and which ids they cover."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """The watchdog's feed, on a loop that is blocked on purpose, and the corners of the notify protocol."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 import os

@@ -3,8 +3,6 @@
 ``tests/integration`` shows what else a watch promises.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``kvtier simulate``: options, the table, JSON, and what makes no sense."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

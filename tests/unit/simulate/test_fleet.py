@@ -1,7 +1,5 @@
 """The simulated fleet on traces small enough to count by hand: a word is a request, each of its letters a block."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """``kvtier simulate policy``, and what the policies find on generated traffic."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ seconds. An agent takes 29 to 78 steps for a task of SWE-Bench Pro, by the media
 2,920 trajectories). Lengths are lognormal.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping

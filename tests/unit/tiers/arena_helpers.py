@@ -1,7 +1,5 @@
 """Small arenas, and processes that play their clients."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

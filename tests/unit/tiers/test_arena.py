@@ -1,7 +1,5 @@
 """What a client may and may not do to a segment is tested from another process, on the real descriptors."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import mmap

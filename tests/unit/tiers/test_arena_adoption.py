@@ -1,7 +1,5 @@
 """Segments of an earlier daemon: what is believed of them, and everything for which they are refused."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

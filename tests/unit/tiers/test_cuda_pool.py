@@ -1,7 +1,5 @@
 """GPU memory of a cache, on the fake of NVIDIA's bindings: an allocation that fails leaves nothing that is in use."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import ModuleType

@@ -1,8 +1,6 @@
 """One process changes slots, generations and the key index as fast as it can; another reads, and must never be told
 what is not so. With each of three faults planted, the reader's own checks find it out."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import time

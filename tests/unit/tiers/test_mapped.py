@@ -1,7 +1,5 @@
 """Slots in mapped memory: each has bytes of its own, poison spoils one, and a view outlives its arena."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where a segment's memory lies: near a GPU, and in huge pages, as far as the kernel lets it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

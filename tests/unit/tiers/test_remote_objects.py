@@ -1,7 +1,5 @@
 """A block as an object: it comes back whole, or is told to be bad."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

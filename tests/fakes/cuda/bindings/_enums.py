@@ -1,7 +1,5 @@
 """NVIDIA's numbers, of those that kvtier uses or the fake answers. Checked against the real bindings by a test."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 

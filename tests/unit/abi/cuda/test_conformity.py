@@ -4,8 +4,6 @@ kvtier's code is tested on the fake, so what it uses is there; here the fake is 
 arguments, numbers of answers, values, fields. That is so for all bindings from 12.9.1 on, whichever are installed.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The driver's calls, on the fake: bytes arrive, memory is shared, and errors are of the right kind."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """The fake refuses what CUDA's documentation forbids, so that a test on it fails where a GPU would go wrong."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import threading

@@ -3,8 +3,6 @@
 The library is ``tests/fakes/libcuda.c``: it does nothing but say what it was given, or wait for another thread.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Views say where the bytes are, keep the memory, and give torch what it takes."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from types import SimpleNamespace

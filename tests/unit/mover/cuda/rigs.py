@@ -1,7 +1,5 @@
 """A cache's memory on the fake of NVIDIA's bindings, and its copies."""
 
-from __future__ import annotations
-
 import os
 from types import ModuleType
 

@@ -1,8 +1,6 @@
 """A cache's copies on the fake: records pass through staging without a stranger's bytes, failures stay where they are,
 and nothing is taken apart under a copy."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

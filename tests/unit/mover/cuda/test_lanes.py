@@ -1,7 +1,5 @@
 """Lanes over a GPU's copies: what nobody can account for is never reported, and costs the rest of its batch nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Sequence

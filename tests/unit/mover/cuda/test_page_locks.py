@@ -1,7 +1,5 @@
 """Host memory is page-locked chunk by chunk behind the back of those who use it, and all of it undone."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 from collections.abc import Iterator

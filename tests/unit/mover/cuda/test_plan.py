@@ -1,7 +1,5 @@
 """A batch's copies: every byte where a slot-by-slot copy puts it, nothing else touched, no range overstepped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches on streams that are late and overtake each other: what is settled has arrived, whatever failed."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 from collections.abc import Callable, Iterator
