@@ -23,7 +23,7 @@ DEFAULT_PRIORITY: Final = 35
 AnyTier: TypeAlias = Tier | str
 """A tier, or its name: ``Tier.HOST`` or ``"host"``."""
 AnySize: TypeAlias = int | str
-"""Bytes, or text such as ``64MiB``."""
+"""A number of bytes, or its text: ``64 << 20`` or ``"64MiB"``."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTP])(i?)B|B?)", re.IGNORECASE)
 

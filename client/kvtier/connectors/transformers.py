@@ -80,8 +80,8 @@ class States:
 class PrefixStore:
     """The prefixes of one model in a kvtier cache of its own, whose name stands for model, dtype and attention.
 
-    It raises only for invalid arguments. If kvtier fails, a warning is logged, nothing is loaded or saved, and the
-    model computes the missing tokens. A cache that cannot be opened yet is opened later, in the background.
+    The constructor and the verbs raise only for invalid arguments. If kvtier fails, the store logs a warning, loads and
+    saves nothing, and the model computes the missing tokens. A thread opens a cache that cannot be opened yet.
     """
 
     def __init__(
