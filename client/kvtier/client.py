@@ -38,6 +38,7 @@ from kvtier.types import (
     LeaseInfo,
     RemoteGcReport,
     RemovalReport,
+    ResizeReport,
     Tier,
 )
 from kvtier.v1 import admin_pb2, caches_pb2
@@ -46,6 +47,8 @@ from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 DEFAULT_TIMEOUT_S: Final = 30.0
 GC_TIMEOUT_S: Final = 3600.0
 """Seconds; listing a large store may take long."""
+RESIZE_TIMEOUT_S: Final = 600.0
+"""Seconds; many gigabytes of blocks may have to move."""
 MOST_SECONDS: Final = 1e10
 """Maximum age in seconds: about the range of 64 bits of nanoseconds."""
 LOG_END_S: Final = 0.25
@@ -329,6 +332,22 @@ class AsyncClient:
         reply = await self._ask(lambda stubs: stubs.caches.Remove, request, timeout)
         freed = {wire.tier_from_wire(each.tier): each.bytes for each in reply.freed}
         return RemovalReport(reply.blocks, freed, reply.kept_in_store)
+
+    async def resize_cache(
+        self, name: str, *, budgets: wire.Budgets, timeout: float = RESIZE_TIMEOUT_S
+    ) -> ResizeReport:
+        """Changes budgets of a cache without a restart; tiers that ``budgets`` does not name keep theirs.
+
+        Blocks that still fit stay. Clients of the cache attach again, as after a restart: their calls wait or are
+        repeated, and their leases are lost, in all caches. Raises :class:`kvtier.errors.NotFound`,
+        :class:`InvalidArgument`, :class:`TierFull` if the tier has too few bytes, or leases hold too many slots for 10
+        seconds, :class:`CallerError` (NO_TIER, GPU_MEMORY, TIER_OFFLINE, STILL_HELD); nothing has changed then.
+        """
+        request = caches_pb2.ResizeCacheRequest(
+            name=name, budgets=wire.budgets_to_wire(budgets), seq=self._session.next_seq()
+        )
+        reply = await self._ask(lambda stubs: stubs.caches.Resize, request, timeout)
+        return ResizeReport(reply.took_ns / 1e9, reply.stalled_ns / 1e9, reply.evicted)
 
     async def remote_gc(
         self,

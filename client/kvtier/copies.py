@@ -18,7 +18,16 @@ from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, GroupRows, PrefixRows, Rows, of_cpu
 from kvtier.chains import ChainPart
 from kvtier.deadline import Deadline
-from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
+from kvtier.errors import (
+    DaemonError,
+    DamagedTransfer,
+    InvalidArgument,
+    LeaseLost,
+    StaleRead,
+    TierFull,
+    TooShort,
+    chain_error,
+)
 from kvtier.lease import LeaseBook, Owner, ReadLease
 from kvtier.memory.arrays import Bytes
 from kvtier.memory.gpu import PASSED
@@ -130,8 +139,12 @@ async def put(
 async def _stored(cache: Owner, way: Way, tier: Tier, part: ChainPart, timeout: float | None) -> list[BlockResult]:
     try:
         return await way.store(cache, tier, part, timeout)
-    except LeaseLost:
-        return await way.store(cache, tier, part, timeout)  # the caller's arrays still have the bytes
+    except (LeaseLost, InvalidArgument, TierFull) as error:  # the caller's arrays still have the bytes
+        step, count = pieces(cache, tier, way), len(part.chain)
+        if step >= count and not isinstance(error, LeaseLost):
+            raise
+        parts = [part.only(range(start, min(start + step, count))) for start in range(0, count, step)]  # a smaller tier
+        return [result for each in parts for result in await way.store(cache, tier, each, timeout)]
 
 
 async def get(

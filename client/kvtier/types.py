@@ -287,6 +287,16 @@ class RemovalReport:
 
 
 @dataclass(slots=True, frozen=True)
+class ResizeReport:
+    """The effect of a resize: its seconds, the longest time that the daemon let calls about the cache wait, and the
+    number of blocks that left."""
+
+    took_s: float
+    stalled_s: float
+    evicted: int
+
+
+@dataclass(slots=True, frozen=True)
 class RemoteGcReport:
     """Objects deleted from the remote store, or that would be, and objects kept."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -20,7 +21,7 @@ from kvtier.wire import ResetReport
 
 @click.group(cls=CommandGroup)
 def cache() -> None:
-    """List the caches of a daemon, create one, or remove one."""
+    """List the caches of a daemon, create one, resize one, or remove one."""
 
 
 @cache.command("ls")
@@ -80,6 +81,26 @@ def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: b
     value = {"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}
     text = f"{_gone(name, report)} {'would be ' if dry_run else ''}gone"
     show(form, value | {"kept_in_store": report.kept_in_store}, text + KEPT * report.kept_in_store)
+
+
+@cache.command("resize")
+@address_option
+@click.argument("name")
+@click.option("--device", type=SizeType(), metavar="SIZE", help="Of the device tier.")
+@click.option("--host", type=SizeType(), metavar="SIZE", help="Of the host tier.")
+@click.option("--disk", type=SizeType(), metavar="SIZE", help="Of the disk tier.")
+@output_option()
+def resize_cache(daemon: DaemonAt, name: str, form: str, **sizes: int | None) -> None:
+    """Change the budgets of a cache, without a restart.
+
+    Blocks that still fit stay. Clients of the cache attach again: their calls wait, and their leases are lost.
+    """
+    budgets = {tier: nbytes for tier in TIERS if (nbytes := sizes[str(tier)]) is not None}
+    if not budgets:
+        raise click.UsageError("name a size: --device, --host or --disk")
+    report = daemon.ask(lambda client: client.resize_cache(name, budgets=budgets))
+    text = f"{name}: resized in {report.took_s:.2f} s; calls waited at most {report.stalled_s:.2f} s"
+    show(form, {"cache": name, **asdict(report)}, f"{text}; {report.evicted} blocks left")
 
 
 def _gone(name: str, report: RemovalReport) -> str:

@@ -94,6 +94,7 @@ class Client(Twin[client.AsyncClient]):
     holdings = waits(client.AsyncClient.holdings)
     kick = waits(client.AsyncClient.kick)
     remove_cache = waits(client.AsyncClient.remove_cache)
+    resize_cache = waits(client.AsyncClient.resize_cache)
     remote_gc = waits(client.AsyncClient.remote_gc)
 
     def __init__(

@@ -538,3 +538,50 @@ class RemoveCacheResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "freed", b"freed", "kept_in_store", b"kept_in_store"]) -> None: ...
 
 global___RemoveCacheResponse = RemoveCacheResponse
+
+@typing.final
+class ResizeCacheRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BUDGETS_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    seq: builtins.int
+    @property
+    def budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBudget]:
+        """tiers not named keep theirs"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        budgets: collections.abc.Iterable[global___TierBudget] | None = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budgets", b"budgets", "name", b"name", "seq", b"seq"]) -> None: ...
+
+global___ResizeCacheRequest = ResizeCacheRequest
+
+@typing.final
+class ResizeCacheResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOOK_NS_FIELD_NUMBER: builtins.int
+    STALLED_NS_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
+    took_ns: builtins.int
+    stalled_ns: builtins.int
+    """the longest time that calls about the cache waited in the daemon"""
+    evicted: builtins.int
+    """blocks that left"""
+    def __init__(
+        self,
+        *,
+        took_ns: builtins.int = ...,
+        stalled_ns: builtins.int = ...,
+        evicted: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evicted", b"evicted", "stalled_ns", b"stalled_ns", "took_ns", b"took_ns"]) -> None: ...
+
+global___ResizeCacheResponse = ResizeCacheResponse

@@ -54,6 +54,11 @@ class CachesStub(object):
                 request_serializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheResponse.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/kvtier.v1.Caches/Resize',
+                request_serializer=kvtier_dot_v1_dot_caches__pb2.ResizeCacheRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_caches__pb2.ResizeCacheResponse.FromString,
+                _registered_method=True)
 
 
 class CachesServicer(object):
@@ -90,6 +95,14 @@ class CachesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Changes budgets of a cache without a restart. Blocks that still fit stay. Sessions that have the cache open end, so
+        their clients begin new ones, as after a restart. An error changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CachesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_CachesServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheResponse.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=kvtier_dot_v1_dot_caches__pb2.ResizeCacheRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_caches__pb2.ResizeCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +240,33 @@ class Caches(object):
             '/kvtier.v1.Caches/Remove',
             kvtier_dot_v1_dot_caches__pb2.RemoveCacheRequest.SerializeToString,
             kvtier_dot_v1_dot_caches__pb2.RemoveCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Caches/Resize',
+            kvtier_dot_v1_dot_caches__pb2.ResizeCacheRequest.SerializeToString,
+            kvtier_dot_v1_dot_caches__pb2.ResizeCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,14 @@ class CachesStub:
     unless forced: then those sessions' leases there must have ended.
     """
 
+    Resize: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.caches_pb2.ResizeCacheRequest,
+        kvtier.v1.caches_pb2.ResizeCacheResponse,
+    ]
+    """Changes budgets of a cache without a restart. Blocks that still fit stay. Sessions that have the cache open end, so
+    their clients begin new ones, as after a restart. An error changes nothing.
+    """
+
 class CachesAsyncStub:
     Open: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.caches_pb2.OpenRequest,
@@ -78,6 +86,14 @@ class CachesAsyncStub:
     ]
     """Forgets a cache: its blocks, its budgets and its bytes on disk. FAILED_PRECONDITION while a session has it open,
     unless forced: then those sessions' leases there must have ended.
+    """
+
+    Resize: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.caches_pb2.ResizeCacheRequest,
+        kvtier.v1.caches_pb2.ResizeCacheResponse,
+    ]
+    """Changes budgets of a cache without a restart. Blocks that still fit stay. Sessions that have the cache open end, so
+    their clients begin new ones, as after a restart. An error changes nothing.
     """
 
 class CachesServicer(metaclass=abc.ABCMeta):
@@ -117,6 +133,16 @@ class CachesServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.caches_pb2.RemoveCacheResponse, collections.abc.Awaitable[kvtier.v1.caches_pb2.RemoveCacheResponse]]:
         """Forgets a cache: its blocks, its budgets and its bytes on disk. FAILED_PRECONDITION while a session has it open,
         unless forced: then those sessions' leases there must have ended.
+        """
+
+    @abc.abstractmethod
+    def Resize(
+        self,
+        request: kvtier.v1.caches_pb2.ResizeCacheRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.caches_pb2.ResizeCacheResponse, collections.abc.Awaitable[kvtier.v1.caches_pb2.ResizeCacheResponse]]:
+        """Changes budgets of a cache without a restart. Blocks that still fit stay. Sessions that have the cache open end, so
+        their clients begin new ones, as after a restart. An error changes nothing.
         """
 
 def add_CachesServicer_to_server(servicer: CachesServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

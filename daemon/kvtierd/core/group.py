@@ -206,9 +206,10 @@ class GroupState:
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
         """Takes ``count`` slots. The caller has checked that they are free."""
         slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
-        for slot in slots:
-            ledger.begin_write(slot)
-        ledger.own(slots, session)
+        if tier is not DISK:  # no client maps disk slots: the daemon takes them out of use for a resize
+            for slot in slots:
+                ledger.begin_write(slot)
+            ledger.own(slots, session)
         return slots
 
     def disown(self, tier: Tier, slot: SlotId) -> None:

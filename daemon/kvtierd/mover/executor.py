@@ -46,7 +46,8 @@ class EventSink(Protocol):
 @dataclass(slots=True, eq=False)
 class OpenCache:
     """An open cache. ``closing``: takes no new tickets. ``removed``: must not be touched any more. ``going_on``: the
-    loop has a callback for the work that calls have left."""
+    loop has a callback for the work that calls have left. ``resize``: set at the end of the present resize; until then
+    a refusal for want of slots waits."""
 
     runtime: CacheRuntime
     manager: BlockManager
@@ -55,6 +56,7 @@ class OpenCache:
     closing: bool = False
     removed: bool = False
     going_on: bool = False
+    resize: asyncio.Event | None = None
 
 
 class Executor:
@@ -173,9 +175,14 @@ class SlotThreads:
         action()
         return True
 
+    async def ended(self) -> None:
+        """Returns when the threads that run now have ended."""
+        if self._threads:
+            await asyncio.wait(self._threads)
+
     async def idle(self) -> None:
         while self._threads:
-            await asyncio.wait(self._threads)
+            await self.ended()
 
     def close(self) -> None:
         """Starts no more threads. Running threads end with their work."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import itemgetter
 from typing import Final
@@ -38,6 +39,7 @@ from kvtierd.service.cache import CacheSettings
 from kvtierd.service.devices import Device, Devices
 from kvtierd.service.forgotten import Forgotten
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
+from kvtierd.service.resizing import FormerLife
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DeviceIOError, GpuUnavailable, NoDeviceMemory, NotAdoptable, TierConfigError, TierIOError
@@ -50,6 +52,8 @@ from kvtierd.tiers.memfd import near
 
 MANAGER_LETS_GO_S: Final = 5.0
 """Seconds that kept GPU memory may stay taken after the service manager was told to let go of it."""
+
+_Blocks = dict[GroupId, list[RecoveredBlock]]
 
 _log = logging.getLogger(__name__)
 _never_given_back: Final[list[Parts]] = []
@@ -74,7 +78,7 @@ class Stores:
 class Plan:
     """A cache to be made. ``stored``: it is on disk already. ``changed``: with other slots or options. ``unclean``: the
     life before did not end by a clean stop. ``old``: the earlier sessions whose leases are honoured if the cache's
-    memory was kept; None = fresh memory."""
+    memory was kept; None = fresh memory. ``former``: the cache before a resize."""
 
     name: str
     spec: CacheSpec
@@ -85,11 +89,12 @@ class Plan:
     unclean: bool = False
     old: OldLife | None = None
     changed: bool = False
+    former: FormerLife | None = None
 
     @property
     def restarted(self) -> bool:
         """Whether anything is left of the cache's earlier life."""
-        return self.stored or self.old is not None
+        return self.stored or self.old is not None or self.former is not None
 
     @property
     def shapes(self) -> list[GroupShape]:
@@ -157,6 +162,8 @@ class Assembler:
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
         layout = ArenaLayout.plan(spec, places)
+        if plan.former is not None:
+            return self._resized(plan, plan.former, cache, layout, identity)
         arena = self._adopted_arena(plan, layout, identity)
         old = plan.old if arena is not None else None
         if arena is None:
@@ -183,6 +190,23 @@ class Assembler:
             arena.close()
             raise
 
+    def _resized(
+        self, plan: Plan, former: FormerLife, cache: CacheId, layout: ArenaLayout, identity: ArenaIdentity
+    ) -> Parts:
+        """Like :meth:`assemble`, after a resize. The disk comes first: if it fails, nothing is lost."""
+        keeper = self._stores.keeper
+        with ExitStack() as undo:
+            disk = self._disk_store(plan)
+            if disk is not None:
+                undo.callback(disk.close)
+            arena, moves = former.move(plan.name, layout, identity, plan.slots, records=keeper.keeps)
+            undo.callback(arena.close)
+            keeper.store(plan.name, arena, About(plan.spec, plan.slots, plan.options))
+            self._remember(plan)
+            parts = self._filled(plan, cache, arena, disk, None, partial(former.carried, arena, moves, disk))
+            undo.pop_all()
+        return parts
+
     def _remember(self, plan: Plan) -> None:
         remembered, device = self._stores.remembered, plan.device.id
         if not plan.stored or plan.changed:
@@ -192,11 +216,20 @@ class Assembler:
         elif device and device != remembered.device(plan.name):  # moved: other caches may take its place there
             remembered.put(plan.name, remembered.get(plan.name) or plan.slots, None, device)
 
-    def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
-        """The parts with the recovered blocks. ``old``: None unless the arena was adopted."""
+    def _filled(
+        self,
+        plan: Plan,
+        cache: CacheId,
+        arena: Arena,
+        disk: DiskStore | None,
+        old: OldLife | None,
+        carried: Callable[[Sequence[GroupShape], _Blocks], _Blocks] = lambda _, found: found,
+    ) -> Parts:
+        """The parts with the recovered blocks. ``old``: None unless the arena was adopted. ``carried``: adds blocks to
+        the blocks on disk."""
         host = HostStore(arena) if Tier.HOST in plan.slots else None
         device = self._device(plan, arena)
-        recovered: dict[GroupId, list[RecoveredBlock]] = {}
+        recovered: _Blocks = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
         corrupt: Mapping[GroupId, Sequence[Key]] = {}
         if disk is not None and plan.stored:
@@ -205,6 +238,7 @@ class Assembler:
                 says = "records on disk could not be used cache=%s dropped=%d of_these_corrupt=%d"
                 _log.warning(says, plan.name, found.dropped, sum(map(len, found.corrupt.values())))
             recovered, quarantined, corrupt = _recovered(found), found.quarantined, found.corrupt
+        recovered = carried(plan.shapes, recovered)
         left: Sequence[LeftLease] = ()
         if old is not None:
             adopted = adopt(arena, plan.shapes, recovered, old)
@@ -330,7 +364,7 @@ def _copies(
         raise DeviceIOError(f"cache {plan.name}: no streams to be had: {error}") from error
 
 
-def _recovered(found: Recovery) -> dict[GroupId, list[RecoveredBlock]]:
+def _recovered(found: Recovery) -> _Blocks:
     fields = [itemgetter(DiskRecord._fields.index(name)) for name in ("slot", "key", "parent", "traits")]
     not_in_memory = repeat(None), repeat(None)
     return {

@@ -225,8 +225,11 @@ class Budgets:
         least = least_bytes(spec)
         return {each.tier: max(self._default.of(each.size), least) for each in self.accounts}
 
-    def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
+    def slots_for(
+        self, spec: CacheSpec, asked: Mapping[Tier, TierBudget], own: str = ""
+    ) -> dict[Tier, tuple[int, ...]]:
         """Slots for budgets; without budgets the default share of every tier, or the rest of the tier if that is less.
+        The bytes of the cache ``own`` count as free.
 
         Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT like
         :func:`slots_of`.
@@ -234,8 +237,8 @@ class Budgets:
         if not asked:
             return self._default_slots(spec)
         for tier, budget in asked.items():
-            if budget.nbytes > self.left(tier):
-                wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
+            if budget.nbytes > (left := self.left(tier, own)):
+                wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, left))
                 raise BudgetExhausted(self._accounts[tier], f"{_exact(budget.nbytes)} were asked for", wanted, free)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 

@@ -50,6 +50,7 @@ class CacheSettings:
         event_hash: Name of a hash that events have beside the keys; "" = none.
         thresholds: (from, to, least priority) of edges with their own threshold, in order.
         checksum: Since when a block's bytes are checked: "disk" or "commit".
+        resized: Whether an operator has chosen the budgets, so that clients that open the cache with others get these.
     """
 
     write_policy: WriteMode = WriteMode.BACK
@@ -58,6 +59,7 @@ class CacheSettings:
     keep_tokens: bool = False
     thresholds: tuple[tuple[int, int, int], ...] = ()
     checksum: str = "disk"
+    resized: bool = False
 
     def label_bytes(self, spec: CacheSpec) -> int:
         """Bytes of a block's hash and tokens on disk, with an extra id per token and a salt of usual length."""

@@ -89,6 +89,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Caches.Close": Needs(None),
     "kvtier.v1.Caches.List": Needs(Right.READ, Over.SOME),
     "kvtier.v1.Caches.Remove": Needs(Right.ADMIN, Over.NAME),
+    "kvtier.v1.Caches.Resize": Needs(Right.ADMIN, Over.NAME),
     "kvtier.v1.Blocks.Match": Needs(Right.READ),
     "kvtier.v1.Blocks.Locate": Needs(Right.READ),
     "kvtier.v1.Blocks.Checksums": Needs(Right.READ),
@@ -331,6 +332,7 @@ class Dispatcher:
 
     def _unary(self, name: str, perform: _Perform) -> Callable[[object, _Context], Awaitable[Message]]:
         async def call(_: object, context: _Context) -> Message:
+            session: ClientSession | None = None
             metadata = context.invocation_metadata()
             with self.call_counts.call(name, metadata) as counted_call:
                 try:
@@ -342,10 +344,14 @@ class Dispatcher:
                             await self.turns.measured(session, perform(counted_call, session, raw))
                         )
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                    refusal = counted_call.refused(self._translate(error))
+                    refusal = counted_call.refused(self._refusal(error, session))
             await abort(context, refusal)
 
         return call
+
+    def _refusal(self, error: Exception, session: ClientSession | None) -> CallRefused:
+        """The refusal for an error. A call that outlives its session has no other answer: its cache may be gone."""
+        return self._translate(error if session is None or not session.ended else session_ended())
 
     async def local(
         self,
@@ -402,7 +408,7 @@ class Dispatcher:
                         raise  # the client cancelled the call
                     refusal = counted_call.refused(session_ended())
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                    refusal = counted_call.refused(self._translate(error))
+                    refusal = counted_call.refused(self._refusal(error, session))
             await abort(context, refusal)
 
         return call
@@ -415,6 +421,7 @@ class Dispatcher:
 
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
             upload = _Upload(messages, parser(method), context, pace)
+            session: ClientSession | None = None
             metadata = context.invocation_metadata()
             with self.call_counts.call(method.full_name, metadata) as counted_call:
                 try:
@@ -430,7 +437,8 @@ class Dispatcher:
                         reply = await session.replies.answer(seq, xxhash.xxh3_128_digest(name + raw), run)
                         return counted_call.answered(reply)
                 except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
-                    refusal = counted_call.refused(self._translate(shutting_down() if self._stopping else error))
+                    error = shutting_down() if self._stopping else error
+                    refusal = counted_call.refused(self._refusal(error, session))
             await upload.drain()
             await abort(context, refusal)
 

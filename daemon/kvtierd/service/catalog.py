@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,6 +43,7 @@ from kvtierd.service.errors import CallRefused, cache_not_opened, refused, unkno
 from kvtierd.service.families import LastOpen, bytes_in, family_of, idle_members, idle_since
 from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
+from kvtierd.service.resizing import FormerLife, Resizing, held_slots, new_slots, require_growth, take_surplus
 from kvtierd.service.sessions import ClientSession
 from kvtierd.state import Identity
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
@@ -111,6 +113,8 @@ class Catalog:
         self._loaded: Final = asyncio.Event()
         self._loaded.set()
         self._parts: dict[CacheId, Parts] = {}
+        self._resized: dict[str, Resizing] = {}
+        """The last resize of each cache: a client whose own session ended with it asks again."""
         self._ids = count(1)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -220,13 +224,18 @@ class Catalog:
                     self._note_opening(cache)
                     return Opening(cache, created=True)
         require_same_cache(cache, spec or cache.spec, device)
+        kept = ""
+        if cache.options.resized:
+            differ = any(slots_of(cache.spec, tier, each) != cache.slots.get(tier) for tier, each in asked.items())
+            kept, asked = "an operator has resized it" if differ else "", {}
         if family_of(cache.spec) is None:
             require_same_budgets(cache, asked)
             require_same(cache.options, named, name)
-            return Opening(cache)
+            return Opening(cache, kept=kept)
         self._note_opening(cache)
         require_same(cache.options, {field: value for field, value in named.items() if field != "write_policy"}, name)
-        return await self._changed(cache, asked, replace(cache.options, **named), last_open)
+        opening = await self._changed(cache, asked, replace(cache.options, **named), last_open)
+        return replace(opening, kept=opening.kept or kept)
 
     async def _make_room(
         self, name: str, spec: CacheSpec, home: Device, asked: Mapping[Tier, TierBudget], last_open: LastOpen
@@ -286,16 +295,29 @@ class Catalog:
 
     async def _remake(self, cache: ServedCache, slots: Slots, options: CacheSettings) -> ServedCache:
         """Makes a cache anew with other slots or options, or as it was if that fails. Blocks on disk stay."""
-        name, spec, budgets = cache.name, cache.spec, cache.device.budgets
-        size = partial(tier_bytes, spec)
-        budgets.take(name, spec, {tier: max(slots[tier], cache.slots.get(tier, ()), key=size) for tier in slots})
+        self._take_larger(cache, slots)
         await self._dismantle(cache, Cause.EXPLICIT)
+        return (await self._made_anew(cache, slots, options))[0]
+
+    def _take_larger(self, cache: ServedCache, slots: Slots) -> None:
+        """Takes the larger of the present and the future budget of each tier."""
+        size = partial(tier_bytes, cache.spec)
+        larger = {tier: max(slots[tier], cache.slots.get(tier, ()), key=size) for tier in slots}
+        cache.device.budgets.take(cache.name, cache.spec, larger)
+
+    async def _made_anew(
+        self, cache: ServedCache, slots: Slots, options: CacheSettings, former: FormerLife | None = None
+    ) -> tuple[ServedCache, TierError | None]:
+        """Makes a dismantled cache with other slots or options, or as it was; the error says why. Raises
+        :class:`TierIOError` if both fail."""
+        name, spec, budgets = cache.name, cache.spec, cache.device.budgets
         stored, fault = Tier.DISK in cache.slots, None
         for now, its_options in ((slots, options), (cache.slots, cache.options)):
-            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True)
+            left = None if former is None or former.arena.spent else former
+            plan = Plan(name, spec, now, its_options, cache.device, stored=stored, changed=True, former=left)
             budgets.take(name, spec, now)
             try:
-                return await self._make(plan)
+                return await self._make(plan), fault
             except TierError as error:
                 fault = error
                 _log.warning("a cache cannot be made anew name=%s why=%r", name, str(error))
@@ -315,7 +337,7 @@ class Catalog:
                 options = CacheSettings.from_stored(past)
             except (TypeError, ValueError) as error:
                 _log.warning("remembered options are not used name=%s why=%r", name, str(error))
-        return replace(options, **named)
+        return replace(options, resized=False, **named)
 
     def _require_whole(self, name: str) -> None:
         """Raises FAILED_PRECONDITION if the cache is on disk but left out."""
@@ -375,17 +397,73 @@ class Catalog:
                 forgotten.set(prefix, before.after_reset())
                 forgotten.keep(prefix, ())
 
+    @_to_the_end
+    async def resize(
+        self, name: str, asked: Mapping[Tier, TierBudget], end_sessions: Callable[[ServedCache], None]
+    ) -> Resizing:
+        """Gives a cache other budgets; tiers that are not asked for keep theirs. A call for the budgets that the cache
+        has answers with the last resize. See ``service/resizing.py``.
+
+        Raises NOT_FOUND, INVALID_ARGUMENT, FAILED_PRECONDITION, RESOURCE_EXHAUSTED, :class:`TicketRefused`,
+        :class:`TierError`; the cache then keeps its budgets.
+        """
+        async with self._lock_of(name):
+            self._require_whole(name)
+            cache = self._by_name.get(name)
+            if cache is None:
+                raise unknown("name", name)
+            slots = new_slots(cache, asked)
+            if slots == cache.slots:
+                return self._resized.get(name, Resizing())
+            began, before = time.monotonic_ns(), cache.runtime.manager.stats().blocks
+            await asyncio.to_thread(require_growth, cache, slots)
+            self._take_larger(cache, slots)
+            with self._engine.resizing(cache.id):
+                try:
+                    await take_surplus(self._engine, cache, slots)
+                except BaseException:
+                    cache.device.budgets.take(name, cache.spec, cache.slots)
+                    raise
+                stalled, held = time.monotonic_ns(), held_slots(cache.runtime.manager)
+                end_sessions(cache)
+                parts = await self._withdraw(cache, Cause.EXPLICIT)
+                await self._engine.end_threads(cache.id)
+            former = await asyncio.to_thread(FormerLife.of, cache.runtime.manager, parts.arena, held)
+            if parts.disk is not None:
+                await asyncio.to_thread(former.compact, parts.disk, slots, cache.spec)
+                await asyncio.to_thread(parts.disk.close)
+            made, fault = await self._made_anew(cache, slots, replace(cache.options, resized=True), former)
+            for tier, group, key, times in former.pins:
+                for _ in range(times):
+                    self._engine.pin(made.id, group, tier, [key], unpin=False)
+            now = time.monotonic_ns()
+            await self._release(cache, parts)
+            if fault is not None:
+                raise fault
+            evicted = max(0, before - made.runtime.manager.stats().blocks)
+            self._resized[name] = Resizing(now - began, now - stalled, evicted)
+        _log.info("cache resized name=%s stalled_s=%.3f evicted=%d", name, (now - stalled) / 1e9, evicted)
+        return self._resized[name]
+
     async def _dismantle(self, cache: ServedCache, cause: Cause) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
+        parts = await self._withdraw(cache, cause)
+        self._stores.keeper.forget(cache.name)
+        await self._release(cache, parts)
+
+    async def _withdraw(self, cache: ServedCache, cause: Cause) -> Parts:
+        """Takes an open cache out of service and ends its moves."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
         await self._engine.remove_cache(cache.id)
         for group in range(len(cache.spec.groups)):
             self._engine.announce_gone(cache.id, GroupId(group), cause)
-        self._stores.keeper.forget(cache.name)
         for tier in Tier:
             self.note(cache, tier, None)
-        if not await asyncio.to_thread(self._parts.pop(cache.id).close):
+        return self._parts.pop(cache.id)
+
+    async def _release(self, cache: ServedCache, parts: Parts) -> None:
+        if not await asyncio.to_thread(parts.close):
             _log.error("memory is not given back before the daemon ends name=%s", cache.name)
         await asyncio.to_thread(cache.runtime.manager.close)
 

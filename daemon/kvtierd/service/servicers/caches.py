@@ -98,6 +98,24 @@ class CachesService:
         told = request.dry_run or self._remote is None or await self._tell(self._remote, name)
         return caches_pb2.RemoveCacheResponse(blocks=removal.blocks, freed=freed, kept_in_store=not told)
 
+    async def resize(
+        self, session: ClientSession, request: caches_pb2.ResizeCacheRequest
+    ) -> caches_pb2.ResizeCacheResponse:
+        name = validation.cache_name(request.name)
+        budgets = self._budgets(request)
+
+        def end_sessions(cache: ServedCache) -> None:
+            for user in [user for user in self._sessions if cache.id in user.caches]:
+                self._sessions.kick(user, f"cache {name} is resized")
+
+        try:
+            return wire.same_fields(
+                caches_pb2.ResizeCacheResponse, await self._catalog.resize(name, budgets, end_sessions)
+            )
+        except BudgetExhausted as refusal:
+            refusal.tell(lambda other: self._access.may(session, Right.READ, other), self._idle_s)
+            raise
+
     async def _tell(self, remote: RemoteTier, name: str) -> bool:
         prefixes = [prefix for prefix in self._forgotten.prefixes if prefix.startswith(f"{name}/")]
         return bool(prefixes) and all(await asyncio.gather(*map(remote.teller.tell, prefixes)))
@@ -119,7 +137,7 @@ class CachesService:
         cache = self._catalog.named(name)
         return None if cache is None else self._sessions.idle_s(cache.id)
 
-    def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, TierBudget]:
+    def _budgets(self, request: caches_pb2.OpenRequest | caches_pb2.ResizeCacheRequest) -> dict[Tier, TierBudget]:
         budgets: dict[Tier, TierBudget] = {}
         for index, budget in enumerate(request.budgets):
             tier = validation.tier(f"budgets[{index}].tier", budget.tier, self._tiers)
