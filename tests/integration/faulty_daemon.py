@@ -3,14 +3,19 @@
 For tests that are to find the fault. The daemon does not know: only this process's class is changed.
 """
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
+from kvtier.abi import memory
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.main import main
+from kvtierd.service.resizing import FormerLife
 from kvtierd.tiers.arena import Arena
 
 
@@ -46,6 +51,20 @@ def hangs_when_told() -> None:
     signal.signal(signal.SIGUSR2, lambda *_: threading.Event().wait())
 
 
+def dies_in_a_resize() -> None:
+    """The first call of the function that $KVTIER_DIES names ends in SIGKILL; $KVTIER_DIED is a file that is made."""
+    of: object = {"give_back": memory}.get(name := os.environ["KVTIER_DIES"], FormerLife)
+    function = getattr(of, name)
+
+    def dies(*given: object, **named: object) -> object:
+        with suppress(FileExistsError):
+            Path(os.environ["KVTIER_DIED"]).touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*given, **named)
+
+    setattr(of, name, dies)
+
+
 def _plant(
     begin_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], list[SlotId]],
     end_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], None],
@@ -61,7 +80,7 @@ def _was_never_used(arena: Arena, tier: Tier, group: GroupId, slot: SlotId) -> b
 SEEN_BY_READERS: Final = (keeps_the_generation, turns_odd_too_late)
 """With these some reader is given wrong bytes."""
 FAULTS: Final[Mapping[str, Callable[[], None]]] = {
-    fault.__name__: fault for fault in (*SEEN_BY_READERS, hangs_when_told)
+    fault.__name__: fault for fault in (*SEEN_BY_READERS, hangs_when_told, dies_in_a_resize)
 }
 
 

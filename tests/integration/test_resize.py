@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvtier import CallerError, Event, EventType, InvalidArgument, LeaseLost, NotFound, Tier, TierFull
+from kvtier import CallerError, Event, EventType, InvalidArgument, LeaseLost, NotFound, Tier, TierFull, connect
+from kvtier.errors import DaemonUnavailable
 from tests.integration.blocks import SLOT_BYTES, assert_bytes, blocks, chain, opened_cache, put_chain, sizes
 from tests.integration.conftest import own_daemon
 from tests.integration.seeing import last_event, tier_stats
@@ -161,27 +162,34 @@ async def test_the_command_tells_the_stall(daemon):
         assert "name a size" in kvtier("cache", "resize", "c", *at, status=2).stderr
 
 
-@pytest.mark.parametrize("when", ["before_the_disk", "after_the_disk", "amid_memory", "after_memory"])
-@pytest.mark.parametrize("sizes_after", [{"host": 8, "disk": 10}, {"host": 40, "disk": 100}])
-async def test_a_daemon_killed_amid_a_resize_has_the_old_or_the_new_sizes(tmp_path, when, sizes_after):
+@pytest.mark.parametrize("dies", ["compact", "move", "give_back", "carried"])
+@pytest.mark.parametrize("after", [{"host": 8, "disk": 10}, {"host": 40, "disk": 100}])
+async def test_a_daemon_killed_amid_a_resize_has_old_or_new_sizes(tmp_path, dies, after):
     daemon = SupervisedDaemon(tmp_path, sizes(host=64, disk=128))
-    daemon.plain.program = ["tests.integration.faulty_daemon", f"dies_{when}"]
+    daemon.plain.program = ["tests.integration.faulty_daemon", "dies_in_a_resize"]
+    daemon.plain.variables = {"KVTIER_DIES": dies, "KVTIER_DIED": str(tmp_path / "died")}
     daemon.start()
+    low, high = chain("low", 16), chain("high", 6)
     try:
         async with opened_cache(daemon.address, "c", wait=PATIENCE_S, budgets=sizes(**SLOTS)) as (client, cache):
-            keys, low = chain("kept", 12), chain("low", 20)
-            await cache.put(low, blocks(low[:8]) + blocks(low[8:]), tier=Tier.HOST)
+            await cache.put(low, blocks(low), tier=Tier.HOST)
             await cache.move(low, Tier.DISK)
-            await cache.put(keys, blocks(keys), tier=Tier.HOST)
-            resizing = asyncio.create_task(client.resize_cache("c", budgets=sizes(**sizes_after)))
-            await asyncio.to_thread(daemon.await_ready)
-            await resizing
-            (info,) = await client.caches()
-            assert [tier.slots for tier in info.groups[0].tiers] == list(sizes_after.values())
-            for chained in (keys, low):
-                found = await cache.get(chained)
-                assert_bytes(chained[: len(found)], found)
-            more = await put_chain(cache, "more", 8, tier=Tier.HOST)
-            assert_bytes(more, await cache.get(more))
+            await cache.put(high, blocks(high), tier=Tier.HOST)
+            for last in (False, True):
+                if last:
+                    await client.resize_cache("c", budgets=sizes(**after))
+                else:
+                    async with await connect(daemon.address) as operator:
+                        with pytest.raises(DaemonUnavailable):
+                            await operator.resize_cache("c", budgets=sizes(**after))
+                    await asyncio.to_thread(daemon.await_ready)
+                (info,) = await client.caches()
+                for tier in info.groups[0].tiers:
+                    assert tier.slots in {after[str(tier.tier)], SLOTS[str(tier.tier)] if not last else 0}
+                for keys in (low, high):
+                    found = await cache.get(keys)
+                    assert_bytes(keys[: len(found)], found)
+                more = await put_chain(cache, f"more {last}", 6, tier=Tier.HOST)
+                assert_bytes(more, await cache.get(more))
     finally:
         daemon.close()
