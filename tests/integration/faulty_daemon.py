@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.abi import memory
+from kvtierd import supervise
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.main import main
 from kvtierd.service.resizing import FormerLife
@@ -63,6 +64,8 @@ def dies_in_a_resize() -> None:
         return function(*given, **named)
 
     setattr(of, name, dies)
+    command = [sys.executable, "-m", "tests.integration.faulty_daemon", "dies_in_a_resize"]
+    setattr(supervise, "own_command", lambda arguments: [*command, *arguments])  # noqa: B010  its daemon has the fault, too
 
 
 def _plant(

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial, wraps
+from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
@@ -24,12 +24,12 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Account, Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.cache import (
     CacheSettings,
+    Opening,
     Removal,
     ServedCache,
     Wanted,
@@ -45,6 +45,7 @@ from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.resizing import FormerLife, Resizing, held_slots, new_slots, require_growth, take_surplus
 from kvtierd.service.sessions import ClientSession
+from kvtierd.service.uncancelled import to_the_end
 from kvtierd.state import Identity
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierError, TierIOError
 
@@ -54,33 +55,6 @@ T = TypeVar("T")
 _MAX_NOTES: Final = 8
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class Opening:
-    """``created``: whether the call made the cache. ``kept``: why it does not get the asked budgets and write policy;
-    empty = it has them."""
-
-    cache: ServedCache
-    created: bool = False
-    kept: str = ""
-
-
-def _to_the_end(
-    work: Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Catalog, str, P], Coroutine[Any, Any, T]]:
-    """Has a call go on if its caller is cancelled. The log then tells of a failure."""
-
-    @wraps(work)
-    async def call(catalog: Catalog, name: str, /, *args: P.args, **others: P.kwargs) -> T:
-        task = catalog._spawn(work(catalog, name, *args, **others), f"{work.__name__}-{name}")
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_nobody_waits)
-            raise
-
-    return call
 
 
 class Catalog:
@@ -182,7 +156,7 @@ class Catalog:
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
 
-    @_to_the_end
+    @to_the_end
     async def open(
         self,
         name: str,
@@ -301,8 +275,8 @@ class Catalog:
 
     def _take_larger(self, cache: ServedCache, slots: Slots) -> None:
         """Takes the larger of the present and the future budget of each tier."""
-        size = partial(tier_bytes, cache.spec)
-        larger = {tier: max(slots[tier], cache.slots.get(tier, ()), key=size) for tier in slots}
+        both = ((tier, (counts, cache.slots.get(tier, ()))) for tier, counts in slots.items())
+        larger = {tier: max(pair, key=partial(tier_bytes, cache.spec)) for tier, pair in both}
         cache.device.budgets.take(cache.name, cache.spec, larger)
 
     async def _made_anew(
@@ -326,7 +300,7 @@ class Catalog:
 
     def _note_opening(self, cache: ServedCache) -> None:
         if (disk := self._stores.disk) is not None and family_of(cache.spec) is not None:
-            self._spawn(asyncio.to_thread(disk.note_opening, cache.name), f"note-{cache.name}")
+            self.spawn(asyncio.to_thread(disk.note_opening, cache.name), f"note-{cache.name}")
 
     def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheSettings:
         """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
@@ -345,7 +319,7 @@ class Catalog:
             message = f"cache {name} is left out: {self._left_out[name]}"
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
 
-    @_to_the_end
+    @to_the_end
     async def remove(
         self,
         name: str,
@@ -379,7 +353,8 @@ class Catalog:
             self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
             if cause is Cause.EXPLICIT:
-                await self._forget(name, removal.spec)
+                only = None if removal.spec is None else prefix_of(name, removal.spec.fingerprint())
+                await self._stores.forgotten.forget_all(name, only)
             del self._left_out[name], self._unfinished[name]
             self._lost.pop(name, None)
             if removal.spec is not None and removal.device is not None:
@@ -387,36 +362,23 @@ class Catalog:
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
         return removal
 
-    async def _forget(self, name: str, spec: CacheSpec | None) -> None:
-        """Forgets the cache's blocks, so that a new cache of the name gets none of them. ``spec``: None = unknown, all
-        caches of the name."""
-        forgotten = self._stores.forgotten
-        known = [prefix for prefix in forgotten.prefixes if prefix.startswith(f"{name}/")]
-        for prefix in known if spec is None else [prefix_of(name, spec.fingerprint())]:
-            async with forgotten.change(prefix) as before:
-                forgotten.set(prefix, before.after_reset())
-                forgotten.keep(prefix, ())
-
-    @_to_the_end
+    @to_the_end
     async def resize(
         self, name: str, asked: Mapping[Tier, TierBudget], end_sessions: Callable[[ServedCache], None]
     ) -> Resizing:
-        """Gives a cache other budgets; tiers that are not asked for keep theirs. A call for the budgets that the cache
-        has answers with the last resize. See ``service/resizing.py``.
+        """Gives a cache other budgets, or answers with the last resize: see ``service/resizing.py``.
 
-        Raises NOT_FOUND, INVALID_ARGUMENT, FAILED_PRECONDITION, RESOURCE_EXHAUSTED, :class:`TicketRefused`,
-        :class:`TierError`; the cache then keeps its budgets.
+        Raises CallRefused, :class:`TicketRefused`, :class:`TierError`; the cache then keeps its budgets.
         """
         async with self._lock_of(name):
             self._require_whole(name)
-            cache = self._by_name.get(name)
-            if cache is None:
+            if (cache := self._by_name.get(name)) is None:
                 raise unknown("name", name)
             slots = new_slots(cache, asked)
             if slots == cache.slots:
                 return self._resized.get(name, Resizing())
-            began, before = time.monotonic_ns(), cache.runtime.manager.stats().blocks
             await asyncio.to_thread(require_growth, cache, slots)
+            began, before = time.monotonic_ns(), cache.runtime.manager.stats().blocks
             self._take_larger(cache, slots)
             with self._engine.resizing(cache.id):
                 try:
@@ -433,17 +395,15 @@ class Catalog:
                 await asyncio.to_thread(former.compact, parts.disk, slots, cache.spec)
                 await asyncio.to_thread(parts.disk.close)
             made, fault = await self._made_anew(cache, slots, replace(cache.options, resized=True), former)
-            for tier, group, key, times in former.pins:
-                for _ in range(times):
-                    self._engine.pin(made.id, group, tier, [key], unpin=False)
+            former.pin(self._engine, made.id)
             now = time.monotonic_ns()
             await self._release(cache, parts)
             if fault is not None:
                 raise fault
             evicted = max(0, before - made.runtime.manager.stats().blocks)
-            self._resized[name] = Resizing(now - began, now - stalled, evicted)
-        _log.info("cache resized name=%s stalled_s=%.3f evicted=%d", name, (now - stalled) / 1e9, evicted)
-        return self._resized[name]
+            done = self._resized[name] = Resizing(now - began, now - stalled, evicted)
+        _log.info("cache resized name=%s stalled_ns=%d evicted=%d", name, done.stalled_ns, evicted)
+        return done
 
     async def _dismantle(self, cache: ServedCache, cause: Cause) -> None:
         """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
@@ -611,7 +571,7 @@ class Catalog:
             raise
         if Tier.DEVICE in plan.slots and (lost := parts.lost or plan.device.lost) is not None:
             await self.lose_device(cache, lost)  # its first slice runs before any other call
-        self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
+        self.spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         if parts.cuda is not None:
             parts.cuda.locks.start(None)  # needs no mapping: Parts.close keeps locked memory
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
@@ -633,16 +593,8 @@ class Catalog:
         self._parts[cache_id] = parts
         return cache
 
-    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _nobody_waits(task: asyncio.Task[Any]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if error is not None and not isinstance(error, CallRefused | TierError | MoverError):
-        _log.error("a task without a caller failed by a bug: %s", task.get_name(), exc_info=error)
-    elif error is not None:
-        _log.warning("a task without a caller failed: %s: %s", task.get_name(), error)

@@ -25,7 +25,7 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.block import Block
-from kvtierd.core.ids import DAEMON, GroupId, Key, LeaseId, SlotId, Tier
+from kvtierd.core.ids import DAEMON, CacheId, GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.core.policy import GroupShape
@@ -151,6 +151,12 @@ class FormerLife:
             for group, state in states.items()
         }
         return cls(arena, {group: list(map(_recovered, blocks)) for group, blocks in by_use.items()}, pins, held, bad)
+
+    def pin(self, engine: Engine, cache: CacheId) -> None:
+        """Pins the blocks in the new cache."""
+        for tier, group, key, times in self.pins:
+            for _ in range(times):
+                engine.pin(cache, group, tier, [key], unpin=False)
 
     def compact(self, store: DiskStore, slots: Slots, spec: CacheSpec) -> None:
         """Moves the blocks on disk into the first slots. Blocks. A block that cannot be read or written stays."""
